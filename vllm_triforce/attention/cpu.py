@@ -1,0 +1,209 @@
+"""Dense and sparse attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.key_layout import KeyLayout
+
+
+@dataclass
+class SparseCPUMetadata:
+    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
+
+    query_start_loc: torch.Tensor  # [num_seqs + 1], int32
+    seq_lens: torch.Tensor  # [num_seqs], int32
+    block_table: torch.Tensor  # [num_seqs, width], int32, in one-head blocks
+    scheduler_metadata: torch.Tensor
+    rows: torch.Tensor | None
+    """[num_tokens * num_kv_heads], rows of the query in the order of the sequences;
+    None where that is the order they have."""
+
+
+class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's implementation, which also records queries and understands sparse metadata."""
+
+    layer_index: int
+    recorder: QueryRecorder
+
+    @classmethod
+    def attach(cls, layer, layer_index: int, recorder: QueryRecorder) -> None:
+        """Replaces a layer's implementation; its settings are taken over unchanged."""
+        impl = object.__new__(cls)
+        impl.__dict__.update(layer.impl.__dict__)
+        impl.layer_index = layer_index
+        impl.recorder = recorder
+        layer.impl = impl
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        if isinstance(attn_metadata, SparseCPUMetadata):
+            return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, CPUAttentionMetadata):
+            self.recorder.record(
+                self.layer_index, query, attn_metadata.query_start_loc, attn_metadata.max_seq_len
+            )
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+
+    def _forward_sparse(self, layer, query, kv_cache, metadata, output):
+        num_tokens = query.shape[0]
+        group = self.num_heads // self.num_kv_heads
+        num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        one_head = kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
+        key_cache, value_cache = one_head.chunk(2, dim=2)
+        grouped = query.reshape(num_tokens * num_kv_heads, group, self.head_size)
+        result = output.view(num_tokens * num_kv_heads, group, -1)
+        target = result
+        if metadata.rows is not None:
+            grouped = grouped[metadata.rows]
+            target = torch.empty_like(grouped)
+        ops.cpu_attention_with_kv_cache(
+            query=grouped,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=target,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=metadata.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=metadata.scheduler_metadata,
+            s_aux=None,
+            dynamic_causal=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        if metadata.rows is not None:
+            result[metadata.rows] = target
+        return output
+
+
+class CPURetrievalAttention:
+    """What level 2 needs from the CPU backend, for layers of one geometry.
+
+    Args:
+        layers: vLLM's ``Attention`` layers that retrieve, in the order of the forward pass.
+        builder: vLLM's metadata builder of these layers.
+    """
+
+    impl_cls = CPUAttentionBackendImpl
+
+    def __init__(self, layers: list, builder, recorder: QueryRecorder) -> None:
+        self._layers = layers
+        self._builder = builder
+        first = layers[0]
+        self.num_kv_heads = first.num_kv_heads
+        self._group = first.num_heads // first.num_kv_heads
+        for index, layer in enumerate(layers):
+            RetrievalCPUAttentionImpl.attach(layer, index, recorder)
+        self._layout: KeyLayout | None = None
+
+    @staticmethod
+    def can_retrieve(layer) -> bool:
+        """Whether a layer's attention is plain enough to be split into one-head sequences."""
+        impl = layer.impl
+        return (
+            isinstance(impl, CPUAttentionBackendImpl)
+            and impl.sliding_window == -1
+            and impl.alibi_slopes is None
+            and impl.sinks is None
+            and impl.kv_sharing_target_layer_name is None
+        )
+
+    def build(
+        self,
+        query_lens: torch.Tensor,  # [num_reqs], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
+        block_tables: torch.Tensor,  # [num_layers, num_reqs * num_kv_heads, width], int32
+    ) -> list[SparseCPUMetadata]:
+        """Metadata of one level 2 pass, a layer each; only the block tables differ."""
+        heads = self.num_kv_heads
+        seq_query_lens = query_lens.repeat_interleave(heads)
+        query_start_loc = torch.zeros(len(seq_query_lens) + 1, dtype=torch.int32)
+        torch.cumsum(seq_query_lens, 0, out=query_start_loc[1:])
+        seq_lens = seq_lens.repeat_interleave(heads)
+        scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(seq_lens),
+            num_heads=self._group,
+            num_kv_heads=1,
+            head_dim=self._builder.head_dim,
+            seq_lens=seq_lens,
+            dtype=self._builder.dtype,
+            query_start_loc=query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self._builder.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self._builder.kv_cache_dtype,
+        )
+        rows = sequence_rows(query_lens, heads)
+        return [
+            SparseCPUMetadata(query_start_loc, seq_lens, table, scheduler_metadata, rows)
+            for table in block_tables
+        ]
+
+    def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """For each layer, a function from block ids [n] to mean keys [n, num_kv_heads, head_dim]."""
+        return [lambda ids, layer=layer: self._means_of(layer, ids) for layer in self._layers]
+
+    def _means_of(self, layer, block_ids):
+        kv_cache = layer.kv_cache
+        num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+        if self._layout is None:
+            self._layout = self.probe_layout(layer)
+        flat = kv_cache.view(num_blocks, num_kv_heads, 2, block_size * width // 2)
+        return self._layout.mean(flat[block_ids, :, 0])
+
+    def probe_layout(self, layer) -> KeyLayout:
+        """Lets the kernel write one block of known keys into a scratch cache."""
+        _, _, block_size, width = layer.kv_cache.shape
+        head_dim, dtype = width // 2, layer.kv_cache.dtype
+
+        def write_block(keys: torch.Tensor) -> torch.Tensor:
+            scratch = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
+            key_cache, value_cache = scratch.chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(
+                keys,
+                torch.zeros_like(keys),
+                key_cache,
+                value_cache,
+                torch.arange(block_size, dtype=torch.int64),
+                layer.isa,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+                kv_cache_dtype=layer.impl.kv_cache_dtype,
+            )
+            return key_cache
+
+        return KeyLayout.probe(write_block, block_size, head_dim, dtype)
+
+
+def sequence_rows(
+    query_lens: torch.Tensor,  # [num_reqs]
+    num_kv_heads: int,
+) -> torch.Tensor | None:  # [num_tokens * num_kv_heads]
+    """Rows of ``query.view(num_tokens * num_kv_heads, ...)`` in the order of one-head sequences.
+
+    None where every request has one token: the order is then unchanged.
+    """
+    lens = query_lens.tolist()
+    if all(n == 1 for n in lens):
+        return None
+    heads = torch.arange(num_kv_heads)
+    rows, start = [], 0
+    for n in lens:
+        tokens = torch.arange(start, start + n)
+        rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).flatten())
+        start += n
+    return torch.cat(rows)

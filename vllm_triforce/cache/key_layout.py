@@ -1,0 +1,80 @@
+"""Where a kernel puts the numbers of a block of keys: found by asking it, not by assuming it."""
+
+from collections.abc import Callable
+
+import torch
+
+# Integers up to here are exact in bfloat16 (8 bits of significand).
+_CODES = 256
+
+
+class KeyLayout:
+    """Reads blocks of keys in whatever order the attention kernel stores them.
+
+    vLLM's CPU kernels store the keys of a block transposed (``vec``), or packed in pairs for
+    matrix units (``amx``); a mean along the wrong axis only lowers acceptance, which nobody
+    would notice. So the layout is probed once: keys that spell their own head dimension are
+    written by the kernel and read back raw.
+
+    Args:
+        dim_of_offset: [block_size * head_dim], the head dimension at each raw offset.
+        head_dim: numbers in one key.
+    """
+
+    def __init__(self, dim_of_offset: torch.Tensor, head_dim: int) -> None:
+        self.head_dim = head_dim
+        self.block_size = dim_of_offset.numel() // head_dim
+        # Offsets sorted by dimension: raw[order] is [head_dim, block_size].
+        self._order = torch.argsort(dim_of_offset, stable=True)
+        grid = dim_of_offset.view(-1)
+        by_dim = torch.arange(head_dim).repeat_interleave(self.block_size)
+        by_token = torch.arange(head_dim).repeat(self.block_size)
+        self.is_transposed = torch.equal(grid, by_dim)  # [head_dim, block_size]
+        self.is_plain = torch.equal(grid, by_token)  # [block_size, head_dim]
+
+    @classmethod
+    def probe(
+        cls,
+        write_block: Callable[[torch.Tensor], torch.Tensor],
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> "KeyLayout":
+        """Finds the layout with a writer of one block.
+
+        Args:
+            write_block: takes keys [block_size, 1, head_dim] and returns the raw key block
+                that the kernel stored, in any shape with block_size * head_dim numbers.
+
+        Raises:
+            RuntimeError: what came back is not a permutation of the keys.
+        """
+        dims = torch.arange(head_dim)
+        low, high = dims % _CODES, dims // _CODES
+        found = torch.zeros(block_size * head_dim, dtype=torch.int64)
+        for codes, weight in ((low, 1), (high, _CODES)):
+            keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
+            found += weight * write_block(keys).reshape(-1).to(torch.int64)
+        counts = torch.bincount(found.clamp(0, head_dim), minlength=head_dim + 1)
+        if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
+            raise RuntimeError(
+                f"the attention kernel stores blocks of {block_size} keys of {head_dim} numbers "
+                "in a way that TriForce cannot read; use another attention backend"
+            )
+        return cls(found, head_dim)
+
+    def mean(self, raw: torch.Tensor) -> torch.Tensor:
+        """Mean key of each block.
+
+        Args:
+            raw: [..., block_size * head_dim], raw key blocks.
+
+        Returns:
+            [..., head_dim], float32.
+        """
+        shape = raw.shape[:-1]
+        if self.is_plain:
+            return raw.view(*shape, self.block_size, self.head_dim).mean(-2, dtype=torch.float32)
+        if not self.is_transposed:
+            raw = raw[..., self._order]
+        return raw.view(*shape, self.head_dim, self.block_size).mean(-1, dtype=torch.float32)

@@ -1,0 +1,152 @@
+"""The retrieval cache: which of vLLM's KV blocks level 2 reads, per request, layer and KV head.
+
+It holds no keys or values. RoPE is applied before keys are cached, so attention over any
+subset of blocks is the ordinary paged kernel on a shortened block table: the first block,
+the selected blocks, then everything from the recent blocks to the one being written.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.selection import SelectionPolicy
+
+
+@dataclass
+class Selection:
+    """What level 2 reads of one request until the next refresh."""
+
+    blocks: torch.Tensor
+    """[num_layers, num_kv_heads, num_selected], block ids: the first and the selected ones."""
+    tail_start: int
+    """First logical block of the tail: recent blocks and all that come after them."""
+    age: int = 0
+    """Full passes since it was made."""
+
+    @property
+    def num_selected(self) -> int:
+        return self.blocks.shape[-1]
+
+
+@dataclass
+class _Request:
+    block_ids: np.ndarray
+    """Full blocks whose means are known; compared with the table, since preemption moves them."""
+    selection: Selection | None = None
+
+
+class RetrievalCache:
+    """Selections of all speculating requests.
+
+    Args:
+        budget_blocks, recent_blocks: sizes in blocks; the budget includes the first block
+            and the recent ones.
+        refresh_interval: full passes between two selections.
+    """
+
+    def __init__(
+        self,
+        chunk_mean_keys: ChunkMeanKeys,
+        policy: SelectionPolicy,
+        block_size: int,
+        budget_blocks: int,
+        recent_blocks: int,
+        refresh_interval: int,
+    ) -> None:
+        self.chunk_mean_keys = chunk_mean_keys
+        self.policy = policy
+        self.block_size = block_size
+        self.budget_blocks = budget_blocks
+        self.recent_blocks = recent_blocks
+        self.refresh_interval = refresh_interval
+        self._requests: dict[str, _Request] = {}
+
+    def release(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def selection(
+        self,
+        request_id: str,
+        block_ids: np.ndarray,  # [>= num_full_blocks], the request's block table
+        num_computed_tokens: int,
+        query: torch.Tensor,  # [num_layers, num_heads, head_dim]
+    ) -> Selection:
+        """The request's selection, refreshed when it is due."""
+        num_full = num_computed_tokens // self.block_size
+        state = self._requests.get(request_id)
+        known = 0 if state is None else len(state.block_ids)
+        moved = known > num_full or (
+            state is not None and not np.array_equal(state.block_ids, block_ids[:known])
+        )
+        if state is None or moved:
+            state = self._requests[request_id] = _Request(block_ids[:0].copy())
+            known = 0
+        selection = state.selection
+        if selection is not None:
+            selection.age += 1
+            if selection.age < self.refresh_interval:
+                return selection
+        if self.policy.needs_scores and num_full > known:
+            fresh = torch.from_numpy(block_ids[known:num_full].astype(np.int64))
+            self.chunk_mean_keys.update(fresh.to(self.chunk_mean_keys.means.device))
+        state.block_ids = block_ids[:num_full].copy()
+        state.selection = self._select(state.block_ids, query)
+        return state.selection
+
+    def _select(self, full_blocks: np.ndarray, query: torch.Tensor) -> Selection:
+        means = self.chunk_mean_keys.means
+        ids = torch.from_numpy(full_blocks.astype(np.int64)).to(means.device)
+        num_layers, num_kv_heads = means.shape[:2]
+        num_full = len(full_blocks)
+        if num_full <= self.budget_blocks:  # everything fits: level 2 reads what level 3 reads
+            every = ids[: max(0, num_full - self.recent_blocks)]
+            return Selection(every.expand(num_layers, num_kv_heads, -1), len(every))
+        # The partly filled block at the end is the newest part of the recent tokens.
+        tail_start = num_full - self.recent_blocks
+        candidates = ids[1:tail_start]
+        num_selected = self.budget_blocks - self.recent_blocks - 1
+        if self.policy.needs_scores:
+            candidate_means = self.chunk_mean_keys.gather(candidates)
+        else:
+            candidate_means = means.new_empty(num_layers, num_kv_heads, len(candidates), 0)
+        chosen = self.policy.select(query, candidate_means, num_selected)
+        first = ids[:1].expand(num_layers, num_kv_heads, 1)
+        return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)
+
+    def block_table(
+        self,
+        selections: list[Selection],
+        block_ids: list[np.ndarray],  # per request, its block table
+        num_tokens: list[int],  # per request, tokens that the table must reach
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables of one-head sequences: request-major, then KV heads.
+
+        The KV cache in head-major layout, seen as [num_blocks * num_kv_heads, 1, ...], makes of
+        each request ``num_kv_heads`` sequences whose blocks are ``block * num_kv_heads + head``.
+
+        Returns:
+            tables: [num_layers, num_reqs * num_kv_heads, width], int32.
+            skipped: [num_reqs], int32, tokens by which each table is shorter than the context:
+                a position p of the request is at p - skipped in its sequences.
+        """
+        num_layers, num_kv_heads = self.chunk_mean_keys.means.shape[:2]
+        tails = [-(-n // self.block_size) - s.tail_start for s, n in zip(selections, num_tokens)]
+        width = max(s.num_selected + tail for s, tail in zip(selections, tails))
+        tables = torch.zeros(num_layers, len(selections), num_kv_heads, width, dtype=torch.int32)
+        skipped = torch.empty(len(selections), dtype=torch.int32)
+        for row, (selection, blocks, tail) in enumerate(zip(selections, block_ids, tails)):
+            k, start = selection.num_selected, selection.tail_start
+            tables[:, row, :, :k] = selection.blocks
+            tables[:, row, :, k : k + tail] = torch.from_numpy(
+                blocks[start : start + tail].astype(np.int32)
+            )
+            skipped[row] = (start - k) * self.block_size
+        heads = torch.arange(num_kv_heads, dtype=torch.int32)
+        tables.mul_(num_kv_heads).add_(heads[:, None])
+        device = self.chunk_mean_keys.means.device
+        return tables.flatten(1, 2).to(device), skipped.to(device)

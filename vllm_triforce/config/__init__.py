@@ -1,0 +1,3 @@
+from vllm_triforce.config.triforce_config import TriForceConfig
+
+__all__ = ["TriForceConfig"]

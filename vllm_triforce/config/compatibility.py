@@ -1,0 +1,138 @@
+"""What TriForce cannot run on, refused with the value, the reason and the remedy."""
+
+import inspect
+import os
+
+from vllm_triforce.config.triforce_config import TriForceConfig
+
+SUPPORTED_VLLM = (">=0.32.0", "<0.34")
+
+_SIGNATURES = {
+    "add_cli_args": ["parser"],
+    "from_cli_args": ["args"],
+    "create_engine_config": ["self", "usage_context", "headless"],
+    "create_speculative_config": ["self", "target_model_config", "target_parallel_config"],
+}
+
+
+def check_signatures(engine_args_cls: type) -> None:
+    """Raises RuntimeError where a method that we wrap has moved."""
+    for name, wanted in _SIGNATURES.items():
+        found = list(inspect.signature(getattr(engine_args_cls, name)).parameters)
+        if found != wanted:
+            raise RuntimeError(
+                f"vllm-triforce wraps EngineArgs.{name}({', '.join(wanted)}), but this vLLM has "
+                f"({', '.join(found)}); install vLLM {', '.join(SUPPORTED_VLLM)}"
+            )
+
+
+def check_vllm_version(version: str | None = None) -> None:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    if version is None:
+        import vllm
+
+        version = vllm.__version__
+    wanted = SpecifierSet(",".join(SUPPORTED_VLLM))
+    if not wanted.contains(Version(version), prereleases=True):
+        raise ValueError(
+            f"vLLM {version} is not supported: TriForce leans on internals that it knows in "
+            f"{', '.join(SUPPORTED_VLLM)}; install such a version, or drop method='triforce'"
+        )
+
+
+def check_draft_exists(draft_model: str, trust_remote_code: bool) -> None:
+    """A missing or unreadable draft is refused before the target is even looked at."""
+    looks_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
+    if (looks_local or os.path.exists(draft_model)) and not os.path.isfile(
+        os.path.join(draft_model, "config.json")
+    ):
+        raise ValueError(
+            f"draft model {draft_model!r} is not a folder with a config.json; correct 'model' in "
+            "speculative_config, or leave it out for prompt lookup"
+        )
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        get_config(draft_model, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(
+            f"draft model {draft_model!r} cannot be read ({error}); correct 'model' in "
+            "speculative_config, or leave it out for prompt lookup"
+        ) from error
+
+
+def check_target(model_config, parallel_config) -> None:
+    """Refuses targets whose attention TriForce cannot make sparse."""
+    name = model_config.model
+    if parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={parallel_config.pipeline_parallel_size}: level 2 needs every "
+            "layer of the target on one rank; use tensor parallelism instead"
+        )
+    if parallel_config.decode_context_parallel_size > 1:
+        raise ValueError(
+            f"decode_context_parallel_size={parallel_config.decode_context_parallel_size}: level 2 "
+            "retrieves from a KV cache that is whole on each rank; use tensor parallelism instead"
+        )
+    if model_config.runner_type != "generate":
+        raise ValueError(
+            f"target {name!r} runs as {model_config.runner_type!r}: there is nothing to speculate "
+            "on; drop method='triforce'"
+        )
+    if model_config.is_encoder_decoder:
+        raise ValueError(
+            f"target {name!r} is an encoder-decoder model, which TriForce does not support; "
+            "use a decoder-only model or another method"
+        )
+    if model_config.is_attention_free or model_config.is_hybrid or model_config.has_inner_state:
+        raise ValueError(
+            f"target {name!r} has state-space or linear-attention layers: they keep no KV cache "
+            "to retrieve from; use a model with attention only, or another method"
+        )
+    if model_config.use_mla:
+        raise ValueError(
+            f"target {name!r} uses multi-head latent attention (MLA): its cache holds no keys per "
+            "head to select by; use a model with MHA or GQA, or another method"
+        )
+
+
+def check_draft(draft_model: str, draft_config, target_config, config: TriForceConfig) -> None:
+    draft_vocab, target_vocab = draft_config.get_vocab_size(), target_config.get_vocab_size()
+    if draft_vocab != target_vocab:
+        raise ValueError(
+            f"draft model {draft_model!r} has a vocabulary of {draft_vocab} tokens, the target "
+            f"{target_config.model!r} one of {target_vocab}; use a draft with the target's "
+            "tokenizer, or leave 'model' out for prompt lookup"
+        )
+    if draft_config.use_mla or draft_config.is_hybrid or draft_config.is_attention_free:
+        raise ValueError(
+            f"draft model {draft_model!r} must have plain attention (no MLA, no state space): "
+            "level 1 gives it a window of its own; use another draft"
+        )
+    positions = getattr(draft_config.hf_text_config, "max_position_embeddings", None)
+    if positions is not None and config.window_tokens > positions:
+        raise ValueError(
+            f"num_sink_tokens={config.num_sink_tokens} and num_recent_tokens="
+            f"{config.num_recent_tokens} make a window of {config.window_tokens} tokens, more than "
+            f"the {positions} positions of draft model {draft_model!r}; lower num_recent_tokens"
+        )
+
+
+def check_vllm_config(vllm_config) -> None:
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "this vLLM uses Model Runner V2, which TriForce does not support yet; "
+            "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def default_block_size() -> int | None:
+    """Tokens in a KV block where the user did not choose: fine enough for retrieval.
+
+    vLLM's default on the CPU is 128; its kernels need multiples of 32. Elsewhere vLLM's own.
+    """
+    from vllm.platforms import current_platform
+
+    return 32 if current_platform.is_cpu() else None

@@ -1,0 +1,172 @@
+"""From vLLM's ``EngineArgs`` to a stock ``SpeculativeConfig`` and our worker.
+
+``SpeculativeConfig`` forbids unknown methods and keys, so a user's ``{"method": "triforce",
+...}`` becomes ``method="draft_model"`` (which gives us the scheduler's lookahead slots and room
+for the proposal's own distribution) plus ``additional_config["triforce"]``, and the platform's
+worker becomes our subclass of it. Everything can be refused here, before weights are loaded.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from vllm_triforce.config import compatibility
+from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
+
+# Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
+_DRAFT_KEYS = (
+    "quantization",
+    "revision",
+    "code_revision",
+    "draft_tensor_parallel_size",
+    "draft_load_config",
+)
+
+_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
+}
+
+_CLI_HELP = (
+    "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
+    "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
+    '--speculative-config \'{"method": "triforce", ...}\'.'
+)
+
+
+def install() -> None:
+    """Wraps four methods of ``EngineArgs``; each falls through unless TriForce is asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if getattr(EngineArgs, "_triforce_installed", False):
+        return
+    EngineArgs._triforce_installed = True
+    compatibility.check_signatures(EngineArgs)
+    EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
+    EngineArgs.from_cli_args = classmethod(
+        _wrap_from_cli_args(inspect.getattr_static(EngineArgs, "from_cli_args").__func__)
+    )
+    EngineArgs.create_engine_config = _wrap_create_engine_config(EngineArgs.create_engine_config)
+    EngineArgs.create_speculative_config = _wrap_create_speculative_config(
+        EngineArgs.create_speculative_config
+    )
+
+
+def _wrap_add_cli_args(original):
+    @functools.wraps(original)
+    def add_cli_args(parser, *args, **kwargs):
+        parser = original(parser, *args, **kwargs)
+        group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
+        group.add_argument("--speculative-model", choices=[METHOD], default=None, help=_CLI_HELP)
+        return parser
+
+    return add_cli_args
+
+
+def _wrap_from_cli_args(original):
+    @functools.wraps(original)
+    def from_cli_args(cls, args):
+        engine_args = original(cls, args)
+        if getattr(args, "speculative_model", None) == METHOD:
+            given = dict(engine_args.speculative_config or {})
+            if given.get("method", METHOD) != METHOD:
+                raise ValueError(
+                    f"--speculative-model {METHOD} and --speculative-config with "
+                    f"method={given['method']!r} exclude each other; drop one of them"
+                )
+            engine_args.speculative_config = {"method": METHOD, **given}
+        return engine_args
+
+    return from_cli_args
+
+
+def _is_asked_for(engine_args) -> bool:
+    keys = engine_args.speculative_config
+    return isinstance(keys, dict) and keys.get("method") == METHOD
+
+
+def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str, Any]]:
+    """Our keys, validated, and the ones about the draft model, for vLLM."""
+    keys = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    keys.pop("method")
+    draft = {key: keys.pop(key) for key in ("model", *_DRAFT_KEYS) if key in keys}
+    if draft.get("model") is not None and not isinstance(draft["model"], str):
+        raise ValueError(
+            f"model={draft['model']!r} must be the path or hub name of a draft model; "
+            "leave it out for prompt lookup"
+        )
+    if not draft.get("model") and len(draft.keys() - {"model"}):
+        raise ValueError(
+            f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given; "
+            "name one or leave them out"
+        )
+    return TriForceConfig.from_speculative_config(keys), draft
+
+
+def _wrap_create_engine_config(original):
+    @functools.wraps(original)
+    def create_engine_config(self, *args, **kwargs):
+        if not _is_asked_for(self):
+            return original(self, *args, **kwargs)
+        compatibility.check_vllm_version()
+        config, draft = _split(self.speculative_config)
+        if draft.get("model"):
+            compatibility.check_draft_exists(draft["model"], self.trust_remote_code)
+        saved = self.speculative_config, self.additional_config, self.block_size
+        try:
+            self.additional_config = {
+                **(self.additional_config or {}),
+                METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
+            }
+            if self.block_size is None:
+                self.block_size = compatibility.default_block_size()
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            self.speculative_config, self.additional_config, self.block_size = saved
+        return _finish(vllm_config, config, draft.get("model"))
+
+    return create_engine_config
+
+
+def _wrap_create_speculative_config(original):
+    @functools.wraps(original)
+    def create_speculative_config(self, target_model_config, target_parallel_config):
+        if not _is_asked_for(self):
+            return original(self, target_model_config, target_parallel_config)
+        compatibility.check_target(target_model_config, target_parallel_config)
+        config, draft = _split(self.speculative_config)
+        # Without a draft model nothing is loaded twice: the speculator does the loading, and
+        # the name only satisfies SpeculativeConfig.
+        draft["model"] = draft.get("model") or target_model_config.model
+        self.speculative_config = {
+            **draft,
+            "method": "draft_model",
+            "num_speculative_tokens": config.num_speculative_tokens,
+            "draft_sample_method": "probabilistic",
+        }
+        speculative_config = original(self, target_model_config, target_parallel_config)
+        # Level 1 keeps a window of its own, so the draft's context length limits nothing.
+        speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
+        return speculative_config
+
+    return create_speculative_config
+
+
+def _finish(vllm_config, config: TriForceConfig, draft_model: str | None):
+    resolved = config.resolve(vllm_config.cache_config.block_size)
+    compatibility.check_vllm_config(vllm_config)
+    if draft_model:
+        compatibility.check_draft(
+            draft_model,
+            vllm_config.speculative_config.draft_model_config,
+            vllm_config.model_config,
+            resolved,
+        )
+    vllm_config.additional_config[METHOD].update(resolved.to_dict())
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls not in _WORKERS:
+        raise ValueError(
+            f"TriForce has no worker for worker_cls={worker_cls!r}; it knows {sorted(_WORKERS)}. "
+            "Leave --worker-cls out, or speculate with another method"
+        )
+    vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
+    return vllm_config

@@ -1,0 +1,79 @@
+"""Per-level counters of one engine."""
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class LevelCounters:
+    """Sums since the engine started; ``num_`` counts tokens, requests or passes."""
+
+    num_inner_rounds: int = 0
+    num_level1_drafted: int = 0
+    num_level1_accepted: int = 0
+    """Level 1's tokens that level 2 accepted."""
+    num_proposals: int = 0
+    """Requests times steps with a proposal."""
+    num_level2_drafted: int = 0
+    """Tokens handed up by level 2 that a full pass verified."""
+    num_level2_accepted: int = 0
+    """Level 2's tokens that level 3 accepted."""
+    num_level3_steps: int = 0
+    """Requests times full passes that verified a proposal."""
+    num_proposed: int = 0
+    """Tokens handed up by level 2, scheduled or not."""
+    time_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by part of ``propose()``."""
+
+    def add_time(self, part: str, seconds: float) -> None:
+        self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
+
+    def add_inner_round(self, drafted: list[list[int]], num_accepted: list[int]) -> None:
+        self.num_inner_rounds += len(drafted)
+        self.num_level1_drafted += sum(map(len, drafted))
+        self.num_level1_accepted += sum(num_accepted)
+
+    def add_proposal(self, token_ids: list[list[int]]) -> None:
+        self.num_proposals += len(token_ids)
+        self.num_proposed += sum(map(len, token_ids))
+
+    def add_full_pass(self, num_drafted: int, num_accepted: int) -> None:
+        """One request's outcome at level 3."""
+        self.num_level3_steps += 1
+        self.num_level2_drafted += num_drafted
+        self.num_level2_accepted += num_accepted
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per full pass that verified a proposal, the bonus token included, as vLLM counts."""
+        return 1 + _share(self.num_level2_accepted, self.num_level3_steps)
+
+    @property
+    def level1_acceptance_rate(self) -> float:
+        return _share(self.num_level1_accepted, self.num_level1_drafted)
+
+    @property
+    def level2_acceptance_rate(self) -> float:
+        return _share(self.num_level2_accepted, self.num_level2_drafted)
+
+    def to_dict(self) -> dict:
+        return {
+            **asdict(self),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "level1_acceptance_rate": self.level1_acceptance_rate,
+            "level2_acceptance_rate": self.level2_acceptance_rate,
+        }
+
+    def since(self, earlier: "LevelCounters") -> "LevelCounters":
+        """What was added after ``earlier``, a copy of these counters."""
+        mine, before = asdict(self), asdict(earlier)
+        times = before.pop("time_seconds")
+        mine["time_seconds"] = {
+            part: seconds - times.get(part, 0.0) for part, seconds in self.time_seconds.items()
+        }
+        for name, value in before.items():
+            mine[name] -= value
+        return LevelCounters(**mine)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

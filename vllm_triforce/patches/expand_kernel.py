@@ -1,0 +1,51 @@
+"""vLLM's CPU ``expand_kernel`` loses its output for anything but int64; see patches/README.md.
+
+Remove when the oldest supported vLLM writes the output back.
+"""
+
+import torch
+
+_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand_kernel_works() -> bool:
+    """Self-check: does ``expand_batch_to_tokens`` repeat float and int32 rows?"""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    for values in (torch.tensor([0.25, 0.75]), torch.tensor([3, 5], dtype=torch.int32)):
+        expanded = expand_batch_to_tokens(values, ends, 3)
+        if not torch.equal(expanded, values[[0, 0, 1]]):
+            return False
+    return True
+
+
+def mend_expand_kernel() -> bool:
+    """Replaces the kernel where the self-check fails; idempotent.
+
+    Without it, speculative sampling divides by uninitialised temperatures.
+
+    Returns:
+        Whether it was replaced now.
+
+    Raises:
+        RuntimeError: the replacement does not pass the self-check either.
+    """
+    if expand_kernel_works():
+        return False
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    register_kernels({_KERNEL: _expand})
+    if not expand_kernel_works():
+        raise RuntimeError(
+            f"{_KERNEL} gives wrong results and could not be replaced; speculative sampling "
+            "would be wrong. Use another vLLM version"
+        )
+    return True
+
+
+def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = input_val.repeat_interleave(counts.to(torch.int64))
+    expanded = expanded.masked_fill(expanded == replace_from, replace_to)
+    output[: len(expanded)] = expanded

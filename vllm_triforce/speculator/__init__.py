@@ -1,0 +1,1 @@
+"""The levels. ``triforce.py`` is the algorithm; each level is a file of its own."""

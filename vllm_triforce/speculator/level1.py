@@ -1,0 +1,39 @@
+"""What level 1 is to the levels above: anything that drafts a few tokens cheaply."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal, SamplingRows
+from vllm_triforce.verification.noise import InnerNoise
+
+
+@dataclass
+class Drafted:
+    """Tokens drafted by level 1, a list per row, maybe empty."""
+
+    token_ids: list[list[int]]
+    probs: list[list[torch.Tensor]] | None = None
+    """Per row and token [vocab_size], what each was drawn from; None where each token was
+    certain (prompt lookup, greedy requests)."""
+
+
+class Level1(ABC):
+    @abstractmethod
+    def draft(
+        self,
+        batch: DraftBatch,
+        proposal: Proposal,
+        rows: list[int],
+        wanted: list[int],
+        sampling: SamplingRows,
+        noise: InnerNoise,
+    ) -> Drafted:
+        """Drafts at most ``wanted[i]`` tokens after what is proposed for ``rows[i]``.
+
+        ``sampling`` and ``noise`` have a row for each of ``rows``.
+        """
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request."""

@@ -1,0 +1,112 @@
+"""Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
+from vllm_triforce.speculator.model_pass import PassInput, run_model
+
+
+@dataclass
+class KVGroup:
+    """One of vLLM's KV cache groups: layers that share a block table."""
+
+    block_size: int
+    sparse_layer_names: list[str]
+    dense_layer_names: list[str]
+    """Layers that retrieval does not fit (sliding windows): at level 2 as at level 3."""
+    dense_builder: object | None = None
+
+
+class RetrievalLevel:
+    """Verifies drafts in one sparse pass of the target.
+
+    It writes KV into the lookahead slots that the scheduler reserved; the full pass writes the
+    same slots again, so nothing approximate survives.
+
+    Args:
+        groups: vLLM's KV cache groups; the sparse layers are all in one of them.
+        attention: the sparse mode of the platform's backend.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config,
+        groups: list[KVGroup],
+        attention,
+        cache: RetrievalCache,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._groups = groups
+        self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
+        self._attention = attention
+        self.cache = cache
+        self._device = device
+
+    def begin(self, batch: DraftBatch) -> None:
+        """Refreshes what is due and lays out the block tables of the whole proposal."""
+        blocks = batch.block_tables[self._sparse_group]
+        selections = [
+            self.cache.selection(request_id, table, num_computed, query)
+            for request_id, table, num_computed, query in zip(
+                batch.request_ids, blocks, batch.num_computed_tokens, batch.queries
+            )
+        ]
+        reach = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
+        tables, self._skipped = self.cache.block_table(selections, blocks, reach)
+        self._sparse_tables = tables.unflatten(1, (len(batch), -1))
+        self._dense_tables = [_padded(tables, self._device) for tables in batch.block_tables]
+
+    def forward(
+        self,
+        batch: DraftBatch,
+        proposal: Proposal,
+        rows: list[int],
+        drafted: list[list[int]],
+    ) -> torch.Tensor:  # [sum(len(drafted) + 1), vocab_size]
+        """Logits after the last token of each of ``rows`` and after each of its drafts."""
+        feed, first_positions = [], []
+        for row, tokens in zip(rows, drafted):
+            proposed = proposal.token_ids[row]
+            last = proposed[-1] if proposed else int(batch.token_ids[row][-1])
+            feed.append([last, *tokens])
+            first_positions.append(batch.num_computed_tokens[row] + len(proposed))
+        inputs = PassInput.from_rows(feed, first_positions, self._device)
+
+        metadata: dict = {}
+        slots: dict[str, torch.Tensor] = {}
+        for group, dense_table in zip(self._groups, self._dense_tables):
+            table = dense_table[rows]
+            mapping = inputs.slot_mapping(table, group.block_size)
+            slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
+            if group.dense_layer_names:
+                common = inputs.common_metadata(table, mapping)
+                dense = group.dense_builder.build(0, common)
+                metadata |= dict.fromkeys(group.dense_layer_names, dense)
+            if group.sparse_layer_names:
+                sparse = self._attention.build(
+                    inputs.query_lens,
+                    inputs.seq_lens - self._skipped[rows],
+                    self._sparse_tables[:, rows].flatten(1, 2),
+                )
+                metadata |= zip(group.sparse_layer_names, sparse)
+        hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)
+        return self._model.compute_logits(hidden)
+
+    def release(self, request_id: str) -> None:
+        self.cache.release(request_id)
+
+
+def _padded(tables: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Block tables of unequal length as one tensor, [num_reqs, width]."""
+    width = max(map(len, tables))
+    padded = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return torch.from_numpy(padded).to(device)

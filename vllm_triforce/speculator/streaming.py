@@ -1,0 +1,103 @@
+"""Level 1: a small draft model that sees sink tokens and recent tokens (paper, section 4.1)."""
+
+import numpy as np
+import torch
+
+from vllm_triforce.cache.streaming_cache import StreamingCache
+from vllm_triforce.cache.streaming_window import StreamingWindow
+from vllm_triforce.speculator.level1 import Drafted, Level1
+from vllm_triforce.speculator.model_pass import PassInput, run_model
+from vllm_triforce.verification.sampling import token_distribution
+
+
+class StreamingLevel(Level1):
+    """Drafts with a model of its own and a window of its own per request.
+
+    Args:
+        model: the draft, loaded by vLLM.
+        builder: vLLM's metadata builder of the draft's layers.
+        cache: the private cache, bound to these layers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config,
+        layer_names: list[str],
+        builder,
+        cache: StreamingCache,
+        num_sink_tokens: int,
+        num_recent_tokens: int,
+        window_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._layer_names = layer_names
+        self._builder = builder
+        self.cache = cache
+        self._window_sizes = (num_sink_tokens, num_recent_tokens, window_tokens)
+        self._device = device
+        self._windows: dict[str, StreamingWindow] = {}
+
+    def draft(self, batch, proposal, rows, wanted, sampling, noise) -> Drafted:
+        greedy = sampling.all_greedy
+        drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
+        active = [i for i, count in enumerate(wanted) if count]
+        feed, first_positions = [], []
+        for i in active:
+            row = rows[i]
+            proposed = np.asarray(proposal.token_ids[row], dtype=np.int32)
+            token_ids = np.concatenate([batch.token_ids[row], proposed])
+            position, tokens = self._window(batch.request_ids[row]).advance(token_ids, wanted[i])
+            feed.append(tokens.tolist())
+            first_positions.append(position)
+        while active:
+            slots = [self.cache.slot(batch.request_ids[rows[i]]) for i in active]
+            logits = self._forward(feed, first_positions, slots)
+            self._sample(logits, active, sampling, noise, drafted)
+            active = [i for i in active if len(drafted.token_ids[i]) < wanted[i]]
+            feed = [[drafted.token_ids[i][-1]] for i in active]
+            first_positions = [
+                self._windows[batch.request_ids[rows[i]]].append(tokens[0])
+                for i, tokens in zip(active, feed)
+            ]
+        return drafted
+
+    def release(self, request_id: str) -> None:
+        self._windows.pop(request_id, None)
+        self.cache.release(request_id)
+
+    def _window(self, request_id: str) -> StreamingWindow:
+        if request_id not in self._windows:
+            self._windows[request_id] = StreamingWindow(*self._window_sizes)
+        return self._windows[request_id]
+
+    def _forward(self, feed, first_positions, slots) -> torch.Tensor:
+        """Logits after each row's last token, [num_rows, vocab_size]."""
+        inputs = PassInput.from_rows(feed, first_positions, self._device)
+        table = self.cache.block_table[slots]
+        mapping = inputs.slot_mapping(table, self.cache.block_size)
+        metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
+        hidden = run_model(
+            self._model,
+            self._vllm_config,
+            inputs,
+            dict.fromkeys(self._layer_names, metadata),
+            dict.fromkeys(self._layer_names, mapping),
+        )
+        return self._model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
+
+    def _sample(self, logits, active, sampling, noise, drafted: Drafted) -> None:
+        if drafted.probs is None:
+            for i, token in zip(active, logits.argmax(-1).tolist()):
+                drafted.token_ids[i].append(token)
+            return
+        for i, probs in zip(active, token_distribution(logits, sampling.take(active))):
+            drafted.token_ids[i].append(noise.sample(i, probs))
+            drafted.probs[i].append(probs)
+
+
+def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
+    """Runs a draft once, so that it is compiled before the first request."""
+    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {})

@@ -1,0 +1,86 @@
+"""Level 2's test of level 1's tokens: accept, recover, or add the bonus token.
+
+Speculative sampling (arXiv 2211.17192), with the residual distribution on rejection. The
+published TriForce code draws the recovered token from level 2's distribution itself and
+still declares that distribution to level 3, which bends the output.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_triforce.speculator.draft_batch import SamplingRows
+from vllm_triforce.speculator.level1 import Drafted
+from vllm_triforce.verification.noise import InnerNoise
+from vllm_triforce.verification.sampling import token_distribution
+
+
+@dataclass
+class Verified:
+    """What a round adds to the proposal, a list per row of one token at least."""
+
+    token_ids: list[list[int]]
+    probs: list[list[torch.Tensor]]
+    """Level 2's distribution, which each token is distributed as; empty lists when greedy."""
+    num_accepted: list[int]
+
+
+def verify(
+    drafted: Drafted,
+    logits: torch.Tensor,  # [sum(len(drafted) + 1), vocab_size], level 2's, row after row
+    sampling: SamplingRows,  # [num_rows]
+    noise: InnerNoise,
+) -> Verified:
+    """Accepts a prefix of each row's drafted tokens and adds one token."""
+    lengths = [len(tokens) + 1 for tokens in drafted.token_ids]
+    if sampling.all_greedy:
+        return _verify_greedy(drafted.token_ids, logits.argmax(-1).tolist(), lengths)
+    owners = [row for row, length in enumerate(lengths) for _ in range(length)]
+    target = token_distribution(logits, sampling.take(owners)).split(lengths)
+    result = Verified([], [], [])
+    for row, tokens in enumerate(drafted.token_ids):
+        draft_probs = None if drafted.probs is None else drafted.probs[row]
+        kept = verify_row(tokens, draft_probs, target[row], row, noise)
+        result.token_ids.append(kept)
+        result.probs.append(list(target[row][: len(kept)]))
+        result.num_accepted.append(len(kept) - 1)
+    return result
+
+
+def verify_row(
+    tokens: list[int],
+    draft_probs: list[torch.Tensor] | None,  # per token [vocab_size]; None: each was certain
+    target_probs: torch.Tensor,  # [len(tokens) + 1, vocab_size]
+    row: int,
+    noise: InnerNoise,
+) -> list[int]:
+    """The accepted prefix of ``tokens`` and the recovered or bonus token."""
+    for place, token in enumerate(tokens):
+        target = target_probs[place]
+        drafted_with = 1.0 if draft_probs is None else float(draft_probs[place][token])
+        if noise.uniform(row) * drafted_with < float(target[token]):
+            continue
+        if draft_probs is None:
+            residual = target.clone()
+            residual[token] = 0
+        else:
+            residual = (target - draft_probs[place]).clamp_(min=0)
+        if not bool(residual.any()):
+            # Equal up to rounding: the rejection itself is the rounding error.
+            residual = target
+        return [*tokens[:place], noise.sample(row, residual)]
+    return [*tokens, noise.sample(row, target_probs[len(tokens)])]
+
+
+def _verify_greedy(drafted: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
+    result = Verified([], [[] for _ in drafted], [])
+    start = 0
+    for tokens, length in zip(drafted, lengths):
+        argmax = best[start : start + length]
+        start += length
+        accepted = 0
+        while accepted < len(tokens) and tokens[accepted] == argmax[accepted]:
+            accepted += 1
+        result.token_ids.append([*tokens[:accepted], argmax[accepted]])
+        result.num_accepted.append(accepted)
+    return result

@@ -1,0 +1,29 @@
+"""A request's own sampling parameters, applied to level 1's and level 2's logits."""
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_triforce.speculator.draft_batch import SamplingRows
+
+
+def token_distribution(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    sampling: SamplingRows,  # [num_tokens]
+) -> torch.Tensor:  # [num_tokens, vocab_size], float32
+    """What sampling from ``logits`` would draw from; one-hot at the argmax for greedy rows.
+
+    Temperature, min-p, top-k, top-p in vLLM's order (vllm/v1/sample/sampler.py), so that
+    level 2's tokens lie inside what level 3 keeps.
+    """
+    greedy = sampling.is_greedy
+    temperature = torch.where(greedy, torch.ones_like(sampling.temperature), sampling.temperature)
+    scaled = logits.float() / temperature[:, None]
+    if sampling.min_p is not None:
+        probs = scaled.softmax(-1)
+        floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
+        scaled = scaled.masked_fill(probs < floor, float("-inf"))
+    probs = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    if bool(greedy.any()):
+        best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+        probs = torch.where(greedy[:, None], best, probs)
+    return probs

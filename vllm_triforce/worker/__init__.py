@@ -1,0 +1,1 @@
+"""Where vLLM lets us in: workers that swap the model runner's speculator."""

@@ -1,0 +1,161 @@
+"""Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.streaming_cache import StreamingCache
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.selection import POLICIES
+from vllm_triforce.speculator.level1 import Level1
+from vllm_triforce.speculator.prompt_lookup import PromptLookupLevel
+from vllm_triforce.speculator.retrieval import KVGroup, RetrievalLevel
+from vllm_triforce.speculator.streaming import StreamingLevel
+from vllm_triforce.speculator.triforce import TriForceSpeculator
+from vllm_triforce.verification.noise import InnerNoise
+
+
+def attention_layers(vllm_config) -> dict[str, Attention]:
+    """All attention layers loaded so far, by name, in the order of their construction."""
+    return get_layers_from_vllm_config(vllm_config, Attention)
+
+
+class BuiltSpeculator:
+    """The speculator and the parts that a runner's adapter needs.
+
+    Args:
+        target_layers, draft_layers: attention layers by name.
+        attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
+        block_sizes: tokens in a block of each KV cache group's block table.
+    """
+
+    def __init__(
+        self,
+        vllm_config,
+        config: TriForceConfig,
+        target,
+        target_layers: dict,
+        draft,
+        draft_layers: dict,
+        kv_cache_config,
+        attn_groups,
+        block_sizes: list[int],
+        device,
+    ) -> None:
+        self.counters = LevelCounters()
+        backend = _retrieval_backend()
+        groups, sparse_layers, sparse_builder = _group_layers(
+            kv_cache_config, attn_groups, block_sizes, target_layers, backend, config
+        )
+        self.recorder = QueryRecorder(
+            len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
+        )
+        attention = backend(sparse_layers, sparse_builder, self.recorder)
+        means = ChunkMeanKeys(
+            num_layers=len(sparse_layers),
+            num_blocks=sparse_layers[0].kv_cache.shape[0],
+            num_kv_heads=sparse_layers[0].num_kv_heads,
+            head_dim=sparse_layers[0].head_size,
+            dtype=vllm_config.model_config.dtype,
+            device=device,
+            block_means=attention.block_means(),
+        )
+        chunk = config.retrieval_chunk_size
+        cache = RetrievalCache(
+            means,
+            POLICIES[config.selection](),
+            block_size=chunk,
+            budget_blocks=config.retrieval_budget // chunk,
+            recent_blocks=config.retrieval_recent_tokens // chunk,
+            refresh_interval=config.refresh_interval,
+        )
+        level1: Level1 = PromptLookupLevel(config.prompt_lookup_max)
+        if draft is not None:
+            level1 = _streaming_level(draft, draft_layers, vllm_config, config, device)
+        self.speculator = TriForceSpeculator(
+            level1,
+            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
+            config.gamma,
+            InnerNoise(vllm_config.model_config.seed, device),
+            self.counters,
+        )
+
+
+def _retrieval_backend():
+    if current_platform.is_cpu():
+        from vllm_triforce.attention.cpu import CPURetrievalAttention
+
+        return CPURetrievalAttention
+    raise ValueError(
+        f"TriForce has no sparse attention for platform {current_platform.device_name!r} yet; "
+        "use the CPU build of vLLM, or another speculative method"
+    )
+
+
+def _group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
+    """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
+    groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
+    for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
+        group = KVGroup(block_sizes[gid], [], [])
+        for name in spec.layer_names:
+            layer = target_layers.get(name)
+            if layer is None:
+                raise ValueError(f"layer {name!r} is not an attention layer that TriForce knows")
+            fits = backend.can_retrieve(layer) and block_sizes[gid] == config.retrieval_chunk_size
+            if fits and sparse_gid in (None, gid):
+                sparse_gid = gid
+                group.sparse_layer_names.append(name)
+            else:
+                group.dense_layer_names.append(name)
+        for attn_group in attn_groups[gid]:
+            if set(attn_group.layer_names) & set(group.sparse_layer_names):
+                sparse_builder = attn_group.get_metadata_builder()
+            if set(attn_group.layer_names) & set(group.dense_layer_names):
+                group.dense_builder = attn_group.get_metadata_builder()
+        order = list(target_layers)
+        group.sparse_layer_names.sort(key=order.index)
+        sparse_layers += [target_layers[name] for name in group.sparse_layer_names]
+        groups.append(group)
+    if not sparse_layers:
+        raise ValueError(
+            "no layer of the target has full attention that TriForce can make sparse (sliding "
+            "windows, ALiBi and attention sinks stay dense); use another speculative method"
+        )
+    return groups, sparse_layers, sparse_builder
+
+
+def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, device):
+    specs = {layer.get_kv_cache_spec(vllm_config) for layer in layers.values()}
+    if len(specs) != 1:
+        raise ValueError(
+            f"the draft's layers have {len(specs)} kinds of KV cache, TriForce needs one; "
+            "use a draft whose layers are alike"
+        )
+    spec = specs.pop()
+    cache = StreamingCache(
+        layers,
+        spec,
+        config.window_tokens,
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.cache_config.get_resolved_kv_cache_layout(),
+        device,
+    )
+    first = next(iter(layers.values()))
+    group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
+    group.create_metadata_builders(vllm_config, device, spec.block_size)
+    return StreamingLevel(
+        draft,
+        vllm_config,
+        list(layers),
+        group.get_metadata_builder(),
+        cache,
+        config.num_sink_tokens,
+        config.num_recent_tokens,
+        config.window_tokens,
+        device,
+    )

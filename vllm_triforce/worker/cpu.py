@@ -1,0 +1,12 @@
+"""TriForce on vLLM's CPU worker."""
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_triforce.patches.expand_kernel import mend_expand_kernel
+from vllm_triforce.worker.mixin import TriForceWorkerMixin
+
+
+class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
+    def init_device(self) -> None:
+        mend_expand_kernel()
+        super().init_device()

@@ -1,0 +1,42 @@
+"""What TriForce changes in a vLLM worker, whatever the platform."""
+
+from vllm.logger import init_logger
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.triforce_config import METHOD
+
+logger = init_logger(__name__)
+
+
+def read_config(vllm_config) -> tuple[TriForceConfig, str | None]:
+    """The validated keys and the draft model's name that the front process left for us."""
+    keys = dict(vllm_config.additional_config[METHOD])
+    draft_model = keys.pop("draft_model")
+    return TriForceConfig(**keys), draft_model
+
+
+class TriForceWorkerMixin:
+    """Over ``vllm.v1.worker.gpu_worker.Worker``: its runner is built in ``init_device()``."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        from vllm_triforce.worker.runner_v1 import TriForceProposer
+
+        config, draft_model = read_config(self.vllm_config)
+        self.model_runner.drafter = TriForceProposer(
+            self.vllm_config, self.device, self.model_runner, config, draft_model
+        )
+
+    def get_kv_cache_spec(self) -> dict:
+        """Without the draft's layers: level 1 has a private cache."""
+        draft_layers = self.model_runner.drafter.draft_layer_names
+        specs = super().get_kv_cache_spec()
+        return {name: spec for name, spec in specs.items() if name not in draft_layers}
+
+    def initialize_from_config(self, kv_cache_config) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self.model_runner.drafter.allocate(kv_cache_config)
+
+    def triforce_counters(self) -> dict:
+        """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
+        return self.model_runner.drafter.counters.to_dict()

@@ -1,0 +1,224 @@
+"""Model Runner V1: fills a ``DraftBatch`` and hands the proposal back.
+
+The runner insists on a ``DraftModelProposer`` (vllm/v1/spec_decode/draft_model.py) and calls,
+per step: ``prepare_next_token_ids_padded``, ``prepare_inputs_padded``, ``propose``,
+``take_last_draft_probs``.
+"""
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
+
+logger = init_logger(__name__)
+
+
+class TriForceProposer(DraftModelProposer):
+    """TriForce in the place of vLLM's draft model."""
+
+    def __init__(self, vllm_config, device, runner, config: TriForceConfig, draft_model) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.config = config
+        self._runner = runner
+        self._draft_model = draft_model
+        # The runner stops drafting for the whole batch once one request passes this; whether
+        # a request still fits is decided per request, in _room().
+        runner.effective_drafter_max_model_len = (
+            runner.max_model_len + config.num_speculative_tokens + 1
+        )
+        self.draft_layer_names: set[str] = set()
+        self._built: BuiltSpeculator | None = None
+        self._requests: dict[str, object] = {}
+        self._outcome: tuple[list[int], list[list[int]]] | None = None
+        self._num_scheduled_drafts: list[int] = []
+        self._report = IntervalReport(config.log_interval)
+
+    # Start-up, in the order of the calls.
+
+    def load_model(self, target_model) -> None:
+        self._target = target_model
+        self._target_layers = attention_layers(self.vllm_config)
+        if self._draft_model is None:
+            return
+        self.model = self._get_model()
+        everything = attention_layers(self.vllm_config)
+        self.draft_layer_names = everything.keys() - self._target_layers.keys()
+
+    def dummy_run(self, num_tokens, *args, **kwargs) -> None:
+        """Compiles the draft along with the target's own warm-up."""
+        if self._draft_model is not None:
+            from vllm_triforce.speculator.streaming import warm_up
+
+            warm_up(self.model, self.vllm_config, self.device)
+
+    def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
+        """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
+
+    def allocate(self, kv_cache_config) -> None:
+        """Builds the levels, once the target's KV cache exists."""
+        self._built = BuiltSpeculator(
+            vllm_config=self.vllm_config,
+            config=self.config,
+            target=self._target,
+            target_layers=self._target_layers,
+            draft=getattr(self, "model", None),
+            draft_layers={
+                name: layer
+                for name, layer in attention_layers(self.vllm_config).items()
+                if name in self.draft_layer_names
+            },
+            kv_cache_config=kv_cache_config,
+            attn_groups=self._runner.attn_groups,
+            block_sizes=[t.block_size for t in self._runner.input_batch.block_table.block_tables],
+            device=self.device,
+        )
+
+    @property
+    def counters(self):
+        return self._built.counters
+
+    # Every step.
+
+    def prepare_next_token_ids_padded(self, sampled_token_ids, requests, batch, discard_mask):
+        result = super().prepare_next_token_ids_padded(
+            sampled_token_ids, requests, batch, discard_mask
+        )
+        self._outcome = (result[1].tolist(), sampled_token_ids.tolist())
+        return result
+
+    def prepare_inputs_padded(self, common_attn_metadata, spec_decode_metadata, valid_counts):
+        self._num_scheduled_drafts = spec_decode_metadata.num_draft_tokens
+        return super().prepare_inputs_padded(
+            common_attn_metadata, spec_decode_metadata, valid_counts
+        )
+
+    def propose(
+        self,
+        num_speculative_tokens,
+        target_token_ids,
+        target_positions,
+        target_hidden_states,
+        next_token_ids,
+        token_indices_to_sample,
+        common_attn_metadata,
+        sampling_metadata,
+        mm_embed_inputs=None,
+        num_rejected_tokens_gpu=None,
+        slot_mappings=None,
+    ) -> list[list[int]]:
+        """A list of draft tokens per request of the batch, empty where none are worth it."""
+        self._last_draft_probs = None
+        self._forget_finished()
+        counts, sampled = self._outcome
+        self._count_full_pass(counts)
+        num_rejected = num_rejected_tokens_gpu.tolist()
+        ends = common_attn_metadata.seq_lens.tolist()
+        computed = [end - rejected for end, rejected in zip(ends, num_rejected)]
+        room = [
+            self._room(row, n, num_speculative_tokens) if counts[row] else 0
+            for row, n in enumerate(computed)
+        ]
+        rows = [row for row, most in enumerate(room) if most > 0]
+        result: list[list[int]] = [[] for _ in counts]
+        if rows:
+            batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts)
+            batch.sampling = self._sampling(rows, sampling_metadata)
+            self._built.recorder.paused = True
+            try:
+                proposal = self._built.speculator.propose(batch)
+            finally:
+                self._built.recorder.paused = False
+            for row, tokens in zip(rows, proposal.token_ids):
+                result[row] = tokens
+            if proposal.probs is not None:
+                self._last_draft_probs = _dense_probs(len(counts), rows, proposal.probs)
+        self._report.log_if_due(self.counters, logger)
+        return result
+
+    def _draft_batch(self, rows, computed, room, num_rejected, sampled, counts) -> DraftBatch:
+        input_batch = self._runner.input_batch
+        tables = input_batch.block_table.block_tables
+        token_ids = []
+        for row in rows:
+            known = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
+            new = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
+            token_ids.append(np.concatenate([known, new]))
+        return DraftBatch(
+            request_ids=[input_batch.req_ids[row] for row in rows],
+            token_ids=token_ids,
+            num_computed_tokens=[computed[row] for row in rows],
+            max_num_tokens=[room[row] for row in rows],
+            block_tables=[
+                [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
+                for table in tables
+            ],
+            queries=[
+                self._built.recorder.last_accepted(row, num_rejected[row]) for row in rows
+            ],
+            sampling=None,
+        )
+
+    def _room(self, row: int, num_computed: int, most: int) -> int:
+        """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
+        if num_computed < self.config.min_context:
+            return 0
+        input_batch = self._runner.input_batch
+        request = self._runner.requests[input_batch.req_ids[row]]
+        slots = min(
+            int(table.num_blocks_per_row[row]) * table.block_size
+            for table in input_batch.block_table.block_tables
+        )
+        most = min(most, slots - num_computed)
+        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
+        most = min(most, self._runner.max_model_len - 2 - num_computed)
+        if (params := request.sampling_params) is not None and params.max_tokens is not None:
+            emitted = num_computed + 1 - request.num_prompt_tokens
+            # The full pass adds a token of its own.
+            most = min(most, params.max_tokens - emitted - 1)
+        return most
+
+    def _sampling(self, rows: list[int], metadata) -> SamplingRows:
+        requests = self._runner.requests
+        params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
+        seeds = [p.seed for p in params]
+        if metadata.temperature is None:
+            return SamplingRows(torch.zeros(len(rows), device=self.device), seeds=seeds)
+        min_p = [p.min_p for p in params]
+        return SamplingRows(
+            temperature=metadata.temperature[rows],
+            top_k=None if metadata.top_k is None else metadata.top_k[rows],
+            top_p=None if metadata.top_p is None else metadata.top_p[rows],
+            min_p=torch.tensor(min_p, device=self.device) if any(min_p) else None,
+            seeds=seeds,
+        )
+
+    def _forget_finished(self) -> None:
+        """Releases what is kept for requests that have left, or whose name has a new owner."""
+        alive = self._runner.requests
+        for request_id, request in list(self._requests.items()):
+            if alive.get(request_id) is not request:
+                self._built.speculator.release(request_id)
+                del self._requests[request_id]
+        for request_id in self._runner.input_batch.req_ids:
+            self._requests[request_id] = alive[request_id]
+
+    def _count_full_pass(self, counts: list[int]) -> None:
+        for drafted, count in zip(self._num_scheduled_drafts, counts):
+            if drafted and count:
+                self.counters.add_full_pass(drafted, count - 1)
+
+
+def _dense_probs(num_reqs: int, rows: list[int], probs) -> torch.Tensor:
+    """[num_reqs, longest proposal, vocab_size], zeros where nothing was proposed."""
+    longest = max(map(len, probs))
+    first = next(p for row in probs for p in row)
+    dense = first.new_zeros(num_reqs, longest, len(first))
+    for row, row_probs in zip(rows, probs):
+        for place, p in enumerate(row_probs):
+            dense[row, place] = p
+    return dense
