@@ -154,7 +154,7 @@ class CPURetrievalAttention:
         ]
 
     def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """For each layer, a function from block ids [n] to mean keys [n, num_kv_heads, head_dim]."""
+        """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""
         return [lambda ids, layer=layer: self._means_of(layer, ids) for layer in self._layers]
 
     def _means_of(self, layer, block_ids):

@@ -44,7 +44,7 @@ class LevelCounters:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per full pass that verified a proposal, the bonus token included, as vLLM counts."""
+        """Tokens per full pass that verified a proposal, with the bonus token, as vLLM counts."""
         return 1 + _share(self.num_level2_accepted, self.num_level3_steps)
 
     @property

@@ -1,1 +1,1 @@
-"""Faults of vLLM mended at run time. patches/README.md is the ledger: why, versions, when to delete."""
+"""Faults of vLLM mended at run time; patches/README.md is the ledger."""

@@ -34,7 +34,10 @@ def mend_expand_kernel() -> bool:
     if expand_kernel_works():
         return False
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
 
+    # vLLM registers its own function again with every engine of a process.
+    cpu_triton_utils._expand_kernel_impl = _expand
     register_kernels({_KERNEL: _expand})
     if not expand_kernel_works():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Streaming (StreamingLLM, arXiv 2309.17453): nothing retrieved, the budget goes to recent tokens."""
+"""Streaming (StreamingLLM, arXiv 2309.17453): all of the budget goes to recent tokens."""
 
 import torch
 

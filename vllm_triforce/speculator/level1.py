@@ -35,5 +35,5 @@ class Level1(ABC):
         ``sampling`` and ``noise`` have a row for each of ``rows``.
         """
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:  # noqa: B027, most levels keep nothing
         """Forgets a request."""

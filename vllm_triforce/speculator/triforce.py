@@ -53,7 +53,7 @@ class TriForceSpeculator:
             drafted_at = time.perf_counter()
             logits = self.level2.forward(batch, proposal, rows, drafted.token_ids)
             forwarded_at = time.perf_counter()
-            verified = verify(drafted, logits, sampling, self.noise)
+            verified = verify(drafted.token_ids, drafted.probs, logits, sampling, self.noise)
             for row, tokens, probs in zip(rows, verified.token_ids, verified.probs):
                 proposal.token_ids[row] += tokens
                 if not greedy:
@@ -73,4 +73,3 @@ class TriForceSpeculator:
 
 def _missing(batch: DraftBatch, proposal: Proposal, row: int) -> int:
     return batch.max_num_tokens[row] - len(proposal.token_ids[row])
-

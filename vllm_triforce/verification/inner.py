@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_triforce.speculator.draft_batch import SamplingRows
-from vllm_triforce.speculator.level1 import Drafted
 from vllm_triforce.verification.noise import InnerNoise
 from vllm_triforce.verification.sampling import token_distribution
+from vllm_triforce.verification.sampling_rows import SamplingRows
 
 
 @dataclass
@@ -26,21 +25,27 @@ class Verified:
 
 
 def verify(
-    drafted: Drafted,
+    drafted: list[list[int]],
+    drafted_probs: list[list[torch.Tensor]] | None,
     logits: torch.Tensor,  # [sum(len(drafted) + 1), vocab_size], level 2's, row after row
     sampling: SamplingRows,  # [num_rows]
     noise: InnerNoise,
 ) -> Verified:
-    """Accepts a prefix of each row's drafted tokens and adds one token."""
-    lengths = [len(tokens) + 1 for tokens in drafted.token_ids]
+    """Accepts a prefix of each row's drafted tokens and adds one token.
+
+    Args:
+        drafted: level 1's tokens, a list per row.
+        drafted_probs: what each was drawn from, [vocab_size]; None where each was certain.
+    """
+    lengths = [len(tokens) + 1 for tokens in drafted]
     if sampling.all_greedy:
-        return _verify_greedy(drafted.token_ids, logits.argmax(-1).tolist(), lengths)
+        return _verify_greedy(drafted, logits.argmax(-1).tolist(), lengths)
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     target = token_distribution(logits, sampling.take(owners)).split(lengths)
     result = Verified([], [], [])
-    for row, tokens in enumerate(drafted.token_ids):
-        draft_probs = None if drafted.probs is None else drafted.probs[row]
-        kept = verify_row(tokens, draft_probs, target[row], row, noise)
+    for row, tokens in enumerate(drafted):
+        row_probs = None if drafted_probs is None else drafted_probs[row]
+        kept = verify_row(tokens, row_probs, target[row], row, noise)
         result.token_ids.append(kept)
         result.probs.append(list(target[row][: len(kept)]))
         result.num_accepted.append(len(kept) - 1)

@@ -3,7 +3,7 @@
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_triforce.speculator.draft_batch import SamplingRows
+from vllm_triforce.verification.sampling_rows import SamplingRows
 
 
 def token_distribution(

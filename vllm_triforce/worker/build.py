@@ -3,7 +3,8 @@
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.worker.utils import AttentionGroup
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
@@ -137,14 +138,10 @@ def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, d
             "use a draft whose layers are alike"
         )
     spec = specs.pop()
-    cache = StreamingCache(
-        layers,
-        spec,
-        config.window_tokens,
-        vllm_config.scheduler_config.max_num_seqs,
-        vllm_config.cache_config.get_resolved_kv_cache_layout(),
-        device,
-    )
+    num_slots = vllm_config.scheduler_config.max_num_seqs
+    cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    _allocate(layers, spec, cache.num_blocks, layout, device)
     first = next(iter(layers.values()))
     group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
     group.create_metadata_builders(vllm_config, device, spec.block_size)
@@ -159,3 +156,23 @@ def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, d
         config.window_tokens,
         device,
     )
+
+
+def _allocate(layers: dict, spec, num_blocks: int, layout, device) -> None:
+    """Gives layers KV tensors of their own, in the form that vLLM would give them."""
+    page = spec.page_size_bytes
+    names = list(layers)
+    tensor = KVCacheTensor(
+        size=page * num_blocks * len(names),
+        layers=names,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+    )
+    caches = allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
+    for name, layer in layers.items():
+        layer.kv_cache = caches[name]

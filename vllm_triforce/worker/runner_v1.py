@@ -157,9 +157,7 @@ class TriForceProposer(DraftModelProposer):
                 [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
                 for table in tables
             ],
-            queries=[
-                self._built.recorder.last_accepted(row, num_rejected[row]) for row in rows
-            ],
+            queries=[self._built.recorder.last_accepted(row, num_rejected[row]) for row in rows],
             sampling=None,
         )
 

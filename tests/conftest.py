@@ -1,0 +1,73 @@
+"""Engines shared between tests: starting one costs seconds, so each is made once."""
+
+import os
+
+# Everything in one process; must be set before vLLM is imported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gc
+
+import pytest
+from tests.models import PAIR, make_llama
+
+ENGINE = dict(
+    dtype="float32",
+    distributed_executor_backend="uni",
+    gpu_memory_utilization=0.1,
+    enforce_eager=True,
+    max_num_seqs=8,
+    block_size=32,
+)
+
+
+@pytest.fixture(scope="session")
+def pair() -> dict[str, str]:
+    """The embedded target/draft pair (MHA)."""
+    return {"target": str(PAIR / "target"), "draft": str(PAIR / "draft")}
+
+
+@pytest.fixture(scope="session")
+def gqa_pair(tmp_path_factory) -> dict[str, str]:
+    """A random target with four query heads to a KV head, and a random draft."""
+    folder = tmp_path_factory.mktemp("gqa")
+    target = make_llama(folder / "target", num_heads=8, num_kv_heads=2, std=0.05, query_scale=4)
+    draft = make_llama(
+        folder / "draft", num_layers=1, num_kv_heads=4, seed=1, max_position_embeddings=1024
+    )
+    return {"target": target, "draft": draft}
+
+
+class Engines:
+    """At most ``keep`` live engines, by their arguments; the oldest gives way."""
+
+    def __init__(self, keep: int = 4) -> None:
+        self._keep = keep
+        self._live: dict[str, object] = {}
+
+    def get(self, model: str, speculative_config: dict | None = None, **kwargs):
+        from vllm import LLM
+
+        key = repr((model, speculative_config, sorted(kwargs.items())))
+        if key not in self._live:
+            while len(self._live) >= self._keep:
+                self._live.pop(next(iter(self._live)))
+                gc.collect()
+            arguments = {**ENGINE, "max_model_len": 10240, **kwargs}
+            if not (PAIR / "target").samefile(model):
+                arguments.setdefault("skip_tokenizer_init", True)
+            self._live[key] = LLM(model, speculative_config=speculative_config, **arguments)
+        self._live[key] = self._live.pop(key)  # most recently used
+        return self._live[key]
+
+
+@pytest.fixture(scope="session")
+def engines():
+    return Engines()
+
+
+def triforce(**keys) -> dict:
+    return {"method": "triforce", "min_context": 0, **keys}

@@ -1,0 +1,41 @@
+"""Running prompts and comparing tokens with stock vLLM."""
+
+from vllm import SamplingParams
+
+
+def generate(llm, prompts: list[list[int]], **params) -> list[list[int]]:
+    """Token ids of the completions; greedy and past EOS unless told otherwise."""
+    params = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "detokenize": False, **params}
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(**params),
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+# Of a log-probability; float32 attention over thousands of tokens rounds to about 1e-5.
+NOISE = 2e-4
+
+
+def assert_same_tokens(stock, prompt: list[int], wanted: list[int], found: list[int]) -> bool:
+    """Token identity, or proof that stock vLLM itself is undecided where they part.
+
+    Returns:
+        Whether the tokens were identical.
+    """
+    if wanted == found:
+        return True
+    place = next(i for i, (a, b) in enumerate(zip(wanted, found)) if a != b)
+    output = stock.generate(
+        [{"prompt_token_ids": prompt + wanted[:place]}],
+        SamplingParams(temperature=0, max_tokens=1, logprobs=2, detokenize=False),
+        use_tqdm=False,
+    )[0].outputs[0]
+    best_two = sorted(output.logprobs[0].items(), key=lambda item: -item[1].logprob)[:2]
+    margin = best_two[0][1].logprob - best_two[1][1].logprob
+    assert {wanted[place], found[place]} == {token for token, _ in best_two}, (
+        f"token {place}: stock {wanted[place]}, TriForce {found[place]}, stock's best {best_two}"
+    )
+    assert margin < NOISE, f"token {place} differs and stock's top two are {margin} apart"
+    return False

@@ -1,0 +1,124 @@
+"""Promise: greedy output is stock vLLM's, token for token."""
+
+import random
+
+import pytest
+from tests.conftest import triforce
+from tests.generation import assert_same_tokens, generate
+from tests.models import held_out_tokens
+
+pytestmark = pytest.mark.engine
+
+NUM_PROMPTS = 40
+# (gamma, num_speculative_tokens, draft model?, tokens in the budget)
+CONFIGS = [
+    (1, 1, True, 128),
+    (2, 6, True, 1024),
+    (4, 8, True, 256),
+    (3, 5, False, 512),
+    (1, 3, False, 128),
+    (2, 6, False, 4096),
+]
+
+
+def lengths() -> list[int]:
+    """From 50 to 8,000 tokens, evenly on a logarithmic scale."""
+    return [round(50 * 160 ** (i / (NUM_PROMPTS - 1))) for i in range(NUM_PROMPTS)]
+
+
+def real_prompts(llm) -> list[list[int]]:
+    text = held_out_tokens(llm.get_tokenizer(), 24000)
+    starts = random.Random(0)
+    return [text[(s := starts.randrange(0, 24000 - n)) : s + n] for n in lengths()]
+
+
+def random_prompts(llm) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(2, 4096) for _ in range(n)] for n in lengths()]
+
+
+def check_all(stock, llm, prompts, share: slice) -> None:
+    """Batches of 1 to 8 requests of unequal length, joining and leaving as they end."""
+    chosen = list(range(len(prompts)))[share]
+    random.Random(1).shuffle(chosen)
+    size, identical = 0, 0
+    while chosen:
+        size = size % 8 + 1
+        batch, chosen = [prompts[i] for i in chosen[:size]], chosen[size:]
+        wanted, found = generate(stock, batch), generate(llm, batch)
+        for prompt, w, f in zip(batch, wanted, found):
+            identical += assert_same_tokens(stock, prompt, w, f)
+    # Ties within numerical noise are proved one by one; they must stay rare.
+    assert identical >= 0.9 * len(range(len(prompts))[share])
+
+
+@pytest.mark.parametrize("gamma, num_tokens, with_draft, budget", CONFIGS)
+def test_multi_head_attention(engines, pair, gamma, num_tokens, with_draft, budget):
+    keys = triforce(gamma=gamma, num_speculative_tokens=num_tokens, retrieval_budget=budget)
+    if with_draft:
+        keys["model"] = pair["draft"]
+    stock = engines.get(pair["target"])
+    llm = engines.get(pair["target"], keys)
+    # The paper's setting sees all prompts, the others a third each.
+    third = CONFIGS.index((gamma, num_tokens, with_draft, budget)) % 3
+    share = slice(None) if (gamma, with_draft) == (2, True) else slice(third, None, 3)
+    check_all(stock, llm, real_prompts(stock), share)
+
+
+@pytest.mark.parametrize("gamma, num_tokens, with_draft, budget", CONFIGS)
+def test_grouped_query_attention(engines, gqa_pair, gamma, num_tokens, with_draft, budget):
+    keys = triforce(gamma=gamma, num_speculative_tokens=num_tokens, retrieval_budget=budget)
+    if with_draft:
+        keys |= {"model": gqa_pair["draft"], "num_recent_tokens": 120}
+    stock = engines.get(gqa_pair["target"])
+    llm = engines.get(gqa_pair["target"], keys)
+    third = CONFIGS.index((gamma, num_tokens, with_draft, budget)) % 3
+    share = slice(None) if (gamma, with_draft) == (2, False) else slice(third, None, 3)
+    check_all(stock, llm, random_prompts(stock), share)
+
+
+def test_chunked_prefill_beside_speculation(engines, pair):
+    """Long prompts prefilled in small chunks while other requests speculate."""
+    arguments = dict(max_num_batched_tokens=256, enable_prefix_caching=True)
+    stock = engines.get(pair["target"], None, **arguments)
+    keys = triforce(model=pair["draft"], retrieval_budget=256)
+    llm = engines.get(pair["target"], keys, **arguments)
+    prompts = [p for p in real_prompts(stock) if len(p) < 3000][::4]
+    for prompt, wanted, found in zip(prompts, generate(stock, prompts), generate(llm, prompts)):
+        assert_same_tokens(stock, prompt, wanted, found)
+
+
+def test_context_gate_is_per_request(engines, pair):
+    """Requests below min_context are not speculated on, those above are, in one batch."""
+    from vllm_triforce.metrics.report import counters_of
+
+    stock = engines.get(pair["target"])
+    keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 1000}
+    llm = engines.get(pair["target"], keys)
+    prompts = [p for p in real_prompts(stock) if len(p) < 4000][::3]
+    short = [p for p in prompts if len(p) < 900]
+    assert short and len(short) < len(prompts)
+
+    before = counters_of(llm)
+    assert generate(llm, short) == generate(stock, short)
+    assert counters_of(llm).since(before).num_proposals == 0
+    for prompt, wanted, found in zip(prompts, generate(stock, prompts), generate(llm, prompts)):
+        assert_same_tokens(stock, prompt, wanted, found)
+    spoken = counters_of(llm).since(before)
+    assert 0 < spoken.num_proposals <= 32 * (len(prompts) - len(short))
+
+
+def test_max_model_len_and_max_tokens_inside_a_proposal(engines, pair):
+    """A proposal never writes past what the request may reach, and one full request near the
+    limit does not stop the others."""
+    arguments = dict(max_model_len=600)
+    stock = engines.get(pair["target"], None, **arguments)
+    llm = engines.get(pair["target"], triforce(retrieval_budget=256), **arguments)
+    text = real_prompts(engines.get(pair["target"]))[-1]
+    prompts = [text[:n] for n in (300, 570, 590, 597)]
+    for max_tokens in (1, 2, 5, 400):
+        wanted = generate(stock, prompts, max_tokens=max_tokens)
+        found = generate(llm, prompts, max_tokens=max_tokens)
+        assert [len(tokens) for tokens in found] == [len(tokens) for tokens in wanted]
+        for prompt, w, f in zip(prompts, wanted, found):
+            assert_same_tokens(stock, prompt, w, f)

@@ -1,0 +1,139 @@
+"""Promise: level 2 is the target itself where its budget covers the context, and useful where not."""
+
+import pytest
+import torch
+from tests.conftest import triforce
+from tests.generation import generate
+from tests.models import held_out_tokens, make_llama
+
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+
+def built(llm):
+    """What our worker has put together inside a one-process engine."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.drafter._built
+
+
+def run_counted(llm, prompts, **params):
+    before = counters_of(llm)
+    generate(llm, prompts, **params)
+    return counters_of(llm).since(before)
+
+
+@pytest.mark.parametrize("recent", [64, 512])
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+def test_budget_that_covers_the_context_accepts_everything(engines, pair, gqa_pair, kind, recent):
+    """Level 2 then computes what level 3 computes: 100% (greedy, float32)."""
+    models = pair if kind == "mha" else gqa_pair
+    keys = triforce(retrieval_budget=4096, retrieval_recent_tokens=recent, refresh_interval=3)
+    llm = engines.get(models["target"], keys)
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randint(2, 4096, (3000,), generator=generator).tolist()
+    counted = run_counted(llm, [draw[:45], draw[:700], draw], max_tokens=64)
+    assert counted.num_level2_drafted > 50
+    assert counted.num_level2_accepted == counted.num_level2_drafted
+
+
+def test_selected_blocks_stay_covered_between_refreshes(engines, pair):
+    """With one refresh for the whole run, new blocks must not fall out of the budget."""
+    text = held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 2000)
+    keys = triforce(retrieval_budget=2560, refresh_interval=10_000)
+    llm = engines.get(pair["target"], keys)
+    counted = run_counted(llm, [text], max_tokens=200)
+    assert counted.num_level2_accepted == counted.num_level2_drafted > 100
+
+
+@pytest.mark.parametrize("head_dim, block_size", [(32, 32), (32, 64), (80, 32)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunk_means_equal_keys_captured_at_the_source(
+    engines, tmp_path, dtype, head_dim, block_size
+):
+    """Block by block, layer by layer, on every key layout that this CPU has (a head of 80
+    numbers makes vLLM take another kernel)."""
+    model = make_llama(tmp_path / "model", num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    llm = engines.get(
+        model,
+        triforce(retrieval_budget=16 * block_size),
+        dtype=dtype,
+        block_size=block_size,
+        enable_prefix_caching=False,
+    )
+    parts = built(llm)
+    level2 = parts.speculator.level2
+    layers = level2._attention._layers
+    captured: list[dict[int, torch.Tensor]] = [{} for _ in layers]
+    originals = [layer.impl.do_kv_cache_update for layer in layers]
+
+    def spy(index, original):
+        def update(layer, key, value, kv_cache, slot_mapping):
+            for row, slot in enumerate(slot_mapping.tolist()):
+                captured[index][slot] = key[row].clone()
+            return original(layer, key, value, kv_cache, slot_mapping)
+
+        return update
+
+    prompt = torch.randint(2, 4096, (40 * block_size + 3,)).tolist()
+    try:
+        for index, layer in enumerate(layers):
+            layer.impl.do_kv_cache_update = spy(index, originals[index])
+        generate(llm, [prompt], max_tokens=4)
+    finally:
+        for layer in layers:
+            del layer.impl.do_kv_cache_update
+    means = level2.cache.chunk_mean_keys.means
+    checked = 0
+    for index in range(len(layers)):
+        for block in {slot // block_size for slot in captured[index]}:
+            slots = range(block * block_size, (block + 1) * block_size)
+            if not all(slot in captured[index] for slot in slots):
+                continue
+            if not bool(means[index, :, block].any()):
+                continue  # filled by the last tokens, after the last selection
+            wanted = torch.stack([captured[index][s] for s in slots]).float().mean(0)
+            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            torch.testing.assert_close(
+                means[index, :, block].float(), wanted, atol=tolerance, rtol=tolerance
+            )
+            checked += 1
+    assert checked >= 39 * len(layers)
+
+
+def test_planted_needle_is_selected(engines, gqa_pair):
+    """A block whose keys point along the query is chosen, whatever the kernel's key layout."""
+    llm = engines.get(gqa_pair["target"], triforce(retrieval_budget=512))
+    cache = built(llm).speculator.level2.cache
+    layers = built(llm).speculator.level2._attention._layers
+    generate(llm, [torch.randint(2, 4096, (2000,)).tolist()], max_tokens=2)
+    layer = layers[0]
+    num_heads, head_dim = layer.num_heads, layer.head_size
+    query = torch.randn(len(layers), num_heads, head_dim)
+    # All query heads of a group agree on what to look for.
+    group = num_heads // layer.num_kv_heads
+    query = query[:, ::group].repeat_interleave(group, 1)
+    blocks = torch.arange(100, 160).numpy()
+    needle = 131
+    for index, planted in enumerate(layers):
+        keys = query[index, ::group].expand(32, -1, -1).contiguous()  # [32, kv heads, dim]
+        slots = torch.arange(needle * 32, needle * 32 + 32)
+        planted.impl.do_kv_cache_update(
+            planted, keys, torch.zeros_like(keys), planted.kv_cache, slots
+        )
+    selection = cache.selection("needle", blocks, 60 * 32, query)
+    cache.release("needle")
+    assert selection.num_selected == 512 // 32 - 128 // 32
+    assert bool((selection.blocks == needle).any(-1).all()), "missed by a layer or head"
+
+
+def test_chunk_means_are_small(engines, pair):
+    """At most 1 / block_size of the K cache; level 1's cache does not grow with the context."""
+    keys = triforce(model=pair["draft"], retrieval_budget=256)
+    parts = built(engines.get(pair["target"], keys))
+    level2 = parts.speculator.level2
+    layers = level2._attention._layers
+    key_bytes = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() for layer in layers) / 2
+    assert level2.cache.chunk_mean_keys.num_bytes <= key_bytes / 32
+    window = parts.speculator.level1.cache
+    assert window.blocks_per_slot * window.block_size < 512

@@ -1,0 +1,42 @@
+"""Sampling parameters of the requests in a round."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+# As _SAMPLING_EPS in vllm/v1/sample/sampler.py.
+GREEDY_EPSILON = 1e-5
+
+
+@dataclass
+class SamplingRows:
+    """Sampling parameters, a row per request."""
+
+    temperature: torch.Tensor  # [num_reqs], float32; 0 is greedy
+    top_k: torch.Tensor | None = None  # [num_reqs], int
+    top_p: torch.Tensor | None = None  # [num_reqs], float32
+    min_p: torch.Tensor | None = None  # [num_reqs], float32
+    seeds: list[int | None] = field(default_factory=list)
+    """[num_reqs], the request's own seed."""
+
+    @property
+    def all_greedy(self) -> bool:
+        return bool((self.temperature < GREEDY_EPSILON).all())
+
+    @property
+    def is_greedy(self) -> torch.Tensor:  # [num_reqs], bool
+        return self.temperature < GREEDY_EPSILON
+
+    def take(self, rows: list[int]) -> "SamplingRows":
+        """The parameters of some rows, in their order; rows may repeat."""
+
+        def pick(values):
+            return None if values is None else values[rows]
+
+        return SamplingRows(
+            self.temperature[rows],
+            pick(self.top_k),
+            pick(self.top_p),
+            pick(self.min_p),
+            [self.seeds[row] for row in rows] if self.seeds else [],
+        )
