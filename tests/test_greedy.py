@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens

@@ -1,11 +1,11 @@
-"""Promise: level 2 is the target itself where its budget covers the context, and useful where not."""
+"""Promise: level 2 is the target where its budget covers the context, and useful where not."""
 
 import pytest
 import torch
+
 from tests.conftest import triforce
 from tests.generation import generate
 from tests.models import held_out_tokens, make_llama
-
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine

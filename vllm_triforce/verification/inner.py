@@ -65,16 +65,24 @@ def verify_row(
         drafted_with = 1.0 if draft_probs is None else float(draft_probs[place][token])
         if noise.uniform(row) * drafted_with < float(target[token]):
             continue
-        if draft_probs is None:
-            residual = target.clone()
-            residual[token] = 0
-        else:
-            residual = (target - draft_probs[place]).clamp_(min=0)
-        if not bool(residual.any()):
-            # Equal up to rounding: the rejection itself is the rounding error.
-            residual = target
-        return [*tokens[:place], noise.sample(row, residual)]
+        drafted_from = None if draft_probs is None else draft_probs[place]
+        return [*tokens[:place], noise.sample(row, residual(target, drafted_from, token))]
     return [*tokens, noise.sample(row, target_probs[len(tokens)])]
+
+
+def residual(
+    target: torch.Tensor,  # [vocab_size]
+    draft: torch.Tensor | None,  # [vocab_size]; None: the token was certain
+    token: int,
+) -> torch.Tensor:  # [vocab_size], not normalised
+    """max(target - draft, 0): what is drawn from after ``token`` was rejected."""
+    if draft is None:
+        remainder = target.clone()
+        remainder[token] = 0
+    else:
+        remainder = (target - draft).clamp_(min=0)
+    # Nothing is left where both are equal up to rounding: the rejection is the rounding error.
+    return remainder if bool(remainder.any()) else target
 
 
 def _verify_greedy(drafted: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
