@@ -33,7 +33,8 @@ class StreamingWindow:
             The position of the first token to feed, and the tokens to feed: at least the last.
         """
         total = len(token_ids)
-        if self.num_sink_tokens + total - self._start + num_drafts > self.capacity:
+        grown = self.num_sink_tokens + total - self._start + num_drafts
+        if grown > self.capacity or total <= self._start:
             self._start = max(self.num_sink_tokens, total - self.num_recent_tokens)
         window = np.concatenate([token_ids[: self.num_sink_tokens], token_ids[self._start :]])
         shared = min(len(window) - 1, len(self._cached))

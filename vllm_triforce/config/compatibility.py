@@ -16,11 +16,11 @@ _SIGNATURES = {
 
 
 def check_signatures(engine_args_cls: type) -> None:
-    """Raises RuntimeError where a method that we wrap has moved."""
+    """Refuses a vLLM whose methods that we wrap have moved."""
     for name, wanted in _SIGNATURES.items():
         found = list(inspect.signature(getattr(engine_args_cls, name)).parameters)
         if found != wanted:
-            raise RuntimeError(
+            raise ValueError(
                 f"vllm-triforce wraps EngineArgs.{name}({', '.join(wanted)}), but this vLLM has "
                 f"({', '.join(found)}); install vLLM {', '.join(SUPPORTED_VLLM)}"
             )
@@ -42,8 +42,8 @@ def check_vllm_version(version: str | None = None) -> None:
         )
 
 
-def check_draft_exists(draft_model: str, trust_remote_code: bool) -> None:
-    """A missing or unreadable draft is refused before the target is even looked at."""
+def read_draft_config(draft_model: str, trust_remote_code: bool):
+    """The draft's Hugging Face config; a missing or unreadable draft is refused."""
     looks_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
     if (looks_local or os.path.exists(draft_model)) and not os.path.isfile(
         os.path.join(draft_model, "config.json")
@@ -55,7 +55,7 @@ def check_draft_exists(draft_model: str, trust_remote_code: bool) -> None:
     from vllm.transformers_utils.config import get_config
 
     try:
-        get_config(draft_model, trust_remote_code=trust_remote_code)
+        return get_config(draft_model, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(
             f"draft model {draft_model!r} cannot be read ({error}); correct 'model' in "
@@ -98,25 +98,31 @@ def check_target(model_config, parallel_config) -> None:
         )
 
 
-def check_draft(draft_model: str, draft_config, target_config, config: TriForceConfig) -> None:
-    draft_vocab, target_vocab = draft_config.get_vocab_size(), target_config.get_vocab_size()
+def check_draft(draft_model: str, draft_hf_config, target_config, config: TriForceConfig) -> None:
+    """Refuses drafts that cannot draft for the target, from their configs alone."""
+    text_config = draft_hf_config.get_text_config()
+    draft_vocab, target_vocab = text_config.vocab_size, target_config.get_vocab_size()
     if draft_vocab != target_vocab:
         raise ValueError(
             f"draft model {draft_model!r} has a vocabulary of {draft_vocab} tokens, the target "
             f"{target_config.model!r} one of {target_vocab}; use a draft with the target's "
             "tokenizer, or leave 'model' out for prompt lookup"
         )
-    if draft_config.use_mla or draft_config.is_hybrid or draft_config.is_attention_free:
-        raise ValueError(
-            f"draft model {draft_model!r} must have plain attention (no MLA, no state space): "
-            "level 1 gives it a window of its own; use another draft"
-        )
-    positions = getattr(draft_config.hf_text_config, "max_position_embeddings", None)
+    positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and config.window_tokens > positions:
         raise ValueError(
             f"num_sink_tokens={config.num_sink_tokens} and num_recent_tokens="
             f"{config.num_recent_tokens} make a window of {config.window_tokens} tokens, more than "
             f"the {positions} positions of draft model {draft_model!r}; lower num_recent_tokens"
+        )
+
+
+def check_draft_kind(draft_config) -> None:
+    """Refuses drafts whose layers cannot have a window of their own."""
+    if draft_config.use_mla or draft_config.is_hybrid or draft_config.is_attention_free:
+        raise ValueError(
+            f"draft model {draft_config.model!r} must have plain attention (no MLA, no state "
+            "space): level 1 gives it a window of its own; use another draft"
         )
 
 

@@ -40,7 +40,6 @@ def install() -> None:
     if getattr(EngineArgs, "_triforce_installed", False):
         return
     EngineArgs._triforce_installed = True
-    compatibility.check_signatures(EngineArgs)
     EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
     EngineArgs.from_cli_args = classmethod(
         _wrap_from_cli_args(inspect.getattr_static(EngineArgs, "from_cli_args").__func__)
@@ -108,9 +107,10 @@ def _wrap_create_engine_config(original):
         if not _is_asked_for(self):
             return original(self, *args, **kwargs)
         compatibility.check_vllm_version()
+        compatibility.check_signatures(type(self))
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
-            compatibility.check_draft_exists(draft["model"], self.trust_remote_code)
+            compatibility.read_draft_config(draft["model"], self.trust_remote_code)
         saved = self.speculative_config, self.additional_config, self.block_size
         try:
             self.additional_config = {
@@ -122,18 +122,24 @@ def _wrap_create_engine_config(original):
             vllm_config = original(self, *args, **kwargs)
         finally:
             self.speculative_config, self.additional_config, self.block_size = saved
-        return _finish(vllm_config, config, draft.get("model"))
+        return _finish(vllm_config, config)
 
     return create_engine_config
 
 
 def _wrap_create_speculative_config(original):
     @functools.wraps(original)
-    def create_speculative_config(self, target_model_config, target_parallel_config):
+    def create_speculative_config(self, *args, **kwargs):
         if not _is_asked_for(self):
-            return original(self, target_model_config, target_parallel_config)
+            return original(self, *args, **kwargs)
+        return _create(self, *args, **kwargs)
+
+    def _create(self, target_model_config, target_parallel_config):
         compatibility.check_target(target_model_config, target_parallel_config)
         config, draft = _split(self.speculative_config)
+        if draft.get("model"):
+            hf_config = compatibility.read_draft_config(draft["model"], self.trust_remote_code)
+            compatibility.check_draft(draft["model"], hf_config, target_model_config, config)
         # Without a draft model nothing is loaded twice: the speculator does the loading, and
         # the name only satisfies SpeculativeConfig.
         draft["model"] = draft.get("model") or target_model_config.model
@@ -144,6 +150,7 @@ def _wrap_create_speculative_config(original):
             "draft_sample_method": "probabilistic",
         }
         speculative_config = original(self, target_model_config, target_parallel_config)
+        compatibility.check_draft_kind(speculative_config.draft_model_config)
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         return speculative_config
@@ -151,16 +158,9 @@ def _wrap_create_speculative_config(original):
     return create_speculative_config
 
 
-def _finish(vllm_config, config: TriForceConfig, draft_model: str | None):
+def _finish(vllm_config, config: TriForceConfig):
     resolved = config.resolve(vllm_config.cache_config.block_size)
     compatibility.check_vllm_config(vllm_config)
-    if draft_model:
-        compatibility.check_draft(
-            draft_model,
-            vllm_config.speculative_config.draft_model_config,
-            vllm_config.model_config,
-            resolved,
-        )
     vllm_config.additional_config[METHOD].update(resolved.to_dict())
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:

@@ -1,0 +1,75 @@
+"""Promise: bad input gets an error that names the value, the reason and the remedy."""
+
+import dataclasses
+import json
+
+import pytest
+
+from vllm_triforce.config import TriForceConfig
+
+
+def test_defaults_resolve_on_usual_block_sizes():
+    for block_size in (16, 32, 64, 128):
+        config = TriForceConfig().resolve(block_size)
+        assert config.retrieval_chunk_size == block_size
+        assert config.retrieval_recent_tokens == 1024
+        assert config.min_context == 2 * config.retrieval_budget == 8192
+
+
+def test_is_frozen_and_survives_json():
+    config = TriForceConfig(gamma=3).resolve(32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.gamma = 4
+    assert TriForceConfig(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    "keys, named",
+    [
+        ({"gama": 2}, ["'gama'", "did you mean 'gamma'"]),
+        ({"retrieval_budgets": 64}, ["did you mean 'retrieval_budget'"]),
+        ({"zzz": 1}, ["'zzz'", "known keys"]),
+        ({"gamma": 0}, ["gamma=0", "at least 1"]),
+        ({"gamma": 2.0}, ["gamma=2.0", "int", "float"]),
+        ({"gamma": True}, ["gamma=True", "bool"]),
+        ({"num_speculative_tokens": 129}, ["num_speculative_tokens=129", "at most 128"]),
+        ({"num_speculative_tokens": "6"}, ["'6'", "int", "str"]),
+        ({"retrieval_budget": -32}, ["retrieval_budget=-32", "at least 1"]),
+        ({"refresh_interval": 0}, ["refresh_interval=0"]),
+        ({"min_context": -1}, ["min_context=-1", "at least 0"]),
+        ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
+        ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),
+        ({"log_interval": -1}, ["log_interval=-1"]),
+        ({"selection": "h2o"}, ["'h2o'", "'retrieval' or 'streaming'"]),
+        (
+            {"retrieval_budget": 256, "retrieval_recent_tokens": 256},
+            ["retrieval_recent_tokens=256", "retrieval_budget=256"],
+        ),
+    ],
+)
+def test_bad_keys(keys, named):
+    with pytest.raises(ValueError) as error:
+        TriForceConfig.from_speculative_config(keys)
+    for part in named:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys, block_size, named",
+    [
+        ({"retrieval_budget": 1000}, 32, ["retrieval_budget=1000", "multiple", "use 992"]),
+        ({"retrieval_chunk_size": 8}, 32, ["retrieval_chunk_size=8", "--block-size 8"]),
+        ({"retrieval_recent_tokens": 100}, 32, ["retrieval_recent_tokens=100", "use 128"]),
+        ({"retrieval_budget": 64}, 32, ["retrieval_budget=64", "at least 96"]),
+    ],
+)
+def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
+    with pytest.raises(ValueError) as error:
+        TriForceConfig(**keys).resolve(block_size)
+    for part in named:
+        assert part in str(error.value)
+
+
+def test_window_has_room_to_grow():
+    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100)
+    assert config.window_tokens >= 104 + config.num_speculative_tokens + 1

@@ -1,0 +1,220 @@
+"""Promise: installed but not asked for, vLLM is as if we were not there; asked for badly, it
+says so before any weights are loaded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import triforce
+from tests.models import make_llama
+
+
+def engine_config(model: str, speculative_config=None, **kwargs):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = dict(dtype="float32", skip_tokenizer_init=True, max_model_len=4096)
+    args = EngineArgs(model=model, speculative_config=speculative_config, **{**arguments, **kwargs})
+    return args.create_engine_config()
+
+
+_PRINT_CONFIG = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+config.instance_id = ""
+print(repr(config), config.parallel_config.worker_cls, config.additional_config)
+"""
+
+
+def test_inert_unless_asked_for(gqa_pair):
+    """Configuration and log are the same with the plugin loaded and with plugins off."""
+    import os
+
+    def run(plugins: dict) -> tuple[str, list[str]]:
+        env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINT_CONFIG, gqa_pair["target"]],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = (done.stdout + done.stderr).splitlines()
+        # The log's lines carry the time and the process.
+        return [line.split("] ", 1)[-1] for line in lines if "Warning" not in line]
+
+    with_plugin, without = run({}), run({"VLLM_PLUGINS": ""})
+    assert with_plugin == without
+    assert "CPUWorker" in " ".join(with_plugin) and "triforce" not in " ".join(with_plugin)
+
+
+def test_help_shows_the_flag():
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=TriForce"],
+        capture_output=True,
+        text=True,
+    )
+    assert "--speculative-model" in done.stdout, done.stdout + done.stderr
+
+
+def parsed(model: str, *flags: str):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_triforce.plugin import register
+
+    register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+
+
+def test_flag_alone_and_with_settings(gqa_pair):
+    def parse(*flags: str):
+        return parsed(gqa_pair["target"], *flags)
+
+    assert parse("--speculative-model", "triforce").speculative_config == {"method": "triforce"}
+    args = parse(
+        "--speculative-config", '{"gamma": 3}', "--speculative-model", "triforce"
+    ).speculative_config
+    assert args == {"method": "triforce", "gamma": 3}
+    with pytest.raises(ValueError, match="exclude each other"):
+        parse("--speculative-model", "triforce", "--speculative-config", '{"method": "ngram"}')
+    assert parse().speculative_config is None
+
+
+def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
+    keys = triforce(**{"model": gqa_pair["draft"], "num-speculative-tokens": 5})
+    config = engine_config(gqa_pair["target"], keys, max_model_len=8192)
+    stock = config.speculative_config
+    assert (stock.method, stock.num_speculative_tokens) == ("draft_model", 5)
+    assert stock.draft_sample_method == "probabilistic"
+    # Not the draft's 1,024: its window has positions of its own.
+    assert stock.draft_model_config.max_model_len == 8192
+    assert config.cache_config.block_size == 32
+    assert config.num_lookahead_tokens == 5
+    assert config.parallel_config.worker_cls.endswith("TriForceCPUWorker")
+    ours = config.additional_config["triforce"]
+    assert ours["draft_model"] == gqa_pair["draft"]
+    assert ours["retrieval_recent_tokens"] == 1024
+    json.dumps(ours)
+
+
+def test_engine_args_can_be_used_twice(gqa_pair):
+    from vllm.engine.arg_utils import EngineArgs
+
+    keys = triforce()
+    args = EngineArgs(gqa_pair["target"], speculative_config=keys, skip_tokenizer_init=True)
+    first, second = args.create_engine_config(), args.create_engine_config()
+    assert first.additional_config == second.additional_config
+    assert args.speculative_config == keys and args.additional_config == {}
+    assert args.block_size is None
+
+
+@pytest.fixture(scope="module")
+def other_vocabulary(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("vocab") / "draft", vocab_size=512, num_layers=1)
+
+
+@pytest.mark.parametrize(
+    "keys, kwargs, named",
+    [
+        ({"gama": 2}, {}, ["gama", "gamma"]),
+        ({"retrieval_budget": 1000}, {}, ["retrieval_budget=1000", "992"]),
+        ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
+        ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
+        ({"model": 3}, {}, ["model=3"]),
+        ({"revision": "main"}, {}, ["revision", "no 'model'"]),
+        ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "tensor parallelism"]),
+        ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
+        ({}, {"block_size": 64, "speculative": 1}, None),
+    ],
+)
+def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named):
+    kwargs.pop("speculative", None)
+    if named is None:  # a block size that the user chose is kept
+        config = engine_config(gqa_pair["target"], triforce(**keys), **kwargs)
+        assert config.cache_config.block_size == 64
+        return
+    with pytest.raises(ValueError) as error:
+        engine_config(gqa_pair["target"], triforce(**keys), **kwargs)
+    for part in named:
+        assert part in str(error.value)
+
+
+def test_draft_of_another_vocabulary(gqa_pair, other_vocabulary):
+    with pytest.raises(ValueError, match=r"512 tokens.*4096"):
+        engine_config(gqa_pair["target"], triforce(model=other_vocabulary))
+
+
+def test_window_larger_than_the_drafts_positions(gqa_pair):
+    keys = triforce(model=gqa_pair["draft"], num_recent_tokens=2000)
+    with pytest.raises(ValueError, match=r"num_recent_tokens=2000.*1024"):
+        engine_config(gqa_pair["target"], keys)
+
+
+def _config_only(folder, **config) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        (
+            dict(
+                architectures=["DeepseekV2ForCausalLM"],
+                model_type="deepseek_v2",
+                kv_lora_rank=16,
+                qk_rope_head_dim=16,
+                qk_nope_head_dim=16,
+                v_head_dim=16,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_hidden_layers=2,
+                vocab_size=512,
+            ),
+            "MLA",
+        ),
+        (
+            dict(
+                architectures=["MambaForCausalLM"],
+                model_type="mamba",
+                hidden_size=64,
+                num_hidden_layers=2,
+                vocab_size=512,
+            ),
+            "state-space",
+        ),
+        (
+            dict(
+                architectures=["WhisperForConditionalGeneration"],
+                model_type="whisper",
+                d_model=64,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                vocab_size=512,
+                max_target_positions=448,
+            ),
+            "encoder-decoder",
+        ),
+    ],
+)
+def test_models_that_cannot_be_made_sparse(tmp_path, config, named):
+    model = _config_only(tmp_path / "model", **config)
+    with pytest.raises(ValueError, match=named):
+        engine_config(model, triforce(), max_model_len=None)
+
+
+def test_unsupported_vllm_version():
+    from vllm_triforce.config.compatibility import check_vllm_version
+
+    for version in ("0.31.2", "0.34.0", "1.0"):
+        with pytest.raises(ValueError, match=f"vLLM {version} is not supported"):
+            check_vllm_version(version)
+    for version in ("0.32.0", "0.32.0+cpu", "0.33.1"):
+        check_vllm_version(version)
