@@ -17,6 +17,8 @@ class LevelCounters:
     """Tokens handed up by level 2 that a full pass verified."""
     num_level2_accepted: int = 0
     """Level 2's tokens that level 3 accepted."""
+    num_level3_rejections: int = 0
+    """Proposals of which level 3 rejected a token."""
     num_level3_steps: int = 0
     """Requests times full passes that verified a proposal."""
     num_proposed: int = 0
@@ -41,6 +43,7 @@ class LevelCounters:
         self.num_level3_steps += 1
         self.num_level2_drafted += num_drafted
         self.num_level2_accepted += num_accepted
+        self.num_level3_rejections += num_accepted < num_drafted
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -55,12 +58,20 @@ class LevelCounters:
     def level2_acceptance_rate(self) -> float:
         return _share(self.num_level2_accepted, self.num_level2_drafted)
 
+    @property
+    def level2_acceptance_per_test(self) -> float:
+        """Share of level 2's tokens accepted among those that level 3 got to test: tokens behind
+        a rejected one are discarded untested. The paper's acceptance rate is of this kind."""
+        tested = self.num_level2_accepted + self.num_level3_rejections
+        return _share(self.num_level2_accepted, tested)
+
     def to_dict(self) -> dict:
         return {
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,
             "level1_acceptance_rate": self.level1_acceptance_rate,
             "level2_acceptance_rate": self.level2_acceptance_rate,
+            "level2_acceptance_per_test": self.level2_acceptance_per_test,
         }
 
     def since(self, earlier: "LevelCounters") -> "LevelCounters":

@@ -1,6 +1,7 @@
 """Per-level figures for people: a line in the log at an interval, a dict from Python."""
 
 import copy
+import dataclasses
 import time
 
 from vllm_triforce.metrics.counters import LevelCounters
@@ -59,5 +60,5 @@ def counters_of(llm) -> LevelCounters:
             "this engine has no TriForce counters; start it with "
             "speculative_config={'method': 'triforce'}"
         ) from error
-    derived = ("mean_acceptance_length", "level1_acceptance_rate", "level2_acceptance_rate")
-    return LevelCounters(**{key: value for key, value in found.items() if key not in derived})
+    stored = {field.name for field in dataclasses.fields(LevelCounters)}
+    return LevelCounters(**{key: value for key, value in found.items() if key in stored})

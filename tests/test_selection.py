@@ -1,0 +1,184 @@
+"""Promise: every policy selects what it says; the retrieval cache hands level 2 the right blocks.
+
+The matrix runs each policy in ``POLICIES`` over odd sizes; a policy added there is tested here.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.key_layout import KeyLayout
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.selection import POLICIES, RetrievalPolicy
+from vllm_triforce.selection.retrieval import score_chunks
+
+BLOCK = 32
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("num_chunks, num_selected", [(1, 1), (3, 2), (19, 19), (117, 5)])
+def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected):
+    means = torch.randn(3, 2, num_chunks, 16)
+    query = torch.randn(3, 2 * group, 16)
+    chosen = policy().select(query, means, num_selected)
+    assert chosen.shape == (3, 2, num_selected)
+    assert chosen.min() >= 0 and chosen.max() < num_chunks
+    for row in chosen.reshape(-1, num_selected).tolist():
+        assert len(set(row)) == num_selected
+
+
+def test_retrieval_takes_the_largest_products():
+    means, query = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 16)
+    chosen = RetrievalPolicy().select(query, means, 7)
+    for layer in range(2):
+        for head in range(3):
+            products = [float(query[layer, head] @ means[layer, head, c]) for c in range(40)]
+            wanted = sorted(range(40), key=lambda c: -products[c])[:7]
+            assert set(chosen[layer, head].tolist()) == set(wanted)
+
+
+def test_query_heads_of_a_group_vote_together():
+    """Each head's softmax counts the same, however large its logits."""
+    means, query = torch.randn(1, 2, 9, 16), torch.randn(1, 8, 16)
+    query[0, 0] *= 50
+    votes = score_chunks(query, means)
+    for kv_head in range(2):
+        wanted = torch.zeros(9)
+        for head in range(4 * kv_head, 4 * kv_head + 4):
+            wanted += (means[0, kv_head] @ query[0, head] / 4).softmax(0)
+        torch.testing.assert_close(votes[0, kv_head], wanted)
+
+
+def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interval=4):
+    keys = torch.randn(layers, num_blocks, heads, BLOCK, 16)
+    means = ChunkMeanKeys(
+        layers,
+        num_blocks,
+        heads,
+        16,
+        torch.float32,
+        CPU,
+        [lambda ids, layer=layer: keys[layer, ids].mean(2) for layer in range(layers)],
+    )
+    cache = RetrievalCache(means, RetrievalPolicy(), BLOCK, budget, recent, interval)
+    return cache, keys
+
+
+def blocks_read(tables, skipped, cache, num_tokens, row=0, layer=0, head=0):
+    """Block ids that a one-head sequence reaches, in order."""
+    heads = cache.chunk_mean_keys.means.shape[1]
+    length = num_tokens - int(skipped[row])
+    table = tables[layer, row * heads + head][: -(-length // BLOCK)]
+    assert bool((table % heads == head).all())
+    return (table // heads).tolist()
+
+
+def test_table_is_first_selected_then_tail():
+    cache, keys = retrieval_cache()
+    blocks = np.random.default_rng(0).permutation(64).astype(np.int32)
+    num_tokens = 40 * BLOCK + 5
+    query = torch.randn(2, 2, 16)
+    selection = cache.selection("a", blocks, num_tokens, query)
+    tables, skipped = cache.block_table([selection], [blocks], [num_tokens + 6])
+    for layer in range(2):
+        for head in range(2):
+            read = blocks_read(tables, skipped, cache, num_tokens + 6, 0, layer, head)
+            assert len(set(read)) == len(read)
+            assert read[0] == blocks[0]
+            # Recent blocks and the one being written, in their order, at the end.
+            assert read[-3:] == blocks[38:41].tolist()
+            candidates = blocks[1:38]
+            mean = keys[layer, candidates, head].mean(1)
+            best = (mean @ query[layer, head]).topk(5).indices
+            assert set(read[1:-3]) == set(candidates[best.numpy()].tolist())
+            assert len(read) * BLOCK <= 8 * BLOCK + BLOCK
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 70, 8 * 32, 8 * 32 + 31])
+def test_budget_that_covers_the_context_reads_everything_in_order(num_tokens):
+    cache, _ = retrieval_cache()
+    blocks = np.arange(20, 50, dtype=np.int32)
+    selection = cache.selection("a", blocks, num_tokens, torch.randn(2, 2, 16))
+    tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
+    assert int(skipped[0]) == 0
+    wanted = blocks[: -(-num_tokens // BLOCK)].tolist()
+    assert blocks_read(tables, skipped, cache, num_tokens) == wanted
+
+
+def test_new_blocks_stay_covered_until_the_refresh():
+    """Whatever leaves the recent part between two refreshes is still read."""
+    cache, _ = retrieval_cache(interval=50)
+    blocks = np.arange(64, dtype=np.int32)
+    start = 30 * BLOCK
+    for num_tokens in range(start, start + 40 * 7, 7):
+        selection = cache.selection("a", blocks, num_tokens, torch.randn(2, 2, 16))
+        tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
+        read = blocks_read(tables, skipped, cache, num_tokens)
+        newest = -(-num_tokens // BLOCK)
+        assert read[-(newest - 28) :] == list(range(28, newest))
+
+
+def test_refresh_interval_counts_full_passes():
+    cache, _ = retrieval_cache(interval=3)
+    blocks = np.arange(64, dtype=np.int32)
+    made = [id(cache.selection("a", blocks, 1000, torch.randn(2, 2, 16)).blocks) for _ in range(7)]
+    assert made[0] == made[1] == made[2] != made[3]
+    assert made[3] == made[4] == made[5] != made[6]
+
+
+def test_moved_blocks_are_summarised_again():
+    """After preemption the same request owns other blocks: nothing stale may be scored."""
+    cache, keys = retrieval_cache()
+    cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, torch.randn(2, 2, 16))
+    keys.copy_(torch.randn_like(keys))
+    moved = np.arange(63, 23, -1, dtype=np.int32)
+    cache.selection("a", moved, 40 * BLOCK, torch.randn(2, 2, 16))
+    found = cache.chunk_mean_keys.gather(torch.from_numpy(moved.astype(np.int64)))
+    torch.testing.assert_close(found, keys[:, moved].mean(3).transpose(1, 2))
+    cache.release("a")
+    assert len(cache) == 0
+
+
+def test_requests_of_unequal_size_share_a_table():
+    cache, _ = retrieval_cache()
+    long, short = np.arange(63, 13, -1, dtype=np.int32), np.arange(5, dtype=np.int32)
+    lengths = [45 * BLOCK + 3, 2 * BLOCK + 1]
+    selections = [
+        cache.selection(name, blocks, n, torch.randn(2, 2, 16))
+        for name, blocks, n in zip("ab", (long, short), lengths)
+    ]
+    tables, skipped = cache.block_table(selections, [long, short], lengths)
+    assert blocks_read(tables, skipped, cache, lengths[1], row=1) == [0, 1, 2]
+    read = blocks_read(tables, skipped, cache, lengths[0], row=0)
+    assert read[0] == 63 and read[-3:] == long[43:46].tolist()
+
+
+@pytest.mark.parametrize("order", ["plain", "transposed", "pairs", "shuffled"])
+@pytest.mark.parametrize("head_dim", [16, 80, 320])
+def test_key_layout_is_found_by_probing(order, head_dim):
+    generator = torch.Generator().manual_seed(0)
+    size = BLOCK * head_dim
+    places = torch.arange(size)
+    if order == "transposed":
+        places = places.view(BLOCK, head_dim).T.flatten()
+    elif order == "pairs":  # as matrix units want it: two dimensions of a token side by side
+        places = places.view(BLOCK, head_dim // 2, 2).transpose(0, 1).flatten()
+    elif order == "shuffled":
+        places = torch.randperm(size, generator=generator)
+
+    def write_block(keys):
+        return keys.flatten()[places]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        layout = KeyLayout.probe(write_block, BLOCK, head_dim, dtype)
+        keys = torch.randn(BLOCK, 1, head_dim, generator=generator)
+        found = layout.mean(write_block(keys))
+        torch.testing.assert_close(found, keys[:, 0].mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_layout_that_cannot_be_read_is_refused():
+    with pytest.raises(RuntimeError, match="cannot read"):
+        KeyLayout.probe(lambda keys: torch.zeros_like(keys), BLOCK, 64, torch.float32)
