@@ -123,3 +123,26 @@ def test_max_model_len_and_max_tokens_inside_a_proposal(engines, pair):
         assert [len(tokens) for tokens in found] == [len(tokens) for tokens in wanted]
         for prompt, w, f in zip(prompts, wanted, found):
             assert_same_tokens(stock, prompt, w, f)
+
+
+def test_requests_join_and_leave_while_others_speculate(engines, pair):
+    """Continuous batching: arrivals at every few steps, lengths and ends all different."""
+    from vllm import SamplingParams
+
+    stock = engines.get(pair["target"])
+    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
+    prompts = [p for p in real_prompts(stock) if len(p) < 1500][::2]
+    wanted = [generate(stock, [p], max_tokens=8 + 5 * i)[0] for i, p in enumerate(prompts)]
+    engine, found, step = llm.llm_engine, {}, 0
+    waiting = list(enumerate(prompts))
+    while waiting or engine.has_unfinished_requests():
+        if waiting and step % 3 == 0:
+            i, prompt = waiting.pop(0)
+            params = SamplingParams(temperature=0, max_tokens=8 + 5 * i, ignore_eos=True)
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        for output in engine.step():
+            if output.finished:
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+        step += 1
+    for i, prompt in enumerate(prompts):
+        assert_same_tokens(stock, prompt, wanted[i], found[i])

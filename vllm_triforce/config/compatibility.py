@@ -127,10 +127,33 @@ def check_draft_kind(draft_config) -> None:
 
 
 def check_vllm_config(vllm_config) -> None:
+    """Refuses engine settings under which level 2's passes would be wrong or could hang."""
+    parallel = vllm_config.parallel_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
     if vllm_config.use_v2_model_runner:
         raise ValueError(
             "this vLLM uses Model Runner V2, which TriForce does not support yet; "
             "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "enable_lora=True: level 2 does not apply adapters yet; drop --enable-lora or "
+            "method='triforce'"
+        )
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        raise ValueError(
+            f"kv_cache_dtype={cache_dtype!r}: retrieval does not read quantized keys yet; "
+            "use kv_cache_dtype='auto'"
+        )
+    if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+        raise ValueError(
+            f"data_parallel_size={parallel.data_parallel_size} with a mixture-of-experts target: "
+            "its ranks step together, and level 2's rounds differ by rank; use tensor parallelism"
+        )
+    if vllm_config.model_config.uses_mrope:
+        raise ValueError(
+            f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
+            "not compute yet; use a text model or another method"
         )
 
 

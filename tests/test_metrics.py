@@ -1,0 +1,78 @@
+"""Promise: the per-level figures are right, in the log at an interval and from Python."""
+
+import logging
+
+import pytest
+
+from tests.conftest import triforce
+from tests.generation import generate
+from tests.models import held_out_tokens
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.report import IntervalReport, counters_of, summary
+
+
+def test_rates_and_lengths():
+    counters = LevelCounters()
+    counters.add_inner_round([[1, 2], [], [3]], [1, 0, 1])
+    counters.add_proposal([[1, 2, 3], [4]])
+    counters.add_full_pass(6, 6)
+    counters.add_full_pass(6, 2)
+    assert counters.level1_acceptance_rate == pytest.approx(2 / 3)
+    assert counters.level2_acceptance_rate == pytest.approx(8 / 12)
+    assert counters.level2_acceptance_per_test == pytest.approx(8 / 9)
+    assert counters.mean_acceptance_length == pytest.approx(5)
+    assert (counters.num_proposals, counters.num_proposed) == (2, 4)
+
+
+def test_since_subtracts_everything():
+    counters = LevelCounters(num_proposals=3, time_seconds={"level 1": 1.0})
+    later = LevelCounters(num_proposals=5, time_seconds={"level 1": 1.5, "level 2": 2.0})
+    recent = later.since(counters)
+    assert recent.num_proposals == 2
+    assert recent.time_seconds == {"level 1": 0.5, "level 2": 2.0}
+    assert LevelCounters().level2_acceptance_rate == 0  # nothing drafted: no division by zero
+
+
+def test_log_line_at_an_interval(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("vllm_triforce.metrics.report.time.monotonic", lambda: now[0])
+    logger = logging.getLogger("test")
+    caplog.set_level(logging.INFO, logger="test")
+    report, counters = IntervalReport(10), LevelCounters()
+    counters.add_proposal([[1, 2]])
+    counters.add_full_pass(2, 1)
+    report.log_if_due(counters, logger)
+    assert not caplog.records
+    now[0] = 11
+    report.log_if_due(counters, logger)
+    assert "Level 2: 1 of 2 tokens accepted (50.0%)" in caplog.text
+    now[0] = 30  # nothing happened since: no line
+    report.log_if_due(counters, logger)
+    assert len(caplog.records) == 1
+    silent = IntervalReport(0)
+    now[0] = 1000
+    silent.log_if_due(counters, logger)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.engine
+def test_counters_of_an_engine_add_up(engines, pair):
+    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=1024))
+    text = held_out_tokens(llm.get_tokenizer(), 900)
+    before = counters_of(llm)
+    tokens = generate(llm, [text], max_tokens=60)[0]
+    counted = counters_of(llm).since(before)
+    # Every token is the first one, an accepted draft, or a full pass's own.
+    plain = 60 - 1 - counted.num_level2_accepted - counted.num_level3_steps
+    assert len(tokens) == 60 and 0 <= plain <= 2
+    assert counted.num_level2_drafted <= counted.num_proposed <= 6 * counted.num_proposals
+    assert counted.num_level1_accepted + counted.num_inner_rounds == counted.num_proposed
+    assert set(counted.time_seconds) == {"selection", "level 1", "level 2", "verification"}
+    assert all(seconds > 0 for seconds in counted.time_seconds.values())
+    assert "Mean acceptance length" in summary(counted)
+
+
+@pytest.mark.engine
+def test_an_engine_without_triforce_says_so(engines, pair):
+    with pytest.raises(ValueError, match="no TriForce counters"):
+        counters_of(engines.get(pair["target"]))
