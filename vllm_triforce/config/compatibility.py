@@ -130,11 +130,6 @@ def check_vllm_config(vllm_config) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "this vLLM uses Model Runner V2, which TriForce does not support yet; "
-            "set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     if vllm_config.lora_config is not None:
         raise ValueError(
             "enable_lora=True: level 2 does not apply adapters yet; drop --enable-lora or "

@@ -8,5 +8,6 @@ from vllm_triforce.worker.mixin import TriForceWorkerMixin
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
     def init_device(self) -> None:
-        mend_expand_kernel()
+        if not self.use_v2_model_runner:
+            mend_expand_kernel()
         super().init_device()

@@ -20,23 +20,27 @@ class TriForceWorkerMixin:
 
     def init_device(self) -> None:
         super().init_device()
-        from vllm_triforce.worker.runner_v1 import TriForceProposer
+        runner = self.model_runner
+        arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
+        if self.use_v2_model_runner:
+            from vllm_triforce.worker.runner_v2 import TriForceSpeculatorV2
 
-        config, draft_model = read_config(self.vllm_config)
-        self.model_runner.drafter = TriForceProposer(
-            self.vllm_config, self.device, self.model_runner, config, draft_model
-        )
+            self.triforce = runner.speculator = TriForceSpeculatorV2(*arguments)
+        else:
+            from vllm_triforce.worker.runner_v1 import TriForceProposer
+
+            self.triforce = runner.drafter = TriForceProposer(*arguments)
 
     def get_kv_cache_spec(self) -> dict:
         """Without the draft's layers: level 1 has a private cache."""
-        draft_layers = self.model_runner.drafter.draft_layer_names
+        draft_layers = self.triforce.draft_layer_names
         specs = super().get_kv_cache_spec()
         return {name: spec for name, spec in specs.items() if name not in draft_layers}
 
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)
-        self.model_runner.drafter.allocate(kv_cache_config)
+        self.triforce.allocate(kv_cache_config)
 
     def triforce_counters(self) -> dict:
         """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
-        return self.model_runner.drafter.counters.to_dict()
+        return self.triforce.counters.to_dict()
