@@ -117,9 +117,9 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
                 warm_up(self.model, self.vllm_config, self.device)
             return self.draft_tokens[:num_reqs]
 
-        states = self._runner.req_states
-        outcome = [num_sampled, num_rejected, states.num_computed_tokens.gpu[input_batch.idx_mapping]]
-        sampled, rejected, computed = torch.stack([t[:num_reqs] for t in outcome]).tolist()
+        num_computed = self._runner.req_states.num_computed_tokens.gpu[input_batch.idx_mapping]
+        outcome = [t[:num_reqs] for t in (num_sampled, num_rejected, num_computed)]
+        sampled, rejected, computed = torch.stack(outcome).tolist()
         slots = input_batch.idx_mapping_np[:num_reqs]
         self._forget_finished(input_batch)
         self._count_full_pass(input_batch, slots, sampled)

@@ -1,0 +1,58 @@
+"""Were these tokens drawn from these distributions? Two chi-square tests.
+
+The distributions may differ from token to token and depend on the tokens before them, so
+long sequences test every place of every proposal at once.
+"""
+
+import torch
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """Probability that a chi-square variable is larger."""
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
+
+
+def frequency_p_value(probs: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Compares how often each token came with how often it should have.
+
+    Args:
+        probs: [num_tokens, vocab_size], float64.
+        tokens: [num_tokens].
+    """
+    surplus = torch.bincount(tokens, minlength=probs.shape[1]) - probs.sum(0)
+    covariance = torch.diag(probs.sum(0)) - probs.T @ probs
+    inverse = torch.linalg.pinv(covariance, hermitian=True, rtol=1e-9)
+    degrees = int(torch.linalg.matrix_rank(covariance, hermitian=True, rtol=1e-9))
+    return chi_square_tail(float(surplus @ inverse @ surplus), degrees)
+
+
+def transform_p_value(probs: torch.Tensor, tokens: torch.Tensor, num_bins: int = 20) -> float:
+    """Puts each token at a random place of its interval of the cumulative distribution; the
+    places are uniform if, and only if, the tokens follow the distributions. Likely tokens come
+    first, so that a distribution too sharp or too flat shows in whatever context."""
+    probs, order = probs.sort(1, descending=True)
+    tokens = (order == tokens[:, None]).int().argmax(1)
+    noise = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0), dtype=probs.dtype)
+    own = probs.gather(1, tokens[:, None])[:, 0]
+    below = probs.cumsum(1).gather(1, tokens[:, None])[:, 0] - own
+    places = (below + noise * own).clamp(0, 1 - 1e-12)
+    counts = torch.bincount((places * num_bins).long(), minlength=num_bins).double()
+    expected = len(tokens) / num_bins
+    return chi_square_tail(float(((counts - expected) ** 2 / expected).sum()), num_bins - 1)
+
+
+def processed(
+    logits: torch.Tensor,  # [num_tokens, vocab_size], float64
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> torch.Tensor:  # [num_tokens, vocab_size]
+    """What vLLM samples from: temperature, top-k, top-p, written for reading."""
+    probs = (logits / temperature).softmax(-1)
+    ordered, order = probs.sort(-1, descending=True)
+    if top_k:
+        ordered[:, top_k:] = 0
+    ordered /= ordered.sum(-1, keepdim=True)
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+    probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    return probs / probs.sum(-1, keepdim=True)

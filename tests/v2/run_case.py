@@ -1,0 +1,21 @@
+"""Runs one group of cases on Model Runner V2 and prints what it saw as JSON.
+
+``python -m tests.v2.run_case greedy|sampling`` in the environment of test_runner_v2.py.
+"""
+
+import json
+import sys
+
+MARKER = "RESULTS "
+
+
+def main() -> None:
+    if sys.argv[1] == "greedy":
+        from tests.v2.greedy_cases import run
+    else:
+        from tests.v2.sampling_cases import run
+    print(MARKER + json.dumps(run()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
