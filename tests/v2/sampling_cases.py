@@ -39,7 +39,7 @@ def _all_cases(target: str, draft: str) -> dict:
 
     llm = make_engine(target, KEYS | {"model": draft})
     plain = dict(temperature=1.0)
-    results["draft_t1"] = oracle.check(llm, [plain] * 4, 200)
+    results["draft_t1"] = oracle.check(llm, [plain] * 4, 160)
     with uninformed_scheduler(llm):
         # Most requests pass min_context on the way: what comes before is all padding.
         limited = dataclasses.replace(speculator_of(llm).config, min_context=400)
@@ -52,7 +52,7 @@ def _all_cases(target: str, draft: str) -> dict:
 
     llm = make_engine(target, KEYS)
     narrow = dict(temperature=0.6, top_p=0.9)
-    results["lookup_narrow"] = oracle.check(llm, [narrow] * 4, 200)
+    results["lookup_narrow"] = oracle.check(llm, [narrow] * 4, 160)
     various = [
         dict(temperature=1.3, top_k=5),
         dict(temperature=0),
@@ -68,7 +68,7 @@ def _all_cases(target: str, draft: str) -> dict:
     store = speculator_of(llm)._store
     exact = store._store_distributions
     store._store_distributions = lambda slot, probs, temperature: exact(slot, probs, 3.0)
-    results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 200)
+    results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 160)
     return results
 
 

@@ -76,6 +76,11 @@ def check_target(model_config, parallel_config) -> None:
             f"decode_context_parallel_size={parallel_config.decode_context_parallel_size}: level 2 "
             "retrieves from a KV cache that is whole on each rank; use tensor parallelism instead"
         )
+    if parallel_config.prefill_context_parallel_size > 1:
+        raise ValueError(
+            f"prefill_context_parallel_size={parallel_config.prefill_context_parallel_size}: level "
+            "2 needs the queries of whole requests on each rank; use tensor parallelism instead"
+        )
     if model_config.runner_type != "generate":
         raise ValueError(
             f"target {name!r} runs as {model_config.runner_type!r}: there is nothing to speculate "
@@ -144,6 +149,11 @@ def check_vllm_config(vllm_config) -> None:
         raise ValueError(
             f"data_parallel_size={parallel.data_parallel_size} with a mixture-of-experts target: "
             "its ranks step together, and level 2's rounds differ by rank; use tensor parallelism"
+        )
+    if vllm_config.watermark_config is not None:
+        raise ValueError(
+            "watermark_config: level 2 draws its tokens without the watermark; drop it or "
+            "method='triforce'"
         )
     if vllm_config.model_config.uses_mrope:
         raise ValueError(

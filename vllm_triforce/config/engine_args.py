@@ -111,7 +111,8 @@ def _wrap_create_engine_config(original):
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
             compatibility.read_draft_config(draft["model"], self.trust_remote_code)
-        saved = self.speculative_config, self.additional_config, self.block_size
+        changed = ("speculative_config", "additional_config", "block_size", "async_scheduling")
+        saved = {name: getattr(self, name) for name in changed}
         try:
             self.additional_config = {
                 **(self.additional_config or {}),
@@ -119,9 +120,14 @@ def _wrap_create_engine_config(original):
             }
             if self.block_size is None:
                 self.block_size = compatibility.default_block_size()
+            if self.async_scheduling is None:
+                # An asynchronous scheduler does not learn how much was proposed: it has
+                # num_speculative_tokens of every request verified. Right, but not free.
+                self.async_scheduling = False
             vllm_config = original(self, *args, **kwargs)
         finally:
-            self.speculative_config, self.additional_config, self.block_size = saved
+            for name, value in saved.items():
+                setattr(self, name, value)
         return _finish(vllm_config, config)
 
     return create_engine_config

@@ -1,5 +1,7 @@
 """What TriForce changes in a vLLM worker, whatever the platform."""
 
+from typing import Any
+
 from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig
@@ -17,6 +19,9 @@ def read_config(vllm_config) -> tuple[TriForceConfig, str | None]:
 
 class TriForceWorkerMixin:
     """Over ``vllm.v1.worker.gpu_worker.Worker``: its runner is built in ``init_device()``."""
+
+    triforce: Any
+    """The adapter of the runner that vLLM chose: ``runner_v1.py`` or ``runner_v2.py``."""
 
     def init_device(self) -> None:
         super().init_device()

@@ -132,6 +132,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             for slot, n, count in zip(slots, computed, sampled)
         ]
         rows = [row for row, tokens in enumerate(room) if tokens > 0]
+        temperatures = self._runner.sampler.sampling_states.temperature.np[slots]
         token_ids: list[list[int]] = [[] for _ in range(num_reqs)]
         probs: list[list[torch.Tensor]] = [[] for _ in range(num_reqs)]
         if rows:
@@ -144,11 +145,10 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             self._known_requests.update(batch.request_ids)
             for i, row in enumerate(rows):
                 token_ids[row] = proposal.token_ids[i]
-                if proposal.probs is not None:
+                if proposal.probs is not None and temperatures[row] > 0:
                     probs[row] = proposal.probs[i]
         self._report.log_if_due(self.counters, logger)
         self._handler.proposed = token_ids
-        temperatures = self._runner.sampler.sampling_states.temperature.np[slots]
         return self._store.store(slots, token_ids, probs, temperatures)
 
     def _draft_batch(self, input_batch, rows, slots, computed, room, rejected) -> DraftBatch:
