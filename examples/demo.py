@@ -4,9 +4,9 @@
     make demo ARGS="--context 32000 --tokens 96"
     make demo ARGS="--target MODEL --draft MODEL --prompt FILE"
 
-Both engines are alike but for ``speculative_config``. Runs are interleaved; the ratio is of
-decode tokens per second, from the first token to the last (prefill is the same work for both
-and is not counted).
+Both engines are alike but for ``speculative_config``. Every run reads another stretch of the
+text and decodes it with the one engine right after the other; the ratio is of decode tokens per
+second, from the first token to the last (prefill is the same work for both and is not counted).
 """
 
 import argparse
@@ -31,7 +31,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", default=str(HERE / "prompts" / "held_out.txt"))
     parser.add_argument("--context", type=int, default=16000, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
-    parser.add_argument("--runs", type=int, default=3, help="measured runs of each engine")
+    parser.add_argument("--runs", type=int, default=3, help="stretches of the text to continue")
+    parser.add_argument("--stride", type=int, default=5000, help="tokens between two stretches")
     parser.add_argument("--budget", type=int, default=1024, help="retrieval_budget, tokens")
     parser.add_argument("--gamma", type=int, default=2)
     parser.add_argument("--num-speculative-tokens", type=int, default=6)
@@ -60,7 +61,9 @@ def start_engine(args: argparse.Namespace, speculative_config: dict | None):
     )
 
 
-def decode(llm, prompt: list[int], args, show: bool) -> tuple[list[int], float]:
+def decode(
+    llm, prompt: list[int], args, show: bool, max_tokens: int | None = None
+) -> tuple[list[int], float]:
     """Streams one completion.
 
     Returns:
@@ -73,7 +76,7 @@ def decode(llm, prompt: list[int], args, show: bool) -> tuple[list[int], float]:
         temperature=args.temperature,
         top_p=args.top_p,
         seed=0 if args.temperature else None,
-        max_tokens=args.tokens,
+        max_tokens=max_tokens or args.tokens,
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -92,11 +95,12 @@ def decode(llm, prompt: list[int], args, show: bool) -> tuple[list[int], float]:
             if show:
                 sys.stdout.write(new.text)
                 sys.stdout.flush()
-    return tokens, (len(tokens) - first_count) / (last_time - first_time)
+    return tokens, (len(tokens) - first_count) / max(last_time - first_time, 1e-9)
 
 
 def main() -> None:
     args = parse_args()
+    from vllm_triforce.metrics.counters import LevelCounters
     from vllm_triforce.metrics.report import counters_of
 
     keys = {
@@ -110,27 +114,35 @@ def main() -> None:
     began = time.perf_counter()
     print(f"target {args.target}, {args.dtype}; speculative_config {keys}")
     stock, triforce = start_engine(args, None), start_engine(args, keys)
-    prompt = stock.get_tokenizer()(Path(args.prompt).read_text())["input_ids"]
-    if len(prompt) < args.context:
-        sys.exit(f"--context {args.context}: {args.prompt} has {len(prompt)} tokens only")
-    prompt = prompt[: args.context]
-    print(f"engines up after {time.perf_counter() - began:.0f} s; reading {len(prompt)} tokens")
+    text = stock.get_tokenizer()(Path(args.prompt).read_text())["input_ids"]
+    needed = args.context + (args.runs - 1) * args.stride
+    if len(text) < needed:
+        sys.exit(
+            f"{args.prompt} has {len(text)} tokens; {needed} needed: lower --context or --runs"
+        )
+    print(f"engines up after {time.perf_counter() - began:.0f} s")
 
-    speeds: dict[str, list[float]] = {"stock vLLM": [], "TriForce": []}
-    outputs: dict[str, list[int]] = {}
-    for run in range(args.runs + 1):  # the first warms up: compiles, and fills the prefix cache
-        before = counters_of(triforce)
-        for name, llm in (("stock vLLM", stock), ("TriForce", triforce)):
-            show = run == 0 and not args.quiet
-            if show:
-                print(f"\n--- {name} continues ---")
-            outputs[name], speed = decode(llm, prompt, args, show)
-            if show:
-                print()
-            if run:
-                speeds[name].append(speed)
-                print(f"run {run}: {name:10} {speed:7.1f} tokens/s", flush=True)
-    counted = counters_of(triforce).since(before)
+    engines = {"stock vLLM": stock, "TriForce": triforce}
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    all_same = True
+    counted = LevelCounters()
+    seconds = 0.0
+    for run in range(args.runs):
+        prompt = text[run * args.stride :][: args.context]
+        print(f"\nreading {len(prompt)} tokens")
+        for llm in engines.values():  # fills the prefix cache, compiles
+            decode(llm, prompt, args, show=False, max_tokens=8)
+        outputs = {}
+        for name, llm in engines.items():
+            if not args.quiet:
+                print(f"--- {name} continues ---")
+            before = counters_of(triforce)
+            outputs[name], speed = decode(llm, prompt, args, show=not args.quiet)
+            speeds[name].append(speed)
+            print(f"\nrun {run + 1}: {name:10} {speed:7.1f} tokens/s", flush=True)
+        counted = counted.plus(counters_of(triforce).since(before))
+        seconds += len(outputs["TriForce"]) / speeds["TriForce"][-1]
+        all_same &= outputs["stock vLLM"] == outputs["TriForce"]
 
     ratios = [b / a for a, b in zip(speeds["stock vLLM"], speeds["TriForce"])]
     print(f"\n{args.context} tokens of context, {args.tokens} generated, T={args.temperature}")
@@ -142,16 +154,14 @@ def main() -> None:
     print(f"{'level 1 acceptance rate':28} {100 * counted.level1_acceptance_rate:6.1f}%")
     print(f"{'level 2 acceptance rate':28} {100 * counted.level2_acceptance_rate:6.1f}%")
     print(f"{'level 2 acceptance per test':28} {100 * counted.level2_acceptance_per_test:6.1f}%")
-    seconds = args.tokens / speeds["TriForce"][-1]
     parts = {**counted.time_seconds}
     parts["level 3 and vLLM"] = max(0.0, seconds - sum(parts.values()))
     for part, value in parts.items():
         print(f"  time in {part:18} {100 * value / seconds:6.1f}%")
     if not args.temperature:
-        same = outputs["stock vLLM"] == outputs["TriForce"]
-        print(f"outputs identical: {'yes' if same else 'NO'}")
+        print(f"outputs identical: {'yes' if all_same else 'NO'}")
     print(f"all done after {time.perf_counter() - began:.0f} s")
-    if not args.temperature and not same:
+    if not args.temperature and not all_same:
         sys.exit(1)
 
 

@@ -26,7 +26,7 @@ more `--minutes` than before continue the schedule from the share now reached.
 
 import argparse
 import hashlib
-import math
+import itertools
 import os
 import re
 import sysconfig
@@ -76,11 +76,18 @@ def make_tokenizer(texts, path):
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
-    tok.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tok.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=["<unk>", "<s>", "</s>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tok.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)])
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
     tok.save(str(path))
     return tok
 
@@ -92,12 +99,16 @@ def load_text(work):
     cache, path = work / "tokens.pt", work / "tokenizer.json"
     if not cache.exists():
         docs = documents()
-        tok = (Tokenizer.from_file(str(path)) if path.exists()
-               else make_tokenizer((t for _, t, held in docs if not held), path))
+        tok = (
+            Tokenizer.from_file(str(path))
+            if path.exists()
+            else make_tokenizer((t for _, t, held in docs if not held), path)
+        )
         streams = {False: [], True: []}
-        for (_, _, held), enc in zip(docs, tok.encode_batch([t for _, t, _ in docs],
-                                                            add_special_tokens=False)):
-            streams[held] += enc.ids + [EOS]
+        for (_, _, held), enc in zip(
+            docs, tok.encode_batch([t for _, t, _ in docs], add_special_tokens=False)
+        ):
+            streams[held] += [*enc.ids, EOS]
         torch.save([torch.tensor(streams[h], dtype=torch.int32) for h in (False, True)], cache)
     train, held = torch.load(cache)
     return train.long(), held.long()
@@ -122,12 +133,12 @@ class Windows:
                 starts = torch.randperm(n, generator=self.rng) * length + self.rand(0, length)
                 self.starts[length] = starts.tolist()
             i = self.starts[length].pop()
-            row = self.stream[i:i + length + 1].clone()
+            row = self.stream[i : i + length + 1].clone()
             if self.rand(0, 1000) < 1000 * repeat:
                 n = self.rand(16, length // 4)
                 a = self.rand(1, length - 2 * n)
                 b = self.rand(a + n, length - n + 1)
-                row[b:b + n] = row[a:a + n].clone()
+                row[b : b + n] = row[a : a + n].clone()
             row[0] = BOS
             out.append(row)
         return torch.stack(out)
@@ -140,8 +151,8 @@ class Windows:
             if self.rand(0, 1000) < 1000 * skip:
                 room = self.rand(0, limit - length)
                 first = self.rand(0, room + 1)
-                row[self.rand(1, length):] += first
-                row[self.rand(1, length):] += room - first
+                row[self.rand(1, length) :] += first
+                row[self.rand(1, length) :] += room - first
         return pos
 
 
@@ -184,10 +195,13 @@ def sparse_attention(q, k, v, budget, recent, block=32, chunk=128):
         index = torch.cat((fixed.clamp(min=0).expand(b, h, -1, -1), chosen), -1)
         base = torch.arange(b * h).view(b, h, 1, 1) * blocks
         rows = (index + base).transpose(1, 2)
-        used = torch.cat((close[:, :1] > 0, close >= 0,
-                          torch.arange(extra) < far.sum(-1, keepdim=True)), 1)
-        place = (torch.cat((fixed, torch.zeros(chunks, extra, dtype=torch.long)), 1)[..., None]
-                 * block + torch.arange(block)).flatten(1)
+        used = torch.cat(
+            (close[:, :1] > 0, close >= 0, torch.arange(extra) < far.sum(-1, keepdim=True)), 1
+        )
+        place = (
+            torch.cat((fixed, torch.zeros(chunks, extra, dtype=torch.long)), 1)[..., None] * block
+            + torch.arange(block)
+        ).flatten(1)
         seen = place[:, None] <= (torch.arange(t).view(chunks, chunk, 1))
         seen = (seen & used.repeat_interleave(block, 1)[:, None])[:, None].repeat(b, 1, 1, 1)
 
@@ -217,10 +231,16 @@ class Layer(nn.Module):
         h = F.rms_norm(x, x.shape[-1:], self.norm1, 1e-6)
         qkv = F.linear(h, self.qkv.flatten(0, 1)).view(b, t, 3, self.heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q, k = (y * cos + torch.cat((-y[..., self.head_dim // 2:], y[..., :self.head_dim // 2]),
-                                    -1) * sin for y in (q, k))
-        a = (sparse_attention(q, k, v, *sparse) if sparse else
-             F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        q, k = (
+            y * cos
+            + torch.cat((-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]), -1) * sin
+            for y in (q, k)
+        )
+        a = (
+            sparse_attention(q, k, v, *sparse)
+            if sparse
+            else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
         x = x + F.linear(a.transpose(1, 2).reshape(b, t, -1), self.out[0])
         h = F.rms_norm(x, x.shape[-1:], self.norm2, 1e-6)
         gate, up = F.linear(h, self.gate_up.flatten(0, 1)).chunk(2, -1)
@@ -239,7 +259,7 @@ class Llama(nn.Module):
         self.register_buffer("freqs", freqs.repeat(2), persistent=False)
 
     def forward(self, ids, positions, sparse=None):
-        angles = (positions[:, None, :, None].double() * self.freqs)
+        angles = positions[:, None, :, None].double() * self.freqs
         cos, sin = angles.cos().float(), angles.sin().float()
         x = self.embed[ids]
         for layer in self.layers:
@@ -253,8 +273,12 @@ class Llama(nn.Module):
         if sparse is None:
             return loss, torch.stack((loss.detach(), torch.zeros(())))
         other = self(tokens[:, :-1], positions, sparse).flatten(0, 1)
-        astray = F.kl_div((2 * other).log_softmax(-1), (2 * logits).log_softmax(-1),
-                          log_target=True, reduction="batchmean")  # sharpened: argmaxes matter
+        astray = F.kl_div(
+            (2 * other).log_softmax(-1),
+            (2 * logits).log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )  # sharpened: argmaxes matter
         return loss + 2 * astray, torch.stack((loss.detach(), astray.detach()))
 
     def distil(self, tokens, positions, teacher_logits):
@@ -297,8 +321,12 @@ class Muon(torch.optim.Optimizer):
 # (share of the time at which it begins, rows, length, share of rows with a far repeat, share with
 # jumps, (budget, recent) of the sparse pass that is to agree with the full one)
 STAGES = {
-    "target": [(0.0, 8, 512, 0.10, 0.0, None), (0.52, 3, 2048, 0.05, 0.2, (256, 64)),
-               (0.62, 1, 4096, 0.05, 0.2, (256, 64)), (0.85, 1, 8192, 0.05, 0.3, (512, 128))],
+    "target": [
+        (0.0, 8, 512, 0.10, 0.0, None),
+        (0.52, 3, 2048, 0.05, 0.2, (256, 64)),
+        (0.62, 1, 4096, 0.05, 0.2, (256, 64)),
+        (0.85, 1, 8192, 0.05, 0.3, (512, 128)),
+    ],
     "draft": [(0.0, 8, 512, 0.05, 0.0, None), (0.7, 8, 1024, 0.0, 0.0, None)],
 }
 
@@ -322,9 +350,10 @@ def train(name, args):
     model, path = Llama(SHAPES[name]), args.work / f"{name}.pt"
     matrices = [p for p in model.parameters() if p.ndim == 3]
     others = [p for p in model.parameters() if p.ndim < 3]
-    optimizers = [Muon(matrices, lr=args.lr),
-                  torch.optim.AdamW(others, lr=args.lr / 5, betas=(0.9, 0.95), weight_decay=0.0,
-                                    fused=True)]
+    optimizers = [
+        Muon(matrices, lr=args.lr),
+        torch.optim.AdamW(others, lr=args.lr / 5, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
     done, step, tokens_seen = 0.0, 0, {}
     if args.resume:
         state = torch.load(path)
@@ -334,9 +363,11 @@ def train(name, args):
         done, step, tokens_seen = state["done"], state["step"], state["tokens"]
     windows = Windows(stream, seed=step)
     teacher = load_model(args.work, "target") if name == "draft" else None
-    begun, saved, shown, total = time.time(), time.time(), time.time(), 0.0
-    print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
-          f"{len(stream) / 1e6:.2f} M tokens to train on, {len(held) / 1e6:.2f} M held out")
+    begun, saved, shown = time.time(), time.time(), time.time()
+    print(
+        f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{len(stream) / 1e6:.2f} M tokens to train on, {len(held) / 1e6:.2f} M held out"
+    )
     losses = []
     while True:
         share = (done + (time.time() - begun) / 60) / args.minutes
@@ -364,20 +395,30 @@ def train(name, args):
         losses.append(shown_loss)
         if time.time() - shown > 20:
             loss, astray = torch.stack(losses).mean(0).tolist()
-            print(f"step {step} share {share:.3f} length {length} lr x{heat:.2f} tokens "
-                  f"{sum(tokens_seen.values()) / 1e6:.2f} M loss {loss:.3f} astray {astray:.3f}",
-                  flush=True)
+            print(
+                f"step {step} share {share:.3f} length {length} lr x{heat:.2f} tokens "
+                f"{sum(tokens_seen.values()) / 1e6:.2f} M loss {loss:.3f} astray {astray:.3f}",
+                flush=True,
+            )
             shown, losses = time.time(), []
         if time.time() - saved > 60:
-            checkpoint(path, model, optimizers, done + (time.time() - begun) / 60, step,
-                       tokens_seen)
+            checkpoint(
+                path, model, optimizers, done + (time.time() - begun) / 60, step, tokens_seen
+            )
             saved = time.time()
     checkpoint(path, model, optimizers, args.minutes, step, tokens_seen)
 
 
 def checkpoint(path, model, optimizers, done, step, tokens):
-    save(path, model=model.state_dict(), shape=asdict(model.shape), done=done, step=step,
-         tokens=tokens, optimizers=[o.state_dict() for o in optimizers])
+    save(
+        path,
+        model=model.state_dict(),
+        shape=asdict(model.shape),
+        done=done,
+        step=step,
+        tokens=tokens,
+        optimizers=[o.state_dict() for o in optimizers],
+    )
     print("saved:", path.name, "tokens by length:", tokens, flush=True)
 
 
@@ -391,7 +432,11 @@ def export(work, out):
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(work / "tokenizer.json")),
-        bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False)
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
     for name in SHAPES:
         if not (work / f"{name}.pt").exists():
             continue
@@ -399,19 +444,32 @@ def export(work, out):
         s = model.shape
         weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
         for i, layer in enumerate(model.layers):
-            named = {"self_attn.o_proj": layer.out[0], "mlp.down_proj": layer.down[0],
-                     "input_layernorm": layer.norm1, "post_attention_layernorm": layer.norm2}
-            named.update(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                             layer.qkv))
+            named = {
+                "self_attn.o_proj": layer.out[0],
+                "mlp.down_proj": layer.down[0],
+                "input_layernorm": layer.norm1,
+                "post_attention_layernorm": layer.norm2,
+            }
+            named.update(
+                zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), layer.qkv)
+            )
             named.update(zip(("mlp.gate_proj", "mlp.up_proj"), layer.gate_up))
             weights.update({f"model.layers.{i}.{k}.weight": v for k, v in named.items()})
         config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=s.hidden, intermediate_size=s.inner,
-            num_hidden_layers=s.layers, num_attention_heads=s.heads,
-            num_key_value_heads=s.heads, head_dim=s.head_dim, rms_norm_eps=1e-6,
-            max_position_embeddings=s.positions, bos_token_id=BOS, eos_token_id=EOS,
+            vocab_size=VOCAB,
+            hidden_size=s.hidden,
+            intermediate_size=s.inner,
+            num_hidden_layers=s.layers,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.heads,
+            head_dim=s.head_dim,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=s.positions,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
             rope_parameters={"rope_type": "default", "rope_theta": s.theta},
-            tie_word_embeddings=True)
+            tie_word_embeddings=True,
+        )
         hf = LlamaForCausalLM(config).eval()
         missing, unknown = hf.load_state_dict(weights, strict=False)
         assert missing in ([], ["lm_head.weight"]) and not unknown, (missing, unknown)
@@ -428,8 +486,10 @@ def export(work, out):
             file.chmod(0o644)
             os.replace(file, folder / file.name)
         fresh.rmdir()
-        print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
-              f"logits as in transformers to {error:.1e}")
+        print(
+            f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+            f"logits as in transformers to {error:.1e}"
+        )
 
 
 @torch.no_grad()
@@ -438,12 +498,12 @@ def evaluate(work, length=16384, rows=4):
     held = load_text(work)[1]
     target, draft = load_model(work, "target"), None
     edges = [0, 512, 2048, 4096, 8192, length]
-    losses, agreed, draft_loss = [], [], []
+    losses, agreed = [], []
     if (work / "draft.pt").exists():
         draft = load_model(work, "draft")
     for i in range(rows):
         start = i * (len(held) - length - 1) // max(1, rows - 1)
-        tokens = held[None, start:start + length + 1].clone()
+        tokens = held[None, start : start + length + 1].clone()
         tokens[:, 0] = BOS
         logits = target(tokens[:, :-1], torch.arange(length)[None])[0]
         losses.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none"))
@@ -452,7 +512,7 @@ def evaluate(work, length=16384, rows=4):
             guess = draft(cut, torch.arange(512).repeat(len(cut), 1))[:, 256:].argmax(-1)
             agreed.append((guess.flatten() == logits.argmax(-1)[256:]).float().mean())
     losses = torch.stack(losses).mean(0)
-    for a, b in zip(edges, edges[1:]):
+    for a, b in itertools.pairwise(edges):
         print(f"held-out loss at depth {a:>6} to {b:>6}: {losses[a:b].mean():.3f}")
     print(f"held-out loss, all of {length}: {losses.mean():.3f} nats a token")
     if agreed:

@@ -30,6 +30,7 @@ def test_since_subtracts_everything():
     recent = later.since(counters)
     assert recent.num_proposals == 2
     assert recent.time_seconds == {"level 1": 0.5, "level 2": 2.0}
+    assert counters.plus(recent) == later
     assert LevelCounters().level2_acceptance_rate == 0  # nothing drafted: no division by zero
 
 

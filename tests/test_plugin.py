@@ -222,3 +222,13 @@ def test_unsupported_vllm_version():
             check_vllm_version(version)
     for version in ("0.32.0", "0.32.0+cpu", "0.33.1"):
         check_vllm_version(version)
+
+
+def test_async_engine_args_are_understood(gqa_pair):
+    """The server's arguments are a subclass with methods of other signatures."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    args = AsyncEngineArgs(
+        gqa_pair["target"], speculative_config=triforce(), skip_tokenizer_init=True
+    )
+    assert args.create_engine_config().additional_config["triforce"]["gamma"] == 2

@@ -15,10 +15,12 @@ _SIGNATURES = {
 }
 
 
-def check_signatures(engine_args_cls: type) -> None:
+def check_signatures() -> None:
     """Refuses a vLLM whose methods that we wrap have moved."""
+    from vllm.engine.arg_utils import EngineArgs
+
     for name, wanted in _SIGNATURES.items():
-        found = list(inspect.signature(getattr(engine_args_cls, name)).parameters)
+        found = list(inspect.signature(getattr(EngineArgs, name)).parameters)
         if found != wanted:
             raise ValueError(
                 f"vllm-triforce wraps EngineArgs.{name}({', '.join(wanted)}), but this vLLM has "

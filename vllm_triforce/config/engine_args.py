@@ -107,7 +107,7 @@ def _wrap_create_engine_config(original):
         if not _is_asked_for(self):
             return original(self, *args, **kwargs)
         compatibility.check_vllm_version()
-        compatibility.check_signatures(type(self))
+        compatibility.check_signatures()
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
             compatibility.read_draft_config(draft["model"], self.trust_remote_code)

@@ -74,6 +74,15 @@ class LevelCounters:
             "level2_acceptance_per_test": self.level2_acceptance_per_test,
         }
 
+    def plus(self, other: "LevelCounters") -> "LevelCounters":
+        """The sum of two counts."""
+        mine, theirs = asdict(self), asdict(other)
+        times = mine.pop("time_seconds"), theirs.pop("time_seconds")
+        total = LevelCounters(**{name: mine[name] + theirs[name] for name in mine})
+        for part in times[0] | times[1]:
+            total.add_time(part, times[0].get(part, 0.0) + times[1].get(part, 0.0))
+        return total
+
     def since(self, earlier: "LevelCounters") -> "LevelCounters":
         """What was added after ``earlier``, a copy of these counters."""
         mine, before = asdict(self), asdict(earlier)

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.triforce_config import METHOD
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.triforce")
 
 
 def read_config(vllm_config) -> tuple[TriForceConfig, str | None]:

@@ -15,7 +15,7 @@ from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.triforce")
 
 
 class TriForceProposer(DraftModelProposer):
@@ -31,6 +31,7 @@ class TriForceProposer(DraftModelProposer):
         runner.effective_drafter_max_model_len = (
             runner.max_model_len + config.num_speculative_tokens + 1
         )
+        runner._sample = _without_drafts_as_stock(runner._sample)
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
         self._requests: dict[str, object] = {}
@@ -220,3 +221,17 @@ def _dense_probs(num_reqs: int, rows: list[int], probs) -> torch.Tensor:
         for place, p in enumerate(row_probs):
             dense[row, place] = p
     return dense
+
+
+def _without_drafts_as_stock(sample):
+    """Wraps the runner's ``_sample``: a batch without drafts costs what it costs without us.
+
+    vLLM sends every batch through the rejection sampler once speculation is configured.
+    """
+
+    def _sample(logits, spec_decode_metadata):
+        if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
+            spec_decode_metadata = None
+        return sample(logits, spec_decode_metadata)
+
+    return _sample

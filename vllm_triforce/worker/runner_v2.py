@@ -17,7 +17,7 @@ from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.proposal_v2 import ProposalStore, ProposedTokensHandler
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.triforce")
 
 
 class TriForceSpeculatorV2(StandaloneARSpeculator):
