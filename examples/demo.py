@@ -75,7 +75,6 @@ def decode(
     params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
-        seed=0 if args.temperature else None,
         max_tokens=max_tokens or args.tokens,
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,

@@ -14,6 +14,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
+from vllm_triforce.worker.off_v1 import skip_when_off
 
 logger = init_logger("vllm.triforce")
 
@@ -31,7 +32,7 @@ class TriForceProposer(DraftModelProposer):
         runner.effective_drafter_max_model_len = (
             runner.max_model_len + config.num_speculative_tokens + 1
         )
-        runner._sample = _without_drafts_as_stock(runner._sample)
+        skip_when_off(runner, config.min_context, self._forget_finished)
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
         self._requests: dict[str, object] = {}
@@ -125,6 +126,9 @@ class TriForceProposer(DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         rows = [row for row, most in enumerate(room) if most > 0]
+        for row in rows:
+            request_id = self._runner.input_batch.req_ids[row]
+            self._requests[request_id] = self._runner.requests[request_id]
         result: list[list[int]] = [[] for _ in counts]
         if rows:
             batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts)
@@ -203,8 +207,6 @@ class TriForceProposer(DraftModelProposer):
             if alive.get(request_id) is not request:
                 self._built.speculator.release(request_id)
                 del self._requests[request_id]
-        for request_id in self._runner.input_batch.req_ids:
-            self._requests[request_id] = alive[request_id]
 
     def _count_full_pass(self, counts: list[int]) -> None:
         for drafted, count in zip(self._num_scheduled_drafts, counts):
@@ -221,17 +223,3 @@ def _dense_probs(num_reqs: int, rows: list[int], probs) -> torch.Tensor:
         for place, p in enumerate(row_probs):
             dense[row, place] = p
     return dense
-
-
-def _without_drafts_as_stock(sample):
-    """Wraps the runner's ``_sample``: a batch without drafts costs what it costs without us.
-
-    vLLM sends every batch through the rejection sampler once speculation is configured.
-    """
-
-    def _sample(logits, spec_decode_metadata):
-        if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
-            spec_decode_metadata = None
-        return sample(logits, spec_decode_metadata)
-
-    return _sample
