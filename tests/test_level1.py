@@ -39,7 +39,8 @@ def simulate(steps) -> list[int]:
 
 def test_window_slides_and_is_rebuilt():
     tokens = list(range(100, 200))
-    simulate([(tokens[:n], [7, 8]) for n in range(1, 100, 3)])
+    cache = simulate([(tokens[:n], [7, 8]) for n in range(1, 101, 3)])
+    assert cache[:SINK] == tokens[:SINK] and cache[-2:] == [tokens[-1], 7]
 
 
 def test_rejected_drafts_are_forgotten():

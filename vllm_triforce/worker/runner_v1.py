@@ -131,8 +131,8 @@ class TriForceProposer(DraftModelProposer):
             self._requests[request_id] = self._runner.requests[request_id]
         result: list[list[int]] = [[] for _ in counts]
         if rows:
-            batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts)
-            batch.sampling = self._sampling(rows, sampling_metadata)
+            sampling = self._sampling(rows, sampling_metadata)
+            batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts, sampling)
             self._built.recorder.paused = True
             try:
                 proposal = self._built.speculator.propose(batch)
@@ -145,7 +145,9 @@ class TriForceProposer(DraftModelProposer):
         self._report.log_if_due(self.counters, logger)
         return result
 
-    def _draft_batch(self, rows, computed, room, num_rejected, sampled, counts) -> DraftBatch:
+    def _draft_batch(
+        self, rows, computed, room, num_rejected, sampled, counts, sampling: SamplingRows
+    ) -> DraftBatch:
         input_batch = self._runner.input_batch
         tables = input_batch.block_table.block_tables
         token_ids = []
@@ -163,7 +165,7 @@ class TriForceProposer(DraftModelProposer):
                 for table in tables
             ],
             queries=[self._built.recorder.last_accepted(row, num_rejected[row]) for row in rows],
-            sampling=None,
+            sampling=sampling,
         )
 
     def _room(self, row: int, num_computed: int, most: int) -> int:
