@@ -9,6 +9,7 @@ from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.key_layout import KeyLayout
 
 
@@ -44,9 +45,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         if isinstance(attn_metadata, SparseCPUMetadata):
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
         if isinstance(attn_metadata, CPUAttentionMetadata):
-            self.recorder.record(
-                self.layer_index, query, attn_metadata.query_start_loc, attn_metadata.max_seq_len
-            )
+            self.recorder.record(self.layer_index, query, attn_metadata)
         return super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
@@ -120,6 +119,10 @@ class CPURetrievalAttention:
             and impl.kv_sharing_target_layer_name is None
         )
 
+    def head_strides(self) -> tuple[int, int]:
+        """The CPU's blocks are head-major (``cache/one_head_blocks.py``)."""
+        return self.num_kv_heads, 1
+
     def build(
         self,
         query_lens: torch.Tensor,  # [num_reqs], int32
@@ -187,23 +190,3 @@ class CPURetrievalAttention:
             return key_cache
 
         return KeyLayout.probe(write_block, block_size, head_dim, dtype)
-
-
-def sequence_rows(
-    query_lens: torch.Tensor,  # [num_reqs]
-    num_kv_heads: int,
-) -> torch.Tensor | None:  # [num_tokens * num_kv_heads]
-    """Rows of ``query.view(num_tokens * num_kv_heads, ...)`` in the order of one-head sequences.
-
-    None where every request has one token: the order is then unchanged.
-    """
-    lens = query_lens.tolist()
-    if all(n == 1 for n in lens):
-        return None
-    heads = torch.arange(num_kv_heads)
-    rows, start = [], 0
-    for n in lens:
-        tokens = torch.arange(start, start + n)
-        rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).flatten())
-        start += n
-    return torch.cat(rows)

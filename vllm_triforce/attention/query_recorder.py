@@ -26,11 +26,11 @@ class QueryRecorder:
         self,
         layer: int,
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        query_start_loc: torch.Tensor,  # [num_reqs + 1]
-        max_seq_len: int,
+        metadata,  # the backend's own, of a full pass
     ) -> None:
         if self.paused:
             return
+        query_start_loc, max_seq_len = metadata.query_start_loc, metadata.max_seq_len
         if layer == 0:
             self._rows = None
             if max_seq_len >= self.min_context:

@@ -44,6 +44,8 @@ class RetrievalCache:
         budget_blocks, recent_blocks: sizes in blocks; the budget includes the first block
             and the recent ones.
         refresh_interval: full passes between two selections.
+        head_strides: how the one-head sequences name block ``b`` of KV head ``h``:
+            ``b * head_strides[0] + h * head_strides[1]``; by default head-major blocks.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class RetrievalCache:
         budget_blocks: int,
         recent_blocks: int,
         refresh_interval: int,
+        head_strides: tuple[int, int] | None = None,
     ) -> None:
         self.chunk_mean_keys = chunk_mean_keys
+        self.head_strides = head_strides or (chunk_mean_keys.means.shape[1], 1)
         self.policy = policy
         self.block_size = block_size
         self.budget_blocks = budget_blocks
@@ -126,8 +130,8 @@ class RetrievalCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Block tables of one-head sequences: request-major, then KV heads.
 
-        The KV cache in head-major layout, seen as [num_blocks * num_kv_heads, 1, ...], makes of
-        each request ``num_kv_heads`` sequences whose blocks are ``block * num_kv_heads + head``.
+        The KV cache seen as one of a single head makes of each request ``num_kv_heads``
+        sequences (``cache/one_head_blocks.py``).
 
         Returns:
             tables: [num_layers, num_reqs * num_kv_heads, width], int32.
@@ -147,6 +151,7 @@ class RetrievalCache:
             )
             skipped[row] = (start - k) * self.block_size
         heads = torch.arange(num_kv_heads, dtype=torch.int32)
-        tables.mul_(num_kv_heads).add_(heads[:, None])
+        per_block, per_head = self.head_strides
+        tables.mul_(per_block).add_((heads * per_head)[:, None])
         device = self.chunk_mean_keys.means.device
         return tables.flatten(1, 2).to(device), skipped.to(device)

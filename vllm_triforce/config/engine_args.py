@@ -24,6 +24,7 @@ _DRAFT_KEYS = (
 
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
 _CLI_HELP = (

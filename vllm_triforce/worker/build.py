@@ -74,6 +74,7 @@ class BuiltSpeculator:
             budget_blocks=config.retrieval_budget // chunk,
             recent_blocks=config.retrieval_recent_tokens // chunk,
             refresh_interval=config.refresh_interval,
+            head_strides=attention.head_strides(),
         )
         level1: Level1 = PromptLookupLevel(config.prompt_lookup_max)
         if draft is not None:
@@ -92,9 +93,13 @@ def _retrieval_backend():
         from vllm_triforce.attention.cpu import CPURetrievalAttention
 
         return CPURetrievalAttention
+    if current_platform.is_cuda_alike():
+        from vllm_triforce.attention.gpu import GPURetrievalAttention
+
+        return GPURetrievalAttention
     raise ValueError(
         f"TriForce has no sparse attention for platform {current_platform.device_name!r} yet; "
-        "use the CPU build of vLLM, or another speculative method"
+        "use vLLM on CUDA, ROCm or a CPU, or another speculative method"
     )
 
 

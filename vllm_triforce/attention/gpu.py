@@ -1,0 +1,218 @@
+"""Dense and sparse attention on vLLM's GPU backends: FLASH_ATTN, FLASHINFER and TRITON_ATTN.
+
+At level 3 the backend's own code runs unchanged; only the queries are kept. At level 2, and in
+level 1's draft, one of vLLM's paged kernels is called directly (``paged_kernels.py``):
+FlashAttention where the backend is FLASH_ATTN, the Triton kernel where it is TRITON_ATTN or
+FLASHINFER, whose own kernels want a plan made on the host before every pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from vllm_triforce.attention.paged_kernels import (
+    PagedKernel,
+    PagedSequences,
+    flash_attention,
+    triton_attention,
+)
+from vllm_triforce.attention.sequence_rows import sequence_rows
+from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+
+# fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
+_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
+
+
+@dataclass
+class SparseMetadata:
+    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
+
+    sequences: PagedSequences
+    query_len: int | None = None
+    """Tokens of every request where all have as many."""
+    rows: torch.Tensor | None = None
+    """Otherwise, [num_tokens * num_kv_heads]: rows of the query in the order of the sequences;
+    None where that is the order they have."""
+
+
+@dataclass
+class DirectMetadata:
+    """A pass of the draft over its private cache: a sequence per request, all heads together."""
+
+    sequences: PagedSequences
+
+
+class _RetrievalImpl:
+    """Goes over a backend's implementation; ``attach`` makes the subclass."""
+
+    layer_index: int | None
+    recorder: object
+    kernel: PagedKernel
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        if isinstance(attn_metadata, SparseMetadata):
+            return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, DirectMetadata):
+            keys, values = key_and_value(kv_cache, self)
+            sequences = attn_metadata.sequences
+            type(self).kernel(layer, self, query, keys, values, sequences, output)
+            return output
+        if attn_metadata is not None and self.layer_index is not None:
+            self.recorder.record(self.layer_index, query, attn_metadata)
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+
+    def _forward_sparse(self, layer, query, kv_cache, metadata: SparseMetadata, output):
+        num_tokens, heads = query.shape[0], self.num_kv_heads
+        group = self.num_heads // heads
+        blocks = OneHeadBlocks.of(*key_and_value(kv_cache, self))
+        result = output.view(num_tokens * heads, group, self.head_size)
+        grouped = query.reshape(num_tokens * heads, group, self.head_size)
+        length = metadata.query_len
+        if length == 1 or (length is None and metadata.rows is None):
+            ordered, target = grouped, result
+        elif length is None:
+            ordered = grouped[metadata.rows]
+            target = torch.empty_like(ordered, dtype=output.dtype)
+        else:
+            ordered = grouped.unflatten(0, (-1, length, heads)).transpose(1, 2)
+            ordered = ordered.reshape(num_tokens * heads, group, self.head_size)
+            target = torch.empty_like(ordered, dtype=output.dtype)
+        type(self).kernel(
+            layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
+        )
+        if target is not result:
+            if length is None:
+                result[metadata.rows] = target
+            else:
+                back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
+                result.unflatten(0, (-1, length, heads)).copy_(back)
+        return output
+
+
+def key_and_value(
+    kv_cache: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
+    impl,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [num_blocks, block_size, num_kv_heads, head_dim]
+    """Keys and values of a layer, as all three backends pack them (vllm/v1/kv_cache_layout.py)."""
+    if is_quantized_kv_cache(impl.kv_cache_dtype):
+        kv_cache = kv_cache.view(current_platform.fp8_dtype())
+    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+
+
+def _backends() -> dict[type, PagedKernel]:
+    """Implementations that TriForce knows, and the kernel for each."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    known: dict[type, PagedKernel] = {
+        FlashAttentionImpl: flash_attention,
+        TritonAttentionImpl: triton_attention,
+    }
+    try:
+        from vllm.v1.attention.backends.flashinfer import FlashInferImpl
+    except ImportError:
+        return known
+    return known | {FlashInferImpl: triton_attention}
+
+
+def _kernel_for(impl) -> PagedKernel | None:
+    kernel = _backends().get(type(impl))
+    if kernel is flash_attention and impl.vllm_flash_attn_version not in (2, 3):
+        return triton_attention
+    return kernel
+
+
+def attach(layer, layer_index: int | None, recorder) -> None:
+    """Replaces a layer's implementation by a subclass of it; its settings stay as they are.
+
+    Args:
+        layer_index: place among the layers that retrieve; None for a draft's layer.
+
+    Raises:
+        ValueError: the attention backend is not one that TriForce knows.
+    """
+    kernel = _kernel_for(layer.impl)
+    if kernel is None:
+        raise ValueError(
+            f"attention backend with {type(layer.impl).__name__} is not one that TriForce knows; "
+            "use --attention-backend FLASH_ATTN, FLASHINFER or TRITON_ATTN"
+        )
+    base = type(layer.impl)
+    subclass = type(
+        f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
+    )
+    impl = object.__new__(subclass)
+    impl.__dict__.update(layer.impl.__dict__)
+    impl.layer_index, impl.recorder = layer_index, recorder
+    layer.impl = impl
+
+
+class GPURetrievalAttention:
+    """What level 2 needs from a GPU backend, for layers of one geometry.
+
+    Args:
+        layers: vLLM's ``Attention`` layers that retrieve, in the order of the forward pass.
+        builder: unused; the kernels are called without a backend's metadata.
+    """
+
+    def __init__(self, layers: list, builder, recorder) -> None:
+        self._layers = layers
+        self.num_kv_heads = layers[0].num_kv_heads
+        for index, layer in enumerate(layers):
+            attach(layer, index, recorder)
+
+    @staticmethod
+    def can_retrieve(layer) -> bool:
+        """Whether a layer's attention is plain enough to be split into one-head sequences."""
+        impl = layer.impl
+        return (
+            _kernel_for(impl) is not None
+            and tuple(impl.sliding_window) == (-1, -1)
+            and impl.alibi_slopes is None
+            and impl.sinks is None
+            and impl.kv_sharing_target_layer_name is None
+            and getattr(impl, "chunk_lookback", -1) == -1
+            and impl.kv_cache_dtype in _KV_CACHE_DTYPES
+        )
+
+    def blocks_of(self, layer_index: int) -> OneHeadBlocks:
+        layer = self._layers[layer_index]
+        return OneHeadBlocks.of(*key_and_value(layer.kv_cache, layer.impl))
+
+    def head_strides(self) -> tuple[int, int]:
+        """How one-head sequences name a block of a KV head; all layers are laid out alike."""
+        blocks = self.blocks_of(0)
+        return blocks.per_block, blocks.per_head
+
+    def build(
+        self,
+        query_lens: torch.Tensor,  # [num_reqs], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
+        block_tables: torch.Tensor,  # [num_layers, num_reqs * num_kv_heads, width], int32
+    ) -> list[SparseMetadata]:
+        """Metadata of one ragged level 2 pass, a layer each; only the block tables differ."""
+        heads = self.num_kv_heads
+        lens = query_lens.repeat_interleave(heads)
+        starts = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+        torch.cumsum(lens, 0, out=starts[1:])
+        seq_lens = seq_lens.repeat_interleave(heads)
+        longest = int(query_lens.max()), int(seq_lens.max())
+        rows = sequence_rows(query_lens, heads)
+        return [
+            SparseMetadata(PagedSequences(starts, seq_lens, table, *longest), rows=rows)
+            for table in block_tables
+        ]
+
+    def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""
+        return [lambda ids, layer=layer: self._means_of(layer, ids) for layer in self._layers]
+
+    def _means_of(self, layer, block_ids):
+        keys, _ = key_and_value(layer.kv_cache, layer.impl)
+        means = keys[block_ids].float().mean(1)
+        return means * layer._k_scale_float if keys.dtype.itemsize == 1 else means

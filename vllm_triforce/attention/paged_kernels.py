@@ -1,0 +1,95 @@
+"""vLLM's own paged attention kernels for GPUs, as level 2 and level 1 call them.
+
+They are called directly rather than through a backend's metadata: what a pass needs (lengths and
+block tables on the device, upper bounds on the host) is fixed when its CUDA graph is captured.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass
+class PagedSequences:
+    """Sequences that a kernel attends over; the tensors may change between replays of a graph."""
+
+    query_start_loc: torch.Tensor  # [num_seqs + 1], int32
+    seq_lens: torch.Tensor  # [num_seqs], int32
+    block_table: torch.Tensor  # [num_seqs, width], int32
+    max_query_len: int
+    max_seq_len: int
+
+
+class PagedKernel(Protocol):
+    def __call__(
+        self,
+        layer,
+        impl,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: torch.Tensor,
+        sequences: PagedSequences,
+        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None: ...
+
+
+def flash_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
+    """FlashAttention, as vLLM ships it. It schedules itself on the device: metadata computed
+    ahead of time would be stale when a graph is replayed."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    num_seqs, num_kv_heads = len(sequences.seq_lens), key_cache.shape[2]
+    descale = (num_seqs, num_kv_heads)
+    quantized = query.dtype.itemsize == 1
+    flash_attn_varlen_func(
+        q=query,
+        k=key_cache,
+        v=value_cache,
+        out=output,
+        cu_seqlens_q=sequences.query_start_loc,
+        max_seqlen_q=sequences.max_query_len,
+        seqused_k=sequences.seq_lens,
+        max_seqlen_k=sequences.max_seq_len,
+        softmax_scale=impl.scale,
+        causal=True,
+        window_size=list(impl.sliding_window),
+        block_table=sequences.block_table,
+        softcap=impl.logits_soft_cap or 0,
+        fa_version=impl.vllm_flash_attn_version,
+        q_descale=layer._q_scale.expand(descale) if quantized else None,
+        k_descale=layer._k_scale.expand(descale),
+        v_descale=layer._v_scale.expand(descale),
+    )
+
+
+def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
+    """vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    descale = (len(sequences.seq_lens), key_cache.shape[2])
+    unified_attention(
+        q=query,
+        k=key_cache,
+        v=value_cache,
+        out=output,
+        cu_seqlens_q=sequences.query_start_loc,
+        max_seqlen_q=sequences.max_query_len,
+        seqused_k=sequences.seq_lens,
+        max_seqlen_k=sequences.max_seq_len,
+        softmax_scale=impl.scale,
+        causal=True,
+        window_size=_window(impl),
+        block_table=sequences.block_table,
+        softcap=getattr(impl, "logits_soft_cap", 0) or 0,
+        q_descale=layer._q_scale if query.dtype.itemsize == 1 else None,
+        k_descale=layer._k_scale.expand(descale),
+        v_descale=layer._v_scale.expand(descale),
+    )
+
+
+def _window(impl) -> tuple[int, int]:
+    """(tokens before, tokens after) that a query sees; FlashInfer keeps only the first."""
+    if hasattr(impl, "sliding_window"):
+        return impl.sliding_window
+    return (impl.window_left, 0 if impl.window_left >= 0 else -1)
