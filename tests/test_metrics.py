@@ -42,17 +42,17 @@ def test_log_line_at_an_interval(monkeypatch, caplog):
     report, counters = IntervalReport(10), LevelCounters()
     counters.add_proposal([[1, 2]])
     counters.add_full_pass(2, 1)
-    report.log_if_due(counters, logger)
+    report.log_if_due(lambda: counters, logger)
     assert not caplog.records
     now[0] = 11
-    report.log_if_due(counters, logger)
+    report.log_if_due(lambda: counters, logger)
     assert "Level 2: 1 of 2 tokens accepted (50.0%)" in caplog.text
     now[0] = 30  # nothing happened since: no line
-    report.log_if_due(counters, logger)
+    report.log_if_due(lambda: counters, logger)
     assert len(caplog.records) == 1
     silent = IntervalReport(0)
     now[0] = 1000
-    silent.log_if_due(counters, logger)
+    silent.log_if_due(lambda: counters, logger)
     assert len(caplog.records) == 1
 
 

@@ -85,13 +85,13 @@ def _preemption(llm, prompts, wanted) -> dict:
     runner, speculator = worker_of(llm).model_runner, speculator_of(llm)
     with watch(runner, "finish_requests") as calls, watch(speculator, "propose") as proposals:
         found = generate(llm, prompts, max_tokens=60)
-    cache = speculator._built.speculator.level1.cache
+    slots = speculator._built.slots
     again = generate(llm, prompts[:1], max_tokens=60)
     return {
         "same": found == wanted and again == wanted[:1],
         "num_preempted": sum(len(args[0].preempted_req_ids or ()) for args, _ in calls),
         "num_steps": len(proposals),
-        "known_at_end": len(speculator._known_requests),
-        "num_free_slots": cache.num_free_slots,
-        "num_slots": len(cache.block_table),
+        "known_at_end": len(slots),
+        "num_free_slots": slots.num_free,
+        "num_slots": speculator._built.num_slots,
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
@@ -87,6 +88,33 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         return output
 
 
+class CPUDraftAttention:
+    """Passes of the draft over its private cache, with metadata from vLLM's own builder."""
+
+    def __init__(self, layers: dict, builder) -> None:
+        self.layer_names = list(layers)
+        self._builder = builder
+
+    def uniform(self, num_rows, query_len, seq_lens, block_table, most: int) -> dict:
+        starts = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+        return self.ragged(starts, seq_lens, block_table, most)
+
+    def ragged(self, query_start_loc, seq_lens, block_table, longest: int) -> dict:
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=seq_lens,
+            num_reqs=len(seq_lens),
+            num_actual_tokens=int(query_start_loc[-1]),
+            max_query_len=int(query_start_loc.diff().max()),
+            max_seq_len=longest,
+            block_table_tensor=block_table,
+            slot_mapping=query_start_loc,  # not read: the pass gives each layer its own
+            causal=True,
+        )
+        return dict.fromkeys(self.layer_names, self._builder.build(0, common))
+
+
 class CPURetrievalAttention:
     """What level 2 needs from the CPU backend, for layers of one geometry.
 
@@ -155,6 +183,32 @@ class CPURetrievalAttention:
             SparseCPUMetadata(query_start_loc, seq_lens, table, scheduler_metadata, rows)
             for table in block_tables
         ]
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
+        block_tables: torch.Tensor,  # [num_layers, num_rows * num_kv_heads, width], int32
+    ) -> list[SparseCPUMetadata]:
+        """Metadata of a level 2 pass of ``query_len`` tokens a row."""
+        query_lens = torch.full((num_rows,), query_len, dtype=torch.int32)
+        return self.build(query_lens, seq_lens[:: self.num_kv_heads].contiguous(), block_tables)
+
+    def update_means(
+        self,
+        means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+        tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+        first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
+        last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+        most_blocks: int,
+    ) -> None:
+        """Computes the means of blocks that became full."""
+        ranges = zip(tables, first.tolist(), last.tolist())
+        block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
+        for layer, block_means in zip(means, self.block_means()):
+            found = block_means(block_ids).transpose(0, 1)
+            layer.index_copy_(1, block_ids, found.to(means.dtype))
 
     def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""

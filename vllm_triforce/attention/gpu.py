@@ -21,6 +21,7 @@ from vllm_triforce.attention.paged_kernels import (
 )
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.kernels.chunk_means import KeyPointers, update_chunk_means
 
 # fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
@@ -152,6 +153,62 @@ def attach(layer, layer_index: int | None, recorder) -> None:
     layer.impl = impl
 
 
+class UniformStarts:
+    """Query start locations of equally long sequences: buffers that graphs can rely on."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, num_seqs: int, query_len: int, device) -> torch.Tensor:  # [num_seqs + 1]
+        key = (num_seqs, query_len)
+        if key not in self._kept:
+            starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+            self._kept[key] = starts * query_len
+        return self._kept[key]
+
+
+class GPUDraftAttention:
+    """What level 1 needs from a GPU backend: passes of the draft over its private cache.
+
+    Args:
+        layers: the draft's ``Attention`` layers by name.
+        builder: unused, as in ``GPURetrievalAttention``.
+
+    Raises:
+        ValueError: the draft's attention is not plain.
+    """
+
+    def __init__(self, layers: dict, builder) -> None:
+        self._starts = UniformStarts()
+        self.layer_names = list(layers)
+        for name, layer in layers.items():
+            impl = layer.impl
+            if impl.alibi_slopes is not None or impl.sinks is not None:
+                raise ValueError(
+                    f"draft layer {name!r} has ALiBi or attention sinks, which level 1's window "
+                    "does not fit; use another draft"
+                )
+            attach(layer, None, None)
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,  # [num_rows], int32
+        block_table: torch.Tensor,  # [num_rows, blocks per window], int32
+        most: int,
+    ) -> dict[str, DirectMetadata]:
+        starts = self._starts(num_rows, query_len, seq_lens.device)
+        return self._of(PagedSequences(starts, seq_lens, block_table, query_len, most))
+
+    def ragged(self, query_start_loc, seq_lens, block_table, longest: int) -> dict:
+        """A pass in which every request feeds its whole window."""
+        return self._of(PagedSequences(query_start_loc, seq_lens, block_table, longest, longest))
+
+    def _of(self, sequences: PagedSequences) -> dict[str, DirectMetadata]:
+        return dict.fromkeys(self.layer_names, DirectMetadata(sequences))
+
+
 class GPURetrievalAttention:
     """What level 2 needs from a GPU backend, for layers of one geometry.
 
@@ -162,6 +219,8 @@ class GPURetrievalAttention:
 
     def __init__(self, layers: list, builder, recorder) -> None:
         self._layers = layers
+        self._keys: KeyPointers | None = None
+        self._starts = UniformStarts()
         self.num_kv_heads = layers[0].num_kv_heads
         for index, layer in enumerate(layers):
             attach(layer, index, recorder)
@@ -207,6 +266,38 @@ class GPURetrievalAttention:
             SparseMetadata(PagedSequences(starts, seq_lens, table, *longest), rows=rows)
             for table in block_tables
         ]
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
+        block_tables: torch.Tensor,  # [num_layers, num_rows * num_kv_heads, width], int32
+    ) -> list[SparseMetadata]:
+        """Metadata of a level 2 pass of ``query_len`` tokens a row, on the given buffers."""
+        starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
+        most = block_tables.shape[2] * self._layers[0].kv_cache.shape[2]
+        return [
+            SparseMetadata(PagedSequences(starts, seq_lens, table, query_len, most), query_len)
+            for table in block_tables
+        ]
+
+    def update_means(
+        self,
+        means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+        tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+        first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
+        last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+        most_blocks: int,
+    ) -> None:
+        """Computes the means of blocks that became full."""
+        if self._keys is None:
+            layers = self._layers
+            keys = [key_and_value(layer.kv_cache, layer.impl)[0] for layer in layers]
+            is_quantized = keys[0].dtype.itemsize == 1
+            scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
+            self._keys = KeyPointers(keys, scales)
+        update_chunk_means(self._keys, means, tables, first, last, most_blocks)
 
     def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""

@@ -51,3 +51,58 @@ class QueryRecorder:
             raise RuntimeError("no queries were recorded in the last full pass")
         row = request * self.rows_per_request + num_rejected
         return torch.stack([query[row] for query in self._queries])
+
+
+class StaticQueryRecorder:
+    """One query of every request and retrieving layer, at addresses that CUDA graphs rely on.
+
+    Of a request that decodes it is the query of the first token of its step: the newest token
+    that is accepted for certain, so that nothing waits for the outcome of the pass. Of one that
+    is being read, it is the last token's.
+
+    Args:
+        query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.
+        num_heads: query heads of a layer.
+        most_decode_tokens: ``num_speculative_tokens + 1``.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        query_start_loc: torch.Tensor,
+        num_heads: int,
+        head_dim: int,
+        most_decode_tokens: int,
+        min_context: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.min_context = min_context
+        self.paused = False
+        self._starts = query_start_loc
+        self._most_decode_tokens = most_decode_tokens
+        num_reqs, device = len(query_start_loc) - 1, query_start_loc.device
+        self._rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        self.queries = torch.zeros(
+            num_layers, num_reqs, num_heads, head_dim, dtype=dtype, device=device
+        )
+        self._is_wanted = True
+
+    def record(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        metadata,  # the backend's own, of a full pass
+    ) -> None:
+        if self.paused:
+            return
+        num_reqs = min(len(self._rows), len(query))
+        if layer == 0:
+            # A captured graph always records: it is replayed for batches of any length.
+            longest = getattr(metadata, "max_seq_len", self.min_context)
+            self._is_wanted = longest >= self.min_context
+            if self._is_wanted:
+                first, end = self._starts[:num_reqs], self._starts[1 : num_reqs + 1]
+                rows = torch.where(end - first <= self._most_decode_tokens, first, end - 1)
+                self._rows[:num_reqs] = rows.clamp(0, len(query) - 1)
+        if self._is_wanted:
+            self.queries[layer, :num_reqs] = query[self._rows[:num_reqs]]

@@ -59,6 +59,10 @@ class TriForceConfig:
     prompt_lookup_max: int = 4
     """Longest n-gram, in tokens, that level 1 looks up where there is no draft model."""
 
+    max_speculating_seqs: int = 64
+    """Requests that are speculated on at a time; others decode plainly. On a GPU, buffers are
+    allocated for this many."""
+
     log_interval: float = 10.0
     """Seconds between two lines of per-level figures in the log; 0 is never."""
 
@@ -75,6 +79,7 @@ class TriForceConfig:
         self._check_range("num_recent_tokens", 1)
         self._check_range("min_context", 0)
         self._check_range("prompt_lookup_max", 1)
+        self._check_range("max_speculating_seqs", 1)
         self._check_range("log_interval", 0)
         if self.selection not in ("retrieval", "streaming"):
             raise ValueError(
@@ -151,7 +156,7 @@ class TriForceConfig:
     def window_tokens(self) -> int:
         """Tokens of level 1's private cache: sinks, recent tokens and room to grow before the
         window is rebuilt (half of the recent tokens, so that a rebuild is rare)."""
-        growth = max(self.num_recent_tokens // 2, self.num_speculative_tokens + 1)
+        growth = max(self.num_recent_tokens // 2, self.num_speculative_tokens + self.gamma + 2)
         return self.num_sink_tokens + self.num_recent_tokens + growth
 
     def _check_type(self, name: str) -> None:

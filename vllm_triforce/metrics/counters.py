@@ -2,6 +2,19 @@
 
 from dataclasses import asdict, dataclass, field
 
+# Counters that the device-resident loop keeps on the device, in the order of its tensor.
+DEVICE_COUNTERS = (
+    "num_inner_rounds",
+    "num_level1_drafted",
+    "num_level1_accepted",
+    "num_proposals",
+    "num_proposed",
+    "num_level2_drafted",
+    "num_level2_accepted",
+    "num_level3_rejections",
+    "num_level3_steps",
+)
+
 
 @dataclass
 class LevelCounters:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import time
+from collections.abc import Callable
 
 from vllm_triforce.metrics.counters import LevelCounters
 
@@ -19,10 +20,12 @@ class IntervalReport:
         self._last_time = time.monotonic()
         self._last = LevelCounters()
 
-    def log_if_due(self, counters: LevelCounters, logger) -> None:
+    def log_if_due(self, read: Callable[[], LevelCounters], logger) -> None:
+        """``read`` gives the counters, and may have to wait for a device."""
         now = time.monotonic()
         if not self._interval or now - self._last_time < self._interval:
             return
+        counters = read()
         recent = counters.since(self._last)
         self._last_time, self._last = now, copy.deepcopy(counters)
         if recent.num_proposals:

@@ -49,8 +49,8 @@ class BuiltSpeculator:
         device,
     ) -> None:
         self.counters = LevelCounters()
-        backend = _retrieval_backend()
-        groups, sparse_layers, sparse_builder = _group_layers(
+        backend, _ = attention_backend()
+        groups, sparse_layers, sparse_builder = group_layers(
             kv_cache_config, attn_groups, block_sizes, target_layers, backend, config
         )
         self.recorder = QueryRecorder(
@@ -88,22 +88,23 @@ class BuiltSpeculator:
         )
 
 
-def _retrieval_backend():
+def attention_backend():
+    """The platform's module of ``attention/``: its retrieval attention and its draft attention."""
     if current_platform.is_cpu():
-        from vllm_triforce.attention.cpu import CPURetrievalAttention
+        from vllm_triforce.attention import cpu
 
-        return CPURetrievalAttention
+        return cpu.CPURetrievalAttention, cpu.CPUDraftAttention
     if current_platform.is_cuda_alike():
-        from vllm_triforce.attention.gpu import GPURetrievalAttention
+        from vllm_triforce.attention import gpu
 
-        return GPURetrievalAttention
+        return gpu.GPURetrievalAttention, gpu.GPUDraftAttention
     raise ValueError(
         f"TriForce has no sparse attention for platform {current_platform.device_name!r} yet; "
         "use vLLM on CUDA, ROCm or a CPU, or another speculative method"
     )
 
 
-def _group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
+def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
     """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
@@ -135,7 +136,12 @@ def _group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, back
     return groups, sparse_layers, sparse_builder
 
 
-def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, device):
+def private_cache(layers: dict, vllm_config, config: TriForceConfig, num_slots: int, device):
+    """Gives the draft's layers a cache of their own.
+
+    Returns:
+        the cache's bookkeeping, and vLLM's metadata builder for the layers.
+    """
     specs = {layer.get_kv_cache_spec(vllm_config) for layer in layers.values()}
     if len(specs) != 1:
         raise ValueError(
@@ -143,18 +149,23 @@ def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, d
             "use a draft whose layers are alike"
         )
     spec = specs.pop()
-    num_slots = vllm_config.scheduler_config.max_num_seqs
     cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _allocate(layers, spec, cache.num_blocks, layout, device)
     first = next(iter(layers.values()))
     group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
     group.create_metadata_builders(vllm_config, device, spec.block_size)
+    return cache, group.get_metadata_builder()
+
+
+def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, device):
+    num_slots = vllm_config.scheduler_config.max_num_seqs
+    cache, builder = private_cache(layers, vllm_config, config, num_slots, device)
     return StreamingLevel(
         draft,
         vllm_config,
         list(layers),
-        group.get_metadata_builder(),
+        builder,
         cache,
         config.num_sink_tokens,
         config.num_recent_tokens,

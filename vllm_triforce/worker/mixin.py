@@ -49,3 +49,8 @@ class TriForceWorkerMixin:
     def triforce_counters(self) -> dict:
         """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
         return self.triforce.counters.to_dict()
+
+    def triforce_synchronize_times(self, synchronize: bool) -> None:
+        """Makes the times by part those of the device rather than of launching on it, for
+        benchmarks: each part then waits for the device."""
+        self.triforce.synchronize_times(synchronize)

@@ -142,7 +142,7 @@ class TriForceProposer(DraftModelProposer):
                 result[row] = tokens
             if proposal.probs is not None:
                 self._last_draft_probs = _dense_probs(len(counts), rows, proposal.probs)
-        self._report.log_if_due(self.counters, logger)
+        self._report.log_if_due(lambda: self.counters, logger)
         return result
 
     def _draft_batch(
@@ -201,6 +201,9 @@ class TriForceProposer(DraftModelProposer):
             min_p=torch.tensor(min_p, device=self.device) if any(min_p) else None,
             seeds=seeds,
         )
+
+    def synchronize_times(self, synchronize: bool) -> None:
+        """Nothing: this runner's loop reads every result on the host."""
 
     def _forget_finished(self) -> None:
         """Releases what is kept for requests that have left, or whose name has a new owner."""

@@ -1,4 +1,4 @@
-"""Model Runner V2: fills a ``DraftBatch`` and hands the proposal back.
+"""Model Runner V2: fills a ``DeviceBatch`` and hands the proposal back.
 
 The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` after the outcome of a full pass
 is in its request states, writes what it returns to ``req_states.draft_tokens``, reads
@@ -8,14 +8,18 @@ scheduler.
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
-from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
-from vllm_triforce.worker.proposal_v2 import ProposalStore, ProposedTokensHandler
+from vllm_triforce.speculator.device.batch import DeviceBatch, DeviceSampling
+from vllm_triforce.worker.build import attention_layers
+from vllm_triforce.worker.build_v2 import DeviceBuild
+from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
 
 logger = init_logger("vllm.triforce")
 
@@ -25,9 +29,16 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     Of vLLM's class it keeps how a draft model is loaded and the buffers that the runner reads.
 
-    Host syncs of one ``propose()``: one for the outcome of the full pass; where a request is
-    speculated on, one per KV cache group (block tables) and one per request (token ids); and
-    those of the levels, which decide on the host what to feed next.
+    The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
+    nothing of the proposals and always has ``num_speculative_tokens`` verified. What was not
+    proposed is therefore PAD_TOKEN, *drawn with certainty*: its draft logits are one-hot, so the
+    outer test accepts it with the probability that the target gives it and otherwise draws from
+    the rest, which is exact. V2's own placeholder, -1, will not do: the full pass would look up
+    its embedding.
+
+    Waits of the host for the device in one ``propose()``: one per batch of inner rounds
+    (``DeviceTriForce``), usually one or two, none where nothing is speculated on. A scheduler
+    that is not asynchronous waits once more, for the tokens.
     """
 
     num_extra_query_per_req = 0
@@ -40,17 +51,21 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         self.attn_groups: list = []
         self._runner = runner
         self._draft_model = draft_model
-        self._built: BuiltSpeculator | None = None
-        self._known_requests: set[str] = set()
-        self._store = ProposalStore(self.draft_tokens, self.draft_logits)
-        self._handler = runner.draft_tokens_handler = ProposedTokensHandler(device)
+        self._built: DeviceBuild | None = None
+        self._graph_mode = CUDAGraphMode.NONE
+        self.draft_logits[..., PAD_TOKEN] = 0
+        self._handler = runner.draft_tokens_handler = ProposedTokensHandler(
+            device, vllm_config.scheduler_config.async_scheduling
+        )
         self._report = IntervalReport(config.log_interval)
+        # By state: a proposal, and distributions, may still be there.
+        self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
     # Start-up, in the order of the calls.
 
     def draft_logits_spec(self, vllm_config) -> tuple[torch.dtype, float]:
-        """float32: in bfloat16 they would no longer be what the tokens were drawn from."""
-        return torch.float32, float("-inf")
+        """Level 2's logits are rounded to this before anything is drawn from them."""
+        return vllm_config.model_config.head_dtype, float("-inf")
 
     def load_model(self, target_model) -> None:
         self._target = target_model
@@ -65,26 +80,41 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
     def set_attn(self, *args, **kwargs) -> None:
         """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
 
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Level 1 and level 2 are captured where vLLM captures whole decode passes."""
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+            self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        else:
+            self._graph_mode = CUDAGraphMode.NONE
+
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
-        self._built = BuiltSpeculator(
+        self._built = DeviceBuild(
             vllm_config=self.vllm_config,
             config=self.config,
+            runner=self._runner,
             target=self._target,
             target_layers=self._target_layers,
             draft=self.model,
             draft_layers=draft_layers,
             kv_cache_config=kv_cache_config,
-            attn_groups=self._runner.attn_groups,
-            block_sizes=self._runner.block_tables.block_sizes,
+            draft_logits=self.draft_logits,
             device=self.device,
         )
 
+    def capture(self) -> None:
+        # vLLM also captures while it measures memory, before there is a KV cache of full size.
+        if self._built is not None and self._graph_mode != CUDAGraphMode.NONE:
+            self._built.capture(self._graph_mode)
+
     @property
     def counters(self):
-        return self._built.counters
+        return self._built.triforce.counters
+
+    def synchronize_times(self, synchronize: bool) -> None:
+        self._built.triforce.times.synchronize = synchronize
 
     # Every step.
 
@@ -98,7 +128,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         aux_hidden_states,
         num_sampled: torch.Tensor,  # [num_reqs]; 0 in the middle of a prefill
         num_rejected: torch.Tensor,  # [num_reqs]
-        last_sampled,
+        last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64
         next_prefill_tokens,
         temperature,
         seeds,
@@ -110,116 +140,130 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:  # [num_reqs, num_speculative_tokens], int64
         num_reqs = input_batch.num_reqs
+        draft_tokens = self.draft_tokens[:num_reqs]
         if dummy_run:
-            if skip_attn_for_dummy_run and self.model is not None:
-                from vllm_triforce.speculator.streaming import warm_up
-
-                warm_up(self.model, self.vllm_config, self.device)
-            return self.draft_tokens[:num_reqs]
-
-        num_computed = self._runner.req_states.num_computed_tokens.gpu[input_batch.idx_mapping]
-        outcome = [t[:num_reqs] for t in (num_sampled, num_rejected, num_computed)]
-        sampled, rejected, computed = torch.stack(outcome).tolist()
-        slots = input_batch.idx_mapping_np[:num_reqs]
+            self._warm_up(skip_attn_for_dummy_run)
+            return draft_tokens
+        triforce = self._built.triforce
+        states = input_batch.idx_mapping[:num_reqs]
         self._forget_finished(input_batch)
-        self._count_full_pass(input_batch, slots, sampled)
+        self._count_full_pass(input_batch, states, num_sampled)
 
         most = self.num_speculative_steps
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
-        room = [
-            self._room(slot, n, most) if count else 0
-            for slot, n, count in zip(slots, computed, sampled)
-        ]
-        rows = [row for row, tokens in enumerate(room) if tokens > 0]
-        temperatures = self._runner.sampler.sampling_states.temperature.np[slots]
-        token_ids: list[list[int]] = [[] for _ in range(num_reqs)]
-        probs: list[list[torch.Tensor]] = [[] for _ in range(num_reqs)]
-        if rows:
-            batch = self._draft_batch(input_batch, rows, slots, computed, room, rejected)
+        rows = self._rows_to_speculate_on(input_batch, most)
+        hosted_states = input_batch.idx_mapping_np[:num_reqs]
+        if not len(rows) and not self._has_proposal[hosted_states].any():
+            # Nothing was proposed before, nothing is now: all is padding already.
+            draft_tokens.fill_(PAD_TOKEN)
+            self._handler.proposed(draft_tokens, None)
+            return draft_tokens
+        if len(rows):
+            batch = self._batch(input_batch, rows, num_sampled, last_sampled)
             self._built.recorder.paused = True
             try:
-                proposal = self._built.speculator.propose(batch)
+                triforce.propose(batch, most)
             finally:
                 self._built.recorder.paused = False
-            self._known_requests.update(batch.request_ids)
-            for i, row in enumerate(rows):
-                token_ids[row] = proposal.token_ids[i]
-                if proposal.probs is not None and temperatures[row] > 0:
-                    probs[row] = proposal.probs[i]
-        self._report.log_if_due(self.counters, logger)
-        self._handler.proposed = token_ids
-        return self._store.store(slots, token_ids, probs, temperatures)
+        row_of_batch = np.full(num_reqs, -1, dtype=np.int32)
+        row_of_batch[rows] = np.arange(len(rows))
+        triforce.hand_up(draft_tokens, self._to_device(row_of_batch), states)
+        self._has_proposal[hosted_states] = row_of_batch >= 0
+        self._report.log_if_due(lambda: triforce.counters, logger)
+        self._handler.proposed(draft_tokens, triforce.num_proposed[states])
+        return draft_tokens
 
-    def _draft_batch(self, input_batch, rows, slots, computed, room, rejected) -> DraftBatch:
-        chosen = slots[rows]
-        all_token_ids = self._runner.req_states.all_token_ids.gpu
-        tables = self._runner.block_tables
-        on_host = [table.gpu[chosen].cpu().numpy() for table in tables.block_tables]
-        return DraftBatch(
+    def _warm_up(self, is_profile: bool) -> None:
+        if is_profile and self.model is not None:
+            from vllm_triforce.speculator.streaming import warm_up
+
+            warm_up(self.model, self.vllm_config, self.device)
+
+    def _rows_to_speculate_on(self, input_batch, most: int) -> np.ndarray:
+        """Rows of the batch that decode, are long enough and have a slot, or can get one.
+
+        Lengths are what the host knows: upper bounds. The device looks again.
+        """
+        if not most:
+            return np.zeros(0, dtype=np.int64)
+        num_reqs = input_batch.num_reqs
+        scheduled = input_batch.num_scheduled_tokens[:num_reqs]
+        read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
+        decodes = read >= input_batch.prefill_len_np[:num_reqs]
+        longest = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        rows = np.flatnonzero(decodes & (longest >= self.config.min_context))
+        slots = self._built.slots
+        known = [row for row in rows if input_batch.req_ids[row] in slots]
+        new = [row for row in rows if input_batch.req_ids[row] not in slots]
+        chosen = np.array(sorted(known + new[: slots.num_free]), dtype=np.int64)
+        passed = set(input_batch.req_ids) - {input_batch.req_ids[row] for row in chosen}
+        slots.miss_a_pass(passed)
+        return chosen
+
+    def _batch(self, input_batch, rows: np.ndarray, num_sampled, last_sampled) -> DeviceBatch:
+        runner = self._runner
+        states = input_batch.idx_mapping_np[rows]
+        tables = runner.block_tables
+        on_device = self._to_device(states.astype(np.int64))
+        reserved = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
+        limits = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
+        return DeviceBatch(
             request_ids=[input_batch.req_ids[row] for row in rows],
-            token_ids=[
-                all_token_ids[slot, : computed[row] + 1].cpu().numpy()
-                for slot, row in zip(chosen, rows)
-            ],
-            num_computed_tokens=[computed[row] for row in rows],
-            max_num_tokens=[room[row] for row in rows],
-            block_tables=[
-                [table[i, : tables.num_blocks.np[group, slot]] for i, slot in enumerate(chosen)]
-                for group, table in enumerate(on_host)
-            ],
-            queries=[self._built.recorder.last_accepted(row, rejected[row]) for row in rows],
-            sampling=self._sampling(chosen),
+            batch_rows=rows,
+            states=states,
+            most_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
+            reserved=reserved.min(0),
+            limits=limits,
+            sampling=self._sampling(states, on_device),
+            tables=[table.gpu[on_device] for table in tables.block_tables],
+            query_rows=self._to_device(rows.astype(np.int32)),
+            num_computed=runner.req_states.num_computed_tokens.gpu,
+            num_sampled=num_sampled,
+            last_sampled=last_sampled,
+            all_token_ids=runner.req_states.all_token_ids.gpu,
         )
 
-    def _room(self, slot: int, num_computed: int, most: int) -> int:
-        """Tokens worth proposing for a request: by its context, its blocks and what it may emit."""
-        if num_computed < self.config.min_context:
-            return 0
-        tables = self._runner.block_tables
-        reserved = min(tables.num_blocks.np[:, slot] * np.array(tables.block_sizes))
-        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py); the
-        # full pass adds a token of its own.
-        length = min(self._runner.max_model_len, int(self._runner.req_states.max_seq_len[slot]))
-        return min(most, int(reserved) - num_computed, length - 2 - num_computed)
+    def _sampling(self, states: np.ndarray, on_device: torch.Tensor) -> DeviceSampling:
+        sampling = self._runner.sampler.sampling_states
 
-    def _sampling(self, slots: np.ndarray) -> SamplingRows:
-        states = self._runner.sampler.sampling_states
+        def rows_of(values, unused) -> torch.Tensor | None:
+            return None if (values.np[states] == unused).all() else values.gpu[on_device]
 
-        def on_device(values: np.ndarray, unused) -> torch.Tensor | None:
-            values = values[slots]
-            return None if (values == unused).all() else torch.from_numpy(values).to(self.device)
-
-        return SamplingRows(
-            temperature=torch.from_numpy(states.temperature.np[slots]).to(self.device),
-            top_k=on_device(states.top_k.np, states.vocab_size),
-            top_p=on_device(states.top_p.np, 1.0),
-            min_p=on_device(states.min_p.np, 0.0),
-            seeds=[
-                int(states.seeds.np[slot]) if states.seeds_set[slot] else None for slot in slots
-            ],
+        return DeviceSampling(
+            temperature=sampling.temperature.gpu[on_device],
+            seeds=sampling.seeds.gpu[on_device],
+            top_k=rows_of(sampling.top_k, sampling.vocab_size),
+            top_p=rows_of(sampling.top_p, 1.0),
+            min_p=rows_of(sampling.min_p, 0.0),
+            all_greedy=bool((sampling.temperature.np[states] == 0).all()),
         )
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return async_tensor_h2d(values, device=self.device)
 
     def _forget_finished(self, input_batch) -> None:
         """Releases what is kept for requests that have left, or whose name has a new owner.
 
         A preempted request leaves the runner too; who prefills has just come, or come back.
         """
-        prefilling = (
-            name for name, new in zip(input_batch.req_ids, input_batch.is_prefilling_np) if new
-        )
-        gone = self._known_requests - self._runner.req_states.req_id_to_index.keys()
-        gone.update(self._known_requests.intersection(prefilling))
-        for request_id in sorted(gone):
-            self._built.speculator.release(request_id)
-        self._known_requests -= gone
-
-    def _count_full_pass(self, input_batch, slots, sampled: list[int]) -> None:
-        scheduled = input_batch.num_draft_tokens_per_req
-        if scheduled is None:
+        slots = self._built.slots
+        known = slots.request_ids()
+        if not known:
             return
-        # A prefill may be padded with placeholders, and a proposal with PAD_TOKEN: neither counts.
-        for row, slot in enumerate(slots):
-            drafted = min(int(scheduled[row]), int(self._store.num_proposed[slot]))
-            if drafted and sampled[row] and not input_batch.is_prefilling_np[row]:
-                self.counters.add_full_pass(drafted, min(sampled[row] - 1, drafted))
+        prefilling = {
+            name for name, new in zip(input_batch.req_ids, input_batch.is_prefilling_np) if new
+        }
+        alive = self._runner.req_states.req_id_to_index
+        for request_id in known:
+            if request_id not in alive or request_id in prefilling:
+                slots.release(request_id)
+
+    def _count_full_pass(self, input_batch, states, num_sampled) -> None:
+        scheduled = input_batch.num_draft_tokens_per_req
+        if scheduled is None or not self._has_proposal[input_batch.idx_mapping_np].any():
+            return
+        # A prefill may be padded with placeholders, which do not count.
+        decodes = ~input_batch.is_prefilling_np[: len(scheduled)]
+        counted = (scheduled * decodes).astype(np.int32)
+        self._built.triforce.count_full_pass(self._to_device(counted), states, num_sampled)

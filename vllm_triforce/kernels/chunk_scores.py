@@ -1,0 +1,118 @@
+"""Scores of every retrieval chunk, for all layers at once, without gathering mean keys."""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+_CHUNKS_PER_PROGRAM = 64
+# Rows are scored together as long as their scores fit here.
+_SCORE_BYTES = 128 << 20
+
+
+@triton.jit
+def _chunk_scores_kernel(
+    queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
+    query_layer_stride,
+    query_row_stride,
+    query_rows_ptr,  # [num_reqs]
+    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    means_layer_stride,
+    means_head_stride,
+    tables_ptr,  # [num_reqs, width]
+    table_stride,
+    num_chunks_ptr,  # [num_reqs]
+    scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
+    num_layers,
+    most_chunks,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    layer = (tl.program_id(1) % num_layers).to(tl.int64)
+    kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
+    num_kv_heads = tl.num_programs(1) // num_layers
+    chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
+    # The first chunk is kept without a vote.
+    is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
+    blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
+    dims = tl.arange(0, PADDED_DIM)
+    means = tl.load(
+        means_ptr
+        + layer * means_layer_stride
+        + kv_head * means_head_stride
+        + blocks[:, None].to(tl.int64) * HEAD_DIM
+        + dims[None, :],
+        mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
+        other=0.0,
+    ).to(tl.float32)
+    query_row = tl.load(query_rows_ptr + row).to(tl.int64)
+    for member in tl.static_range(GROUP):
+        head = kv_head * GROUP + member
+        query = tl.load(
+            queries_ptr
+            + layer * query_layer_stride
+            + query_row * query_row_stride
+            + head * HEAD_DIM
+            + dims,
+            mask=dims < HEAD_DIM,
+            other=0.0,
+        ).to(tl.float32)
+        score = tl.sum(means * query[None, :], axis=1) * scale
+        score = tl.where(is_candidate, score, float("-inf"))
+        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * most_chunks
+        tl.store(scores_ptr + place + chunks, score, mask=chunks < most_chunks)
+
+
+def score_chunks(
+    queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
+    query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
+    means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
+    most_chunks: int,  # columns of the result
+) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, most_chunks], float32
+    """Products of queries and mean keys as ``selection/retrieval.py`` combines them: with several
+    query heads to a KV head, each votes with its softmax over the candidates.
+
+    Chunks that are no candidates (the first, and all from the tail on) have -inf.
+    """
+    num_layers, _, num_heads, head_dim = queries.shape
+    num_kv_heads, num_reqs = means.shape[1], len(tables)
+    group = num_heads // num_kv_heads
+    scores = torch.empty(
+        (num_reqs, num_layers, num_heads, most_chunks), dtype=torch.float32, device=queries.device
+    )
+    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(most_chunks, _CHUNKS_PER_PROGRAM))
+    _chunk_scores_kernel[grid](
+        queries,
+        queries.stride(0),
+        queries.stride(1),
+        query_rows,
+        means,
+        means.stride(0),
+        means.stride(1),
+        tables,
+        tables.stride(0),
+        num_chunks,
+        scores,
+        num_layers,
+        most_chunks,
+        head_dim**-0.5 if group > 1 else 1.0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        CHUNKS=_CHUNKS_PER_PROGRAM,
+    )
+    if group == 1:
+        return scores
+    votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
+    places = torch.arange(most_chunks, device=votes.device)
+    candidates = (places > 0) & (places < num_chunks[:, None])
+    return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
+
+
+def rows_at_a_time(num_layers: int, num_heads: int, most_chunks: int) -> int:
+    """Requests that ``score_chunks`` should be given together, by the memory of their scores."""
+    return max(1, _SCORE_BYTES // (4 * num_layers * num_heads * max(1, most_chunks)))

@@ -1,0 +1,118 @@
+"""Prompt lookup on the device: ``speculator/prompt_lookup.py`` for all rows at once."""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, token_at
+from vllm_triforce.kernels.rows import Rows
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _scan_kernel(
+    hosted_ptr,
+    all_token_ids_ptr,
+    token_stride,
+    proposal_ptr,
+    num_speculative_tokens,
+    computed_ptr,
+    length_ptr,
+    found_ptr,  # [num_rows, num_blocks], int64, written: match length and place of the best match
+    COLUMNS: tl.constexpr,
+    MAX_NGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    state = tl.load(hosted_ptr + row * COLUMNS + 1).to(tl.int64)
+    computed = tl.load(computed_ptr + row)
+    last = computed + tl.load(length_ptr + row)
+    tokens = all_token_ids_ptr
+    own = state * token_stride
+    proposed = proposal_ptr + row * num_speculative_tokens
+    ends = block * BLOCK + tl.arange(0, BLOCK)
+    matches = ends < last
+    matched = tl.zeros_like(ends)
+    for back in tl.static_range(MAX_NGRAM):
+        wanted = token_at(tokens, own, proposed, computed, tl.maximum(last - back, 0))
+        place = tl.where(matches, ends - back, 0)
+        found = token_at(tokens, own, proposed, computed, tl.maximum(place, 0))
+        matches = matches & (ends >= back) & (last - back > 0) & (found == wanted)
+        matched += matches.to(tl.int32)
+    key = tl.where(matched > 0, (matched.to(tl.int64) << 32) + ends, -1)
+    tl.store(found_ptr + row * tl.num_programs(1) + block, tl.max(key, axis=0))
+
+
+@triton.jit
+def _follow_kernel(
+    hosted_ptr,
+    all_token_ids_ptr,
+    token_stride,
+    proposal_ptr,
+    num_speculative_tokens,
+    computed_ptr,
+    length_ptr,
+    found_ptr,
+    drafted_ptr,  # [num_rows, gamma], written
+    num_drafted_ptr,  # [num_rows], written
+    num_blocks,
+    gamma,
+    COLUMNS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    state = tl.load(hosted_ptr + row * COLUMNS + 1).to(tl.int64)
+    computed = tl.load(computed_ptr + row)
+    last = computed + tl.load(length_ptr + row)
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    keys = tl.load(found_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-1)
+    best = tl.max(keys, axis=0)
+    begin = (best & 0xFFFFFFFF).to(tl.int32) + 1
+    tl.store(num_drafted_ptr + row, tl.where(best >= 0, gamma, 0))
+    # Where the match reaches the end, the draft itself goes on: with a period of last + 1 - begin.
+    period = tl.maximum(last + 1 - begin, 1)
+    for step in range(0, gamma):
+        place = tl.where(best >= 0, begin + step % period, 0)
+        token = token_at(
+            all_token_ids_ptr,
+            state * token_stride,
+            proposal_ptr + row * num_speculative_tokens,
+            computed,
+            place,
+        )
+        tl.store(drafted_ptr + row * gamma + step, token)
+
+
+def look_up(
+    rows: Rows,
+    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32, by state
+    most_tokens: int,  # upper bound of the rows' lengths, proposals included
+    max_ngram: int,
+) -> None:
+    """Writes ``rows.drafted`` and ``rows.num_drafted``: what followed the newest earlier
+    occurrence of the longest matching n-gram."""
+    num_blocks = triton.cdiv(most_tokens, _BLOCK)
+    found = torch.empty((rows.num_rows, num_blocks), dtype=torch.int64, device=all_token_ids.device)
+    context = (
+        rows.hosted,
+        all_token_ids,
+        all_token_ids.stride(0),
+        rows.proposal,
+        rows.num_speculative_tokens,
+        rows.computed,
+        rows.length,
+        found,
+    )
+    _scan_kernel[(rows.num_rows, num_blocks)](
+        *context, COLUMNS=NUM_COLUMNS, MAX_NGRAM=max_ngram, BLOCK=_BLOCK
+    )
+    _follow_kernel[(rows.num_rows,)](
+        *context,
+        rows.drafted,
+        rows.num_drafted,
+        num_blocks,
+        rows.gamma,
+        COLUMNS=NUM_COLUMNS,
+        PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+    )

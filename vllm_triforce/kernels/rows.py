@@ -1,0 +1,227 @@
+"""The requests of one proposal, as buffers on the device, and what fills them."""
+
+import torch
+from vllm.triton_utils import triton
+
+from vllm_triforce.kernels.bookkeeping import (
+    NUM_COLUMNS,
+    PAD_TOKEN,
+    begin_rows_kernel,
+    feed_draft_kernel,
+    feed_target_kernel,
+    feed_window_kernel,
+    finish_rows_kernel,
+)
+
+
+class PassInputs:
+    """Inputs of a model's pass, ``query_len`` tokens for each row."""
+
+    def __init__(self, most_rows: int, query_len: int, num_seqs: int, device) -> None:
+        num_tokens = most_rows * query_len
+        self.query_len = query_len
+        self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self.seq_lens = torch.full((num_seqs,), query_len, dtype=torch.int32, device=device)
+
+
+class Rows:
+    """Buffers of the requests in a proposal, at addresses that CUDA graphs can rely on.
+
+    Args:
+        most_rows: requests that can be speculated on at a time.
+        gamma: tokens that level 1 drafts for a pass of level 2.
+    """
+
+    def __init__(
+        self,
+        most_rows: int,
+        num_speculative_tokens: int,
+        gamma: int,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        def integers(*shape: int, dtype=torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.most_rows = most_rows
+        self.num_speculative_tokens = num_speculative_tokens
+        self.gamma = gamma
+        self.hosted = integers(most_rows, NUM_COLUMNS)
+        self.num_rows = 0
+        # Kept from proposal to proposal, by slot.
+        self.slot_tail = integers(num_slots)
+        self.slot_known = integers(num_slots)
+        # By row.
+        self.computed, self.last_token, self.room, self.length = integers(4, most_rows)
+        self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, most_rows)
+        self.first_fresh, self.last_fresh = integers(2, most_rows)
+        self.num_drafted, self.num_accepted, self.num_emitted = integers(3, most_rows)
+        self.places = integers(most_rows)
+        self.drafted = integers(most_rows, gamma)
+        self.proposal = integers(most_rows, num_speculative_tokens, dtype=torch.int64)
+
+    def begin(
+        self,
+        hosted: torch.Tensor,  # [num_rows, NUM_COLUMNS], int32
+        num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
+        num_sampled: torch.Tensor,  # [batch size], int
+        last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
+        min_context: int,
+        block_size: int,
+        recent_blocks: int,
+        most_selected: int,
+        width: int,  # of the sparse block tables
+    ) -> None:
+        """Reads each row's lengths and says how much it may propose."""
+        self.num_rows = len(hosted)
+        self.hosted[: self.num_rows].copy_(hosted)
+        begin_rows_kernel[(self.most_rows,)](
+            self.hosted,
+            self.num_rows,
+            num_computed,
+            num_sampled,
+            last_sampled,
+            self.slot_tail,
+            self.slot_known,
+            self.computed,
+            self.last_token,
+            self.room,
+            self.length,
+            self.tail,
+            self.num_selected,
+            self.skipped,
+            self.num_blocks,
+            self.first_fresh,
+            self.last_fresh,
+            self.num_speculative_tokens,
+            min_context,
+            self.num_speculative_tokens,
+            block_size,
+            recent_blocks,
+            most_selected,
+            width,
+            COLUMNS=NUM_COLUMNS,
+        )
+
+    def feed_window(
+        self,
+        inputs: PassInputs,
+        padded_rows: int,
+        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
+        num_sinks: int,
+        capacity: int,
+        block_size: int,
+        blocks_per_slot: int,
+    ) -> None:
+        """The newest ``inputs.query_len`` tokens of each row, at their places in its window."""
+        feed_window_kernel[(padded_rows,)](
+            self.hosted,
+            self.num_rows,
+            all_token_ids,
+            all_token_ids.stride(0),
+            self.proposal,
+            self.num_speculative_tokens,
+            self.computed,
+            self.length,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.seq_lens,
+            num_sinks,
+            capacity,
+            block_size,
+            blocks_per_slot,
+            inputs.query_len,
+            COLUMNS=NUM_COLUMNS,
+            PADDED_LEN=triton.next_power_of_2(inputs.query_len),
+        )
+
+    def feed_draft(
+        self,
+        inputs: PassInputs,
+        padded_rows: int,
+        step: int,
+        capacity: int,
+        block_size: int,
+        blocks_per_slot: int,
+    ) -> None:
+        """Level 1's newest token of each row, behind what the pass before it fed."""
+        feed_draft_kernel[(padded_rows,)](
+            self.hosted,
+            self.num_rows,
+            self.drafted,
+            self.gamma,
+            step,
+            inputs.seq_lens,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            capacity,
+            block_size,
+            blocks_per_slot,
+            COLUMNS=NUM_COLUMNS,
+        )
+
+    def feed_target(
+        self,
+        inputs: PassInputs,
+        padded_rows: int,
+        tables: torch.Tensor,  # [num_rows, table_width], int32
+        dense_seq_lens: torch.Tensor,  # [most_rows], int32, written
+        block_size: int,
+        max_position: int,
+        num_kv_heads: int,
+    ) -> None:
+        """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head."""
+        feed_target_kernel[(padded_rows,)](
+            self.hosted,
+            self.num_rows,
+            tables,
+            tables.stride(0),
+            self.proposal,
+            self.num_speculative_tokens,
+            self.drafted,
+            self.num_drafted,
+            self.computed,
+            self.length,
+            self.room,
+            self.last_token,
+            self.skipped,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.seq_lens,
+            dense_seq_lens,
+            self.places,
+            block_size,
+            max_position,
+            num_kv_heads,
+            self.gamma,
+            COLUMNS=NUM_COLUMNS,
+            PADDED_LEN=triton.next_power_of_2(self.gamma + 1),
+            PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
+        )
+
+    def finish(
+        self,
+        draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
+        row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
+        states: torch.Tensor,  # [batch size], int
+        num_proposed: torch.Tensor,  # [max_num_reqs], int32, by state, written
+        counters: torch.Tensor,  # [2], int64, added to: proposals, proposed tokens
+    ) -> None:
+        """Hands the proposals to the batch, padded with PAD_TOKEN."""
+        finish_rows_kernel[(len(states),)](
+            draft_tokens,
+            row_of_batch,
+            states,
+            self.proposal,
+            self.length,
+            num_proposed,
+            counters,
+            self.num_speculative_tokens,
+            PAD=PAD_TOKEN,
+            PADDED_LEN=triton.next_power_of_2(self.num_speculative_tokens),
+        )

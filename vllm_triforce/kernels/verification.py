@@ -1,0 +1,418 @@
+"""Drawing level 1's tokens and level 2's test of them, without a word to the host.
+
+The rule is ``verification/inner.py``'s: accept with probability min(1, p2/p1), recover from
+norm(max(p2 - p1, 0)), or add the bonus token. Distributions come as logits that are already
+masked by the request's top-k, top-p and min-p, and as the logarithms of their sums.
+"""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.kernels import noise as _noise
+from vllm_triforce.kernels.noise import exponential, uniform
+
+_BLOCK = 4096
+_DRAFT, _RECOVER, _ACCEPT = _noise.DRAFT, _noise.RECOVER, _noise.ACCEPT
+
+
+@triton.jit
+def _race_kernel(
+    target_ptr,  # [num_reqs, PLACES, vocab_size]
+    target_lse_ptr,  # [num_reqs, PLACES]
+    draft_ptr,  # [num_reqs, PLACES - 1, vocab_size]
+    draft_lse_ptr,  # [num_reqs, PLACES - 1]
+    drafted_ptr,  # [num_reqs, PLACES - 1]
+    num_drafted_ptr,  # [num_reqs]
+    num_accepted_ptr,  # [num_reqs]
+    temperature_ptr,  # [num_reqs]
+    seeds_ptr,  # [num_reqs]
+    places_ptr,  # [num_reqs]
+    values_ptr,  # [num_reqs, 2, num_blocks]
+    tokens_ptr,  # [num_reqs, 2, num_blocks]
+    vocab_size,
+    PLACES: tl.constexpr,
+    PURPOSE: tl.constexpr,
+    CERTAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The exponential race of a block of the vocabulary: argmax of probability over noise, for
+    the residual distribution and for the target's own."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    num_blocks = tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0.0:
+        return
+    place = 0
+    if PLACES > 1:
+        place = tl.load(num_accepted_ptr + row)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    mask = tokens < vocab_size
+    target_row = row * PLACES + place
+    logits = tl.load(target_ptr + target_row * vocab_size + tokens, mask=mask, other=float("-inf"))
+    lse = tl.load(target_lse_ptr + target_row)
+    probs = tl.exp(logits.to(tl.float32) / temperature - lse)
+    delay = exponential(
+        tl.load(seeds_ptr + row), tl.load(places_ptr + row) + place, PURPOSE, tokens
+    )
+    rest = probs
+    if PLACES > 1:
+        if place < tl.load(num_drafted_ptr + row):
+            draft_row = row * (PLACES - 1) + place
+            if CERTAIN:
+                rest = tl.where(tokens == tl.load(drafted_ptr + draft_row), 0.0, probs)
+            else:
+                drafted = tl.load(
+                    draft_ptr + draft_row * vocab_size + tokens, mask=mask, other=float("-inf")
+                )
+                drafted = drafted.to(tl.float32) / temperature
+                rest = probs - tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
+    out = row * 2 * num_blocks + block
+    # Comparisons are false for NaN, which therefore never wins.
+    value = tl.where(rest > 0, rest, 0.0) / delay
+    tl.store(values_ptr + out, tl.max(value, axis=0))
+    tl.store(tokens_ptr + out, block * BLOCK + tl.argmax(value, axis=0))
+    value = tl.where(probs > 0, probs, 0.0) / delay
+    tl.store(values_ptr + out + num_blocks, tl.max(value, axis=0))
+    tl.store(tokens_ptr + out + num_blocks, block * BLOCK + tl.argmax(value, axis=0))
+
+
+@triton.jit
+def _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
+    """The token that won a row's race; the target's own race where no residual is left (both
+    distributions are equal up to rounding, and the rejection was the rounding error)."""
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    at = row * 2 * num_blocks + blocks
+    mask = blocks < num_blocks
+    rest = tl.load(values_ptr + at, mask=mask, other=-1.0)
+    if tl.max(rest, axis=0) > 0:
+        return tl.load(tokens_ptr + row * 2 * num_blocks + tl.argmax(rest, axis=0))
+    whole = tl.load(values_ptr + at + num_blocks, mask=mask, other=-1.0)
+    return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
+
+
+@triton.jit
+def _pick_kernel(
+    drafted_ptr,  # [num_reqs, gamma], written
+    values_ptr,
+    tokens_ptr,
+    best_ptr,  # [num_reqs]
+    temperature_ptr,  # [num_reqs]
+    num_blocks,
+    gamma,
+    step,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(best_ptr + row).to(tl.int32)
+    if tl.load(temperature_ptr + row) > 0:
+        token = _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+    tl.store(drafted_ptr + row * gamma + step, token)
+
+
+@triton.jit
+def _accept_kernel(
+    num_accepted_ptr,  # [num_reqs], written
+    drafted_ptr,  # [num_reqs, GAMMA]
+    num_drafted_ptr,  # [num_reqs]
+    best_ptr,  # [num_reqs, GAMMA + 1]
+    target_ptr,  # [num_reqs, GAMMA + 1, vocab_size]
+    target_lse_ptr,  # [num_reqs, GAMMA + 1]
+    draft_ptr,  # [num_reqs, GAMMA, vocab_size]
+    draft_lse_ptr,  # [num_reqs, GAMMA]
+    temperature_ptr,  # [num_reqs]
+    seeds_ptr,  # [num_reqs]
+    places_ptr,  # [num_reqs]
+    vocab_size,
+    GAMMA: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
+    CERTAIN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    num_drafted = tl.load(num_drafted_ptr + row)
+    accepted = 0
+    going = True
+    for place in tl.static_range(GAMMA):
+        token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
+        accept = token == tl.load(best_ptr + row * (GAMMA + 1) + place)
+        if not ALL_GREEDY:
+            temperature = tl.load(temperature_ptr + row)
+            if temperature > 0:
+                at = row * (GAMMA + 1) + place
+                target = tl.load(target_ptr + at * vocab_size + token).to(tl.float32)
+                target = tl.exp(target / temperature - tl.load(target_lse_ptr + at))
+                drafted = 1.0
+                if not CERTAIN:
+                    at = row * GAMMA + place
+                    drafted = tl.load(draft_ptr + at * vocab_size + token).to(tl.float32)
+                    drafted = tl.exp(drafted / temperature - tl.load(draft_lse_ptr + at))
+                place_id = tl.load(places_ptr + row) + place
+                chance = uniform(tl.load(seeds_ptr + row), place_id, _ACCEPT)
+                accept = chance * drafted < target
+        going = going & accept & (place < num_drafted)
+        accepted += going.to(tl.int32)
+    tl.store(num_accepted_ptr + row, accepted)
+
+
+@triton.jit
+def _emit_kernel(
+    proposal_ptr,  # [num_reqs, num_speculative_tokens], written
+    length_ptr,  # [num_reqs], written
+    room_ptr,  # [num_reqs], written
+    num_emitted_ptr,  # [num_reqs], written
+    counters_ptr,  # [3], added to: rounds, drafted, accepted
+    drafted_ptr,  # [num_reqs, GAMMA]
+    num_drafted_ptr,  # [num_reqs]
+    num_accepted_ptr,  # [num_reqs]
+    best_ptr,  # [num_reqs, GAMMA + 1]
+    target_lse_ptr,  # [num_reqs, GAMMA + 1]
+    temperature_ptr,  # [num_reqs]
+    values_ptr,
+    tokens_ptr,
+    num_blocks,
+    num_speculative_tokens,
+    GAMMA: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_ptr + row)
+    room = tl.load(room_ptr + row)
+    tl.store(num_emitted_ptr + row, 0)
+    if length < room:
+        accepted = tl.load(num_accepted_ptr + row)
+        at = row * (GAMMA + 1) + accepted
+        last = tl.load(best_ptr + at).to(tl.int32)
+        is_number = True
+        if not ALL_GREEDY:
+            if tl.load(temperature_ptr + row) > 0:
+                last = _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+                lse = tl.load(target_lse_ptr + at)
+                is_number = (lse == lse) & (tl.abs(lse) < float("inf"))
+        out = proposal_ptr + row * num_speculative_tokens + length
+        for place in tl.static_range(GAMMA):
+            token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
+            tl.store(out + place, token, mask=place < accepted)
+        emitted = accepted
+        if is_number:
+            tl.store(out + accepted, last.to(tl.int64))
+            emitted += 1
+        else:
+            # Level 2's logits are not numbers: the proposal ends with what was accepted.
+            tl.store(room_ptr + row, length + accepted)
+        tl.store(length_ptr + row, length + emitted)
+        tl.store(num_emitted_ptr + row, emitted)
+        tl.atomic_add(counters_ptr, 1)
+        tl.atomic_add(counters_ptr + 1, tl.load(num_drafted_ptr + row).to(tl.int64))
+        tl.atomic_add(counters_ptr + 2, accepted.to(tl.int64))
+
+
+@triton.jit
+def _hand_up_kernel(
+    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab_stride], written
+    state_stride,
+    place_stride,
+    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
+    states_ptr,  # [num_reqs]
+    target_ptr,  # [num_reqs, places, vocab_size]
+    length_ptr,  # [num_reqs], after emission
+    num_emitted_ptr,  # [num_reqs]
+    temperature_ptr,  # [num_reqs]
+    num_speculative_tokens,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    emitted = tl.load(num_emitted_ptr + row)
+    place = tl.program_id(1)
+    if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
+        return
+    state = tl.load(states_ptr + row).to(tl.int64)
+    to = tl.load(length_ptr + row) - emitted + place
+    tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = tokens < vocab_size
+    source = target_ptr + (row * tl.num_programs(1) + place) * vocab_size
+    logits = tl.load(source + tokens, mask=mask)
+    out = draft_logits_ptr + state * state_stride + to * place_stride
+    tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
+    tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
+
+
+class Race:
+    """Scratch of the race over the vocabulary.
+
+    Args:
+        most_rows: requests that can be drawn for at a time.
+    """
+
+    def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.num_blocks = triton.cdiv(vocab_size, _BLOCK)
+        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
+        shape = (most_rows, 2, self.num_blocks)
+        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def draw_drafts(
+    drafted: torch.Tensor,  # [num_reqs, gamma], int32, column ``step`` is written
+    step: int,
+    best: torch.Tensor,  # [num_reqs], argmax of each row
+    logits: torch.Tensor | None,  # [num_reqs, vocab_size], masked; None if all are greedy
+    lse: torch.Tensor | None,  # [num_reqs], float32, of logits / temperature
+    temperature: torch.Tensor,  # [num_reqs], float32
+    seeds: torch.Tensor,  # [num_reqs], int64
+    places: torch.Tensor,  # [num_reqs], int32, index of the token that is drawn
+    race: Race,
+) -> None:
+    """Draws one token of level 1 for each request."""
+    num_reqs, gamma = drafted.shape
+    if logits is None:
+        drafted[:, step] = best
+        return
+    vocab_size = logits.shape[-1]
+    _race_kernel[(num_reqs, race.num_blocks)](
+        logits,
+        lse,
+        logits,
+        lse,
+        drafted,
+        drafted,
+        drafted,
+        temperature,
+        seeds,
+        places,
+        race.values,
+        race.tokens,
+        vocab_size,
+        PLACES=1,
+        PURPOSE=_DRAFT,
+        CERTAIN=True,
+        BLOCK=_BLOCK,
+    )
+    _pick_kernel[(num_reqs,)](
+        drafted,
+        race.values,
+        race.tokens,
+        best,
+        temperature,
+        race.num_blocks,
+        gamma,
+        step,
+        PADDED_BLOCKS=race.padded_blocks,
+    )
+
+
+def verify_drafts(
+    proposal: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64, extended
+    length: torch.Tensor,  # [num_reqs], int32, its lengths, updated
+    room: torch.Tensor,  # [num_reqs], int32, the lengths it may reach
+    num_emitted: torch.Tensor,  # [num_reqs], int32, written
+    counters: torch.Tensor,  # [3], int64, added to: rounds, drafted, accepted
+    drafted: torch.Tensor,  # [num_reqs, gamma], int32
+    num_drafted: torch.Tensor,  # [num_reqs], int32
+    num_accepted: torch.Tensor,  # [num_reqs], int32, written
+    best: torch.Tensor,  # [num_reqs, gamma + 1], argmax of level 2's logits
+    target: torch.Tensor | None,  # [num_reqs, gamma + 1, vocab_size], masked; None: all greedy
+    target_lse: torch.Tensor | None,  # [num_reqs, gamma + 1], float32
+    draft: torch.Tensor | None,  # [num_reqs, gamma, vocab_size], masked; None: certain tokens
+    draft_lse: torch.Tensor | None,  # [num_reqs, gamma], float32
+    temperature: torch.Tensor,  # [num_reqs], float32
+    seeds: torch.Tensor,  # [num_reqs], int64
+    places: torch.Tensor,  # [num_reqs], int32, index of the first drafted token
+    race: Race,
+) -> None:
+    """Accepts a prefix of each request's drafts, adds one token, and extends the proposal."""
+    num_reqs, gamma = drafted.shape
+    all_greedy = target is None
+    certain = draft is None
+    if target is None:
+        vocab_size = 0
+        target = target_lse = draft = draft_lse = best
+    else:
+        vocab_size = target.shape[-1]
+        if draft is None:
+            draft, draft_lse = target, target_lse
+    _accept_kernel[(num_reqs,)](
+        num_accepted,
+        drafted,
+        num_drafted,
+        best,
+        target,
+        target_lse,
+        draft,
+        draft_lse,
+        temperature,
+        seeds,
+        places,
+        vocab_size,
+        GAMMA=gamma,
+        ALL_GREEDY=all_greedy,
+        CERTAIN=certain,
+    )
+    if not all_greedy:
+        _race_kernel[(num_reqs, race.num_blocks)](
+            target,
+            target_lse,
+            draft,
+            draft_lse,
+            drafted,
+            num_drafted,
+            num_accepted,
+            temperature,
+            seeds,
+            places,
+            race.values,
+            race.tokens,
+            vocab_size,
+            PLACES=gamma + 1,
+            PURPOSE=_RECOVER,
+            CERTAIN=certain,
+            BLOCK=_BLOCK,
+        )
+    _emit_kernel[(num_reqs,)](
+        proposal,
+        length,
+        room,
+        num_emitted,
+        counters,
+        drafted,
+        num_drafted,
+        num_accepted,
+        best,
+        target_lse,
+        temperature,
+        race.values,
+        race.tokens,
+        race.num_blocks,
+        proposal.shape[1],
+        GAMMA=gamma,
+        ALL_GREEDY=all_greedy,
+        PADDED_BLOCKS=race.padded_blocks,
+    )
+
+
+def hand_up_distributions(
+    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
+    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
+    states: torch.Tensor,  # [num_reqs], int32, each request's row of draft_logits
+    target: torch.Tensor,  # [num_reqs, gamma + 1, vocab_size], masked
+    length: torch.Tensor,  # [num_reqs], int32, after emission
+    num_emitted: torch.Tensor,  # [num_reqs], int32
+    temperature: torch.Tensor,  # [num_reqs], float32
+) -> None:
+    """Copies level 2's logits of what was just emitted to where the outer test reads them."""
+    num_reqs, num_places, vocab_size = target.shape
+    _hand_up_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
+        draft_logits,
+        draft_logits.stride(0),
+        draft_logits.stride(1),
+        is_stale,
+        states,
+        target,
+        length,
+        num_emitted,
+        temperature,
+        draft_logits.shape[1],
+        vocab_size,
+        BLOCK=_BLOCK,
+    )

@@ -1,0 +1,42 @@
+"""What Model Runner V2 hands to the device-resident loop."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class DeviceSampling:
+    """Sampling parameters of the rows; on the device, with what the host knows of them."""
+
+    temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
+    seeds: torch.Tensor  # [num_rows], int64
+    top_k: torch.Tensor | None  # [num_rows], int32; None where no row has one, as the two below
+    top_p: torch.Tensor | None  # [num_rows], float32
+    min_p: torch.Tensor | None  # [num_rows], float32
+    all_greedy: bool
+
+
+@dataclass
+class DeviceBatch:
+    """Requests to speculate on after a full pass, a row each."""
+
+    request_ids: list[str]
+    batch_rows: np.ndarray  # [num_rows], each row's place in the runner's batch
+    states: np.ndarray  # [num_rows], its place in the runner's tensors
+    most_tokens: np.ndarray
+    """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
+    reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
+    limits: np.ndarray  # [num_rows], length at which it ends
+    sampling: DeviceSampling
+    tables: list[torch.Tensor]
+    """For each KV cache group, [num_rows, width], int32, block tables."""
+    query_rows: torch.Tensor  # [num_rows], int32, each row's place in the recorded queries
+    num_computed: torch.Tensor  # [max_num_reqs], int32, by state
+    num_sampled: torch.Tensor  # [batch size], int
+    last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
+    all_token_ids: torch.Tensor  # [max_num_reqs, max_model_len], int32, by state
+
+    def __len__(self) -> int:
+        return len(self.request_ids)

@@ -1,0 +1,127 @@
+"""A model's pass over rows of a fixed number of tokens: one CUDA graph per number of rows."""
+
+from collections.abc import Callable
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from vllm_triforce.kernels.rows import PassInputs
+
+
+class PassGraphs(CudaGraphManager):
+    """vLLM's manager, for the row counts that follow from the sizes which vLLM captures.
+
+    Args:
+        most_rows: larger batches are not captured.
+    """
+
+    def __init__(self, vllm_config, device, mode: CUDAGraphMode, query_len: int, most_rows: int):
+        super().__init__(vllm_config, device, mode, decode_query_len=query_len)
+
+        def small(descs) -> list:
+            return [desc for desc in descs if desc.num_reqs <= most_rows]
+
+        self._capture_descs = {m: small(descs) for m, descs in self._capture_descs.items()}
+        self._candidates = {key: small(descs) for key, descs in self._candidates.items()}
+
+    def capture_pass(self, forward: Callable[[int], None], description: str) -> None:
+        """Captures ``forward(num_rows)`` for each size."""
+
+        def create(desc, warmup: bool):
+            return lambda mode: forward(desc.num_reqs)
+
+        self.capture(create, progress_bar_desc=description)
+
+
+class ModelPass:
+    """Runs a model on buffers of its own.
+
+    Args:
+        num_seqs: sequences that the attention sees, for all rows.
+        metadata: from a number of rows to the attention metadata by layer. Its tensors must be
+            views of buffers that stay where they are, where the pass is to be captured.
+        slots: likewise, to where each token's KV goes, by layer.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config,
+        most_rows: int,
+        query_len: int,
+        num_seqs: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        metadata: Callable[[int], dict],
+        slots: Callable[[int], dict[str, torch.Tensor]],
+        name: str,
+    ) -> None:
+        self.inputs = PassInputs(most_rows, query_len, num_seqs, device)
+        self.most_rows = most_rows
+        self.name = name
+        self._model = model
+        self._vllm_config = vllm_config
+        self._device = device
+        self._metadata = metadata
+        self._slots = slots
+        self._hidden = torch.zeros(most_rows * query_len, hidden_size, dtype=dtype, device=device)
+        self._graphs: PassGraphs | None = None
+
+    def capture(self, mode: CUDAGraphMode) -> None:
+        graphs = PassGraphs(
+            self._vllm_config, self._device, mode, self.inputs.query_len, self.most_rows
+        )
+        graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")
+        self._graphs = graphs
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows that a run with ``num_rows`` reads: fill that many."""
+        return self._dispatch(num_rows).num_reqs if self._graphs else num_rows
+
+    def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
+        """Hidden states behind the inputs, valid until the next run."""
+        if self._graphs is not None:
+            desc = self._dispatch(num_rows)
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                self._graphs.run_fullgraph(desc)
+                return self._result(num_rows)
+        self._forward(num_rows)
+        return self._result(num_rows)
+
+    def _dispatch(self, num_rows: int):
+        length = self.inputs.query_len
+        return self._graphs.dispatch(num_rows, num_rows * length, length, 0)
+
+    def _result(self, num_rows: int) -> torch.Tensor:
+        length = self.inputs.query_len
+        return self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
+
+    def _forward(self, num_rows: int) -> None:
+        num_tokens = num_rows * self.inputs.query_len
+        hidden = forward(
+            self._model,
+            self._vllm_config,
+            self.inputs.token_ids[:num_tokens],
+            self.inputs.positions[:num_tokens],
+            self._metadata(num_rows),
+            self._slots(num_rows),
+        )
+        self._hidden[:num_tokens].copy_(hidden)
+
+
+def forward(
+    model: torch.nn.Module,
+    vllm_config,
+    token_ids: torch.Tensor,  # [num_tokens], int32
+    positions: torch.Tensor,  # [num_tokens], int64
+    metadata: dict | None,
+    slot_mapping: dict[str, torch.Tensor],
+) -> torch.Tensor:  # [num_tokens, hidden_size]
+    with set_forward_context(
+        metadata, vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
+    ):
+        hidden = model(input_ids=token_ids, positions=positions)
+    return hidden[0] if isinstance(hidden, tuple) else hidden

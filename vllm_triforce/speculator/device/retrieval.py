@@ -1,0 +1,149 @@
+"""Level 2 on the device: the target's own weights over the retrieval cache (paper, 4.2)."""
+
+import torch
+
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.speculator.device.batch import DeviceBatch
+from vllm_triforce.speculator.device.model_pass import ModelPass
+from vllm_triforce.speculator.device.selections import DeviceSelections
+from vllm_triforce.speculator.device.slots import Slot
+from vllm_triforce.speculator.retrieval import KVGroup
+
+
+class DeviceRetrieval:
+    """Verifies drafts in one sparse pass of the target, of ``gamma + 1`` tokens for every row.
+
+    It writes KV into the lookahead slots that the scheduler reserved; the full pass writes the
+    same slots again, so nothing approximate survives. Rows that have nothing to verify take part
+    and write nothing.
+
+    Args:
+        groups: vLLM's KV cache groups; the sparse layers are all in one of them.
+        max_position: last position that the target knows.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config,
+        groups: list[KVGroup],
+        attention,
+        selections: DeviceSelections,
+        rows: Rows,
+        max_position: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
+        self._attention = attention
+        self.selections = selections
+        self._rows = rows
+        self._max_position = max_position
+        self._num_kv_heads = attention.num_kv_heads
+        self._dense_seq_lens = torch.zeros(rows.most_rows, dtype=torch.int32, device=device)
+        self._batch: DeviceBatch | None = None
+        config = vllm_config.model_config
+        self._pass = ModelPass(
+            model,
+            vllm_config,
+            rows.most_rows,
+            rows.gamma + 1,
+            rows.most_rows * self._num_kv_heads,
+            config.get_hidden_size(),
+            config.dtype,
+            device,
+            self._metadata,
+            self._slots,
+            "level 2 pass",
+        )
+
+    @property
+    def can_capture(self) -> bool:
+        """Layers that stay dense have metadata that vLLM's builders make anew for every pass."""
+        return not any(group.dense_layer_names for group in self._groups)
+
+    def capture(self, mode) -> None:
+        if self.can_capture:
+            self._pass.capture(mode)
+
+    def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[int]) -> None:
+        self._batch = batch
+        self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
+
+    def forward(self) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
+        """Logits after each row's newest token and after each of its drafts."""
+        rows = self._rows
+        group = self._groups[self._sparse_group]
+        rows.feed_target(
+            self._pass.inputs,
+            self._pass.padded_rows(rows.num_rows),
+            self._batch.tables[self._sparse_group],
+            self._dense_seq_lens,
+            group.block_size,
+            self._max_position,
+            self._num_kv_heads,
+        )
+        hidden = self._pass.run(rows.num_rows)
+        logits = self._model.compute_logits(hidden.flatten(0, 1))
+        return logits.unflatten(0, hidden.shape[:2])
+
+    def _metadata(self, num_rows: int) -> dict:
+        inputs, heads = self._pass.inputs, self._num_kv_heads
+        group = self._groups[self._sparse_group]
+        sparse = self._attention.uniform(
+            num_rows,
+            inputs.query_len,
+            inputs.seq_lens[: num_rows * heads],
+            self.selections.tables[:, : num_rows * heads],
+        )
+        metadata = dict(zip(group.sparse_layer_names, sparse))
+        for index, group in enumerate(self._groups):
+            if group.dense_layer_names:
+                metadata |= dict.fromkeys(
+                    group.dense_layer_names, self._dense_metadata(index, group, num_rows)
+                )
+        return metadata
+
+    def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:
+        inputs = self._pass.inputs
+        own = inputs.slot_mapping[: num_rows * inputs.query_len]
+        slots = {}
+        for index, group in enumerate(self._groups):
+            where = own if index == self._sparse_group else self._slots_of(index, num_rows)
+            slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, where)
+        return slots
+
+    def _slots_of(self, index: int, num_rows: int) -> torch.Tensor:
+        """Where another group's blocks have the places of ``inputs.slot_mapping``."""
+        inputs = self._pass.inputs
+        num_tokens = num_rows * inputs.query_len
+        positions = inputs.positions[:num_tokens]
+        size = self._groups[index].block_size
+        owners = torch.arange(num_rows, device=positions.device)
+        owners = owners.repeat_interleave(inputs.query_len)
+        blocks = self._batch.tables[index][owners, positions // size].to(torch.int64)
+        own = inputs.slot_mapping[:num_tokens]
+        return torch.where(own < 0, own, blocks * size + positions % size)
+
+    def _dense_metadata(self, index: int, group: KVGroup, num_rows: int):
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        length = self._pass.inputs.query_len
+        starts = torch.arange(num_rows + 1, dtype=torch.int32) * length
+        seq_lens = self._dense_seq_lens[:num_rows]
+        longest = int(self._batch.most_tokens.max()) + self._rows.num_speculative_tokens + length
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(seq_lens.device),
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            num_reqs=num_rows,
+            num_actual_tokens=num_rows * length,
+            max_query_len=length,
+            max_seq_len=longest,
+            block_table_tensor=self._batch.tables[index],
+            slot_mapping=self._slots_of(index, num_rows),
+            causal=True,
+            positions=self._pass.inputs.positions[: num_rows * length],
+        )
+        return group.dense_builder.build(0, common)

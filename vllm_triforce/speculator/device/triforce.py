@@ -1,0 +1,193 @@
+"""TriForce's proposal on the device (paper, algorithm 1); ``speculator/triforce.py`` for reading."""
+
+import numpy as np
+import torch
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.kernels.bookkeeping import clear_distributions, count_full_pass
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.verification import Race, hand_up_distributions, verify_drafts
+from vllm_triforce.metrics.counters import DEVICE_COUNTERS, LevelCounters
+from vllm_triforce.metrics.part_times import PartTimes
+from vllm_triforce.speculator.device.batch import DeviceBatch
+from vllm_triforce.speculator.device.level1 import DeviceLevel1
+from vllm_triforce.speculator.device.retrieval import DeviceRetrieval
+from vllm_triforce.speculator.device.slots import Slots
+from vllm_triforce.verification.masked_logits import masked_logits
+
+
+class DeviceTriForce:
+    """Level 1 drafts, level 2 verifies, until every proposal is long enough.
+
+    A round adds 1 to ``gamma + 1`` tokens to each row. The host launches as many rounds as are
+    needed at least, asks once how many tokens are missing at most, and so on: one wait for the
+    device for a proposal whose drafts are accepted, never one per token.
+
+    Args:
+        draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
+            level 2's distributions; its dtype is that of all logits here, so that what is drawn
+            from and what is handed up are the same numbers.
+    """
+
+    def __init__(
+        self,
+        config: TriForceConfig,
+        level1: DeviceLevel1,
+        level2: DeviceRetrieval,
+        rows: Rows,
+        slots: Slots,
+        draft_logits: torch.Tensor,
+        race: Race,
+    ) -> None:
+        self.config = config
+        self.level1 = level1
+        self.level2 = level2
+        self.slots = slots
+        self.times = PartTimes(draft_logits.device)
+        self._rows = rows
+        self._race = race
+        self._draft_logits = draft_logits
+        device, places = draft_logits.device, draft_logits.shape[:2]
+        self._is_stale = torch.zeros(places, dtype=torch.int8, device=device)
+        self.num_proposed = torch.zeros(places[0], dtype=torch.int32, device=device)
+        self._counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
+
+    @property
+    def counters(self) -> LevelCounters:
+        """Sums so far; waits for the device."""
+        counts = dict(zip(DEVICE_COUNTERS, self._counters.tolist()))
+        return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
+
+    def capture(self, mode) -> None:
+        """Captures CUDA graphs of all passes of both levels."""
+        self.level1.capture(mode)
+        self.level2.capture(mode)
+
+    def propose(self, batch: DeviceBatch, most: int) -> None:
+        """Fills ``rows.proposal``, at most ``most`` tokens a row.
+
+        Args:
+            most: upper bound of a proposal, ``num_speculative_tokens`` at most.
+        """
+        rows, gamma = self._rows, self._rows.gamma
+        self._begin(batch, most)
+        missing, num_rounds = most, 0
+        while missing > 0:
+            for _ in range(-(-missing // (gamma + 1))):
+                self._round(batch, is_first=num_rounds == 0)
+                num_rounds += 1
+            if num_rounds >= most:
+                break  # every round adds a token to every row that has room
+            left = rows.room[: rows.num_rows] - rows.length[: rows.num_rows]
+            missing = int(left.max())  # the host waits here
+
+    def _begin(self, batch: DeviceBatch, most: int) -> None:
+        rows, level2 = self._rows, self.level2
+        with self.times.part("selection"):
+            slots = [self.slots.take(request_id) for request_id in batch.request_ids]
+            due = level2.selections.due(slots, batch.most_tokens)
+            self.level1.begin(batch, slots)
+            limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
+            hosted = np.stack(
+                [
+                    batch.batch_rows,
+                    batch.states,
+                    [slot.index for slot in slots],
+                    due,
+                    batch.reserved,
+                    limits,
+                    [slot.window_start for slot in slots],
+                ],
+                axis=1,
+            )
+            rows.begin(
+                torch.from_numpy(hosted.astype(np.int32)).to(rows.hosted.device),
+                batch.num_computed,
+                batch.num_sampled,
+                batch.last_sampled,
+                self.config.min_context,
+                level2.selections.block_size,
+                level2.selections.recent_blocks,
+                level2.selections.most_selected,
+                level2.selections.width,
+            )
+            if most < rows.num_speculative_tokens:
+                rows.room.clamp_(max=most)
+            level2.begin(batch, slots, due)
+
+    def _round(self, batch: DeviceBatch, is_first: bool) -> None:
+        rows, sampling = self._rows, batch.sampling
+        count = rows.num_rows
+        with self.times.part("level 1"):
+            self.level1.draft(batch, rows, is_first)
+        with self.times.part("level 2"):
+            logits = self.level2.forward().to(self._draft_logits.dtype)
+        with self.times.part("verification"):
+            target = target_lse = draft = draft_lse = None
+            if not sampling.all_greedy:
+                length = logits.shape[1]
+                masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
+                target, target_lse = masked.view(logits.shape), lse.view(count, length)
+                if self.level1.distributions is not None:
+                    draft, draft_lse = self.level1.distributions
+            verify_drafts(
+                rows.proposal[:count],
+                rows.length[:count],
+                rows.room[:count],
+                rows.num_emitted[:count],
+                self._counters[:3],
+                rows.drafted[:count],
+                rows.num_drafted[:count],
+                rows.num_accepted[:count],
+                logits.argmax(-1),
+                target,
+                target_lse,
+                draft,
+                draft_lse,
+                sampling.temperature,
+                sampling.seeds,
+                rows.places[:count],
+                self._race,
+            )
+            if target is not None:
+                hand_up_distributions(
+                    self._draft_logits,
+                    self._is_stale,
+                    rows.hosted[:count, 1].contiguous(),
+                    target,
+                    rows.length[:count],
+                    rows.num_emitted[:count],
+                    sampling.temperature,
+                )
+
+    def hand_up(
+        self,
+        draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
+        row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
+        states: torch.Tensor,  # [batch size], int
+    ) -> None:
+        """Gives every request of the batch its proposal, padded where it is short or none."""
+        self._rows.finish(
+            draft_tokens, row_of_batch, states, self.num_proposed, self._counters[3:5]
+        )
+        clear_distributions(self._draft_logits, self._is_stale, states, self.num_proposed)
+
+    def count_full_pass(
+        self,
+        scheduled: torch.Tensor,  # [batch size], int32
+        states: torch.Tensor,  # [batch size], int
+        num_sampled: torch.Tensor,  # [batch size], int
+    ) -> None:
+        count_full_pass(self._counters[5:9], scheduled, states, num_sampled, self.num_proposed)
+
+
+class _Repeated:
+    """Sampling parameters, each row's ``length`` times over."""
+
+    def __init__(self, sampling, length: int) -> None:
+        def repeat(values):
+            return None if values is None else values.repeat_interleave(length)
+
+        self.temperature = repeat(sampling.temperature)
+        self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
+        self.min_p = repeat(sampling.min_p)

@@ -1,0 +1,30 @@
+"""A request's own sampling parameters as a mask on logits: what the device-resident loop needs."""
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+
+def masked_logits(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    sampling,  # temperature [num_tokens], and top_k, top_p, min_p or None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits before the temperature, with -inf for what the request would never draw.
+
+    They are what Runner V2's rejection sampler wants of a draft: it divides them by the
+    temperature, and nothing else. ``token_distribution`` gives the same distributions.
+
+    Returns:
+        [num_tokens, vocab_size] in the dtype of ``logits``, and [num_tokens], float32, the
+        logarithm of the sum of exponentials of them divided by the temperature.
+    """
+    temperature = sampling.temperature
+    temperature = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    scaled = logits.float() / temperature[:, None]
+    if sampling.min_p is not None:
+        probs = scaled.softmax(-1)
+        floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
+        scaled = scaled.masked_fill(probs < floor, float("-inf"))
+    if sampling.top_k is not None or sampling.top_p is not None:
+        scaled = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p)
+    masked = logits.masked_fill(scaled == float("-inf"), float("-inf"))
+    return masked, scaled.logsumexp(-1)
