@@ -11,6 +11,7 @@ from tests.generation import generate
 from tests.models import make_llama
 from tests.v2.calibration import frequency_p_value, processed, transform_p_value
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
+from vllm_triforce.speculator.device import triforce as loop
 
 VOCAB_SIZE = 8
 PROMPT_LENGTHS = (400, 300, 350, 390)
@@ -60,15 +61,22 @@ def _all_cases(target: str, draft: str) -> dict:
         dict(temperature=1.0, seed=11),
     ]
     results["various"] = oracle.check(llm, various, 120)
+    # The test must be able to fail.
+    exact = loop.hand_up_distributions
+
+    def flattened(draft_logits, is_stale, states, target, *rest):
+        exact(draft_logits, is_stale, states, target / 5, *rest)
+
+    loop.hand_up_distributions = flattened
+    results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 160)
+    loop.hand_up_distributions = exact
+    del llm
+    gc.collect()
+
     # Level 2 reads what level 3 reads: if the distribution handed up, and read back by the
     # rejection sampler, is level 2's own, every token is accepted.
-    speculator_of(llm)._built.speculator.level2.cache.budget_blocks = 1000
+    llm = make_engine(target, KEYS | {"retrieval_budget": 1024})
     results["full_budget"] = oracle.check(llm, various, 40)
-    # The test must be able to fail.
-    store = speculator_of(llm)._store
-    exact = store._store_distributions
-    store._store_distributions = lambda slot, probs, temperature: exact(slot, probs, 3.0)
-    results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 160)
     return results
 
 

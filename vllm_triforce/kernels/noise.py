@@ -18,7 +18,7 @@ ACCEPT = tl.constexpr(2)
 @triton.jit
 def uniform(seed, place, purpose: tl.constexpr):
     """One number from [0, 1)."""
-    return tl.rand(_stream(seed, place, purpose), 0)
+    return tl.rand(seed ^ _KEY, place * 4 + purpose)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def _race_kernel(
         tl.load(seeds_ptr + row), tl.load(places_ptr + row) + place, PURPOSE, tokens
     )
     rest = probs
-    if PLACES > 1:
+    if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if place < tl.load(num_drafted_ptr + row):
             draft_row = row * (PLACES - 1) + place
             if CERTAIN:
@@ -184,7 +184,7 @@ def _emit_kernel(
         at = row * (GAMMA + 1) + accepted
         last = tl.load(best_ptr + at).to(tl.int32)
         is_number = True
-        if not ALL_GREEDY:
+        if not ALL_GREEDY:  # noqa: SIM102
             if tl.load(temperature_ptr + row) > 0:
                 last = _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
                 lse = tl.load(target_lse_ptr + at)

@@ -92,25 +92,20 @@ class DeviceBuild:
         race = Race(self.num_slots, draft_logits.shape[2], device)
         level1: DeviceLevel1 = DevicePromptLookup(config.prompt_lookup_max)
         if draft is not None:
+            cache, builder = private_cache(
+                draft_layers, vllm_config, config, self.num_slots, device
+            )
+            attention = draft_attention(draft_layers, builder)
             level1 = self._streaming(
-                draft,
-                draft_layers,
-                draft_attention,
-                vllm_config,
-                draft_logits,
-                race,
-                device,
-                config,
+                draft, attention, cache, vllm_config, config, draft_logits, race, device
             )
         self.slots = Slots(self.num_slots)
         self.triforce = DeviceTriForce(config, level1, level2, rows, self.slots, draft_logits, race)
 
     def _streaming(
-        self, draft, layers, draft_attention, vllm_config, draft_logits, race, device, config
+        self, draft, attention, cache, vllm_config, config, draft_logits, race, device
     ) -> DeviceStreaming:
         draft_config = vllm_config.speculative_config.draft_model_config
-        cache, builder = private_cache(layers, vllm_config, config, self.num_slots, device)
-        attention = draft_attention(layers, builder)
         capacity = cache.blocks_per_slot * cache.block_size
         # A row's blocks stay where they are, row by row: a graph may be replayed for any slots.
         tables = torch.zeros_like(cache.block_table)

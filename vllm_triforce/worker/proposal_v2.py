@@ -1,5 +1,6 @@
 """What Runner V2 tells the scheduler of a proposal."""
 
+import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
@@ -21,7 +22,8 @@ class ProposedTokensHandler(DraftTokensHandler):
         self._is_asynchronous = is_asynchronous
         self._tokens: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
-        self._copied = None
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._copied: tuple[np.ndarray, ...] | None = None
 
     def proposed(
         self,
@@ -32,18 +34,18 @@ class ProposedTokensHandler(DraftTokensHandler):
 
     def set_draft_tokens(self, input_batch, draft_tokens) -> None:
         self.req_ids = input_batch.req_ids
+        if self._copied is not None:
+            self.copy_event.synchronize()
         self._copied = None
         if self._lengths is None:
             return
         if self._is_asynchronous and not input_batch.has_structured_output_reqs:
             return
-        current = torch.cuda.current_stream(self.device)
-        self.copy_stream.wait_stream(current)
+        # Held until they are copied: the next step writes over vLLM's own buffer.
+        self._held = self._tokens.clone(), self._lengths
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copy_stream):
-            tokens = self._tokens.clone()
-            self._copied = async_copy_to_np(tokens), async_copy_to_np(self._lengths)
-            for tensor in (tokens, self._lengths):
-                tensor.record_stream(self.copy_stream)
+            self._copied = tuple(async_copy_to_np(tensor) for tensor in self._held)
             self.copy_event.record()
 
     def get_draft_tokens(self) -> DraftTokenIds:

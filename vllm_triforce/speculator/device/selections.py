@@ -111,8 +111,7 @@ class DeviceSelections:
                     rows.last_fresh[:count],
                     max(fresh),
                 )
-            num_layers, num_kv_heads = self._selected.shape[1:3]
-            together = rows_at_a_time(num_layers, self._queries.shape[2], most_chunks)
+            together = rows_at_a_time(len(self._queries), self._queries.shape[2], most_chunks)
             for start in range(0, len(due_rows), together):
                 some = due_rows[start : start + together]
                 indices = torch.tensor([slots[r].index for r in some], device=table.device)

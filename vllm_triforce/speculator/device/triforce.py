@@ -1,4 +1,4 @@
-"""TriForce's proposal on the device (paper, algorithm 1); ``speculator/triforce.py`` for reading."""
+"""TriForce's proposal on the device; ``speculator/triforce.py`` is the same, for reading."""
 
 import numpy as np
 import torch
