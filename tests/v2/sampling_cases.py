@@ -64,10 +64,10 @@ def _all_cases(target: str, draft: str) -> dict:
     # The test must be able to fail.
     exact = loop.hand_up_distributions
 
-    def flattened(draft_logits, is_stale, states, target, *rest):
-        exact(draft_logits, is_stale, states, target / 5, *rest)
+    def sharpened(draft_logits, is_stale, states, target, *rest):
+        exact(draft_logits, is_stale, states, target * 5, *rest)
 
-    loop.hand_up_distributions = flattened
+    loop.hand_up_distributions = sharpened
     results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 160)
     loop.hand_up_distributions = exact
     del llm

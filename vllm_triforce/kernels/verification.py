@@ -246,7 +246,8 @@ class Race:
     """
 
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.num_blocks = triton.cdiv(vocab_size, _BLOCK)
+        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+        self.num_blocks = triton.cdiv(vocab_size, self.block)
         self.padded_blocks = triton.next_power_of_2(self.num_blocks)
         shape = (most_rows, 2, self.num_blocks)
         self.values = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -287,7 +288,7 @@ def draw_drafts(
         PLACES=1,
         PURPOSE=_DRAFT,
         CERTAIN=True,
-        BLOCK=_BLOCK,
+        BLOCK=race.block,
     )
     _pick_kernel[(num_reqs,)](
         drafted,
@@ -367,7 +368,7 @@ def verify_drafts(
             PLACES=gamma + 1,
             PURPOSE=_RECOVER,
             CERTAIN=certain,
-            BLOCK=_BLOCK,
+            BLOCK=race.block,
         )
     _emit_kernel[(num_reqs,)](
         proposal,

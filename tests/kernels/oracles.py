@@ -1,0 +1,94 @@
+"""The kernels once more, for reading: plain loops over NumPy and PyTorch, one row at a time."""
+
+import math
+
+import torch
+
+
+def chunk_mean(keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Mean of one head's keys in one block, [block_size, head_dim]."""
+    return keys.float().sum(0) / len(keys) * scale
+
+
+def chunk_scores(
+    query: torch.Tensor,  # [num_heads, head_dim], one layer of one request
+    means: torch.Tensor,  # [num_kv_heads, num_chunks, head_dim], of its candidates
+) -> torch.Tensor:  # [num_kv_heads, num_chunks]
+    num_kv_heads, num_chunks, head_dim = means.shape
+    group = len(query) // num_kv_heads
+    scores = torch.zeros(num_kv_heads, num_chunks)
+    for head, own in enumerate(query):
+        products = means[head // group].float() @ own.float()
+        if group == 1:
+            scores[head] = products
+        elif num_chunks:
+            scores[head // group] += (products / math.sqrt(head_dim)).softmax(0)
+    return scores
+
+
+def sparse_table(
+    selected: list[int],
+    table: list[int],
+    tail_start: int,
+    num_blocks: int,
+    width: int,
+    head: int,
+    strides: tuple[int, int],
+) -> list[int]:
+    """Blocks of one head: the selected ones, then the tail, then the null block."""
+    blocks = [*selected, *table[tail_start:num_blocks]]
+    blocks = [*blocks, *[0] * width][:width]
+    return [block * strides[0] + head * strides[1] for block in blocks]
+
+
+def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits.double() / temperature).softmax(-1)
+
+
+def draw(weights: torch.Tensor, delays: torch.Tensor) -> int:
+    """The exponential race: who has the largest weight for its delay."""
+    return int((weights / delays.double()).argmax())
+
+
+def verify_row(
+    drafted: list[int],
+    target: torch.Tensor,  # [len(drafted) + 1, vocab_size], logits
+    draft: torch.Tensor | None,  # [len(drafted), vocab_size], logits; None: certain tokens
+    temperature: float,
+    chances: list[float],  # a uniform number for each drafted token
+    delays: list[torch.Tensor],  # exponential noise for each place, [vocab_size]
+) -> list[int]:
+    """The accepted prefix and one more token (arXiv 2211.17192, algorithm 1)."""
+    if temperature == 0:
+        best = target.argmax(-1).tolist()
+        accepted = 0
+        while accepted < len(drafted) and drafted[accepted] == best[accepted]:
+            accepted += 1
+        return [*drafted[:accepted], best[accepted]]
+    p2 = probabilities(target, temperature)
+    for place, token in enumerate(drafted):
+        if draft is None:
+            p1 = torch.zeros_like(p2[place])
+            p1[token] = 1
+        else:
+            p1 = probabilities(draft[place], temperature)
+        if chances[place] >= p2[place, token] / p1[token]:
+            rest = (p2[place] - p1).clamp(min=0)
+            return [*drafted[:place], draw(rest, delays[place])]
+    return [*drafted, draw(p2[len(drafted)], delays[len(drafted)])]
+
+
+def window_feed(
+    tokens: list[int],  # all tokens of a request, proposed ones included
+    query_len: int,
+    num_sinks: int,
+    window_start: int,
+    capacity: int,
+) -> list[tuple[int, int] | None]:
+    """(token, position) of the newest tokens of a window; None where a token is not in it."""
+    window = [*range(num_sinks), *range(window_start, len(tokens))]
+    feed: list[tuple[int, int] | None] = []
+    for index in range(len(tokens) - query_len, len(tokens)):
+        position = window.index(index) if index in window else capacity
+        feed.append((tokens[index], position) if position < capacity else None)
+    return feed

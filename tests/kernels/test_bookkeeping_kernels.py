@@ -1,0 +1,208 @@
+"""What is fed to the models, and what is handed up, token by token."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from tests.kernels import oracles
+from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, clear_distributions, count_full_pass
+from vllm_triforce.kernels.prompt_lookup import look_up
+from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.speculator.prompt_lookup import look_up as look_up_on_host
+
+BLOCK_SIZE = 16
+# batch row, state, slot, is due, reserved, limit, window start
+ROWS = [[2, 5, 1, 2, 640, 4096, 0], [0, 1, 0, 0, 112, 4096, 40], [1, 3, 3, 1, 160, 102, 20]]
+COMPUTED = {5: 603, 1: 107, 3: 99}
+NUM_SAMPLED = [3, 1, 2]
+
+
+def integers(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
+    """Three rows of five, before the first round."""
+    rows = Rows(5, num_speculative_tokens=6, gamma=2, num_slots=5, device=DEVICE)
+    rows.slot_tail.copy_(integers([4, 0, 0, 1, 0]))
+    rows.slot_known.copy_(integers([6, 30, 0, 5, 0]))
+    num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
+    for state, computed in COMPUTED.items():
+        num_computed[state], last[state] = computed, 100 + state
+    arguments = dict(
+        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, most_selected=10, width=20
+    )
+    rows.begin(integers(ROWS), num_computed, integers(num_sampled), last, **(arguments | changes))
+    return rows
+
+
+def test_rows_begin_with_what_the_full_pass_left():
+    rows = begun()
+    assert rows.computed.tolist() == [603, 107, 99, 0, 0]
+    assert rows.last_token.tolist()[:3] == [105, 101, 103]
+    # six; what is reserved; what max_model_len or max_tokens leave
+    assert rows.room.tolist() == [6, 5, 1, 0, 0]
+    # 603 tokens are 37 full blocks, of which 4 are recent; the second keeps what it had
+    assert rows.tail.tolist()[:3] == [33, 4, 2]
+    assert rows.num_selected.tolist()[:3] == [10, 4, 2]
+    assert rows.skipped.tolist()[:3] == [(33 - 10) * BLOCK_SIZE, 0, 0]
+    # a new owner of a slot has no means; one whose selection is due has some
+    assert rows.first_fresh.tolist()[:3] == [0, 0, 5]
+    assert rows.last_fresh.tolist()[:3] == [37, 0, 6]
+    assert rows.slot_known.tolist() == [6, 37, 0, 6, 0]
+    assert rows.length.tolist() == [0] * 5
+
+
+def test_rows_that_cannot_propose_have_no_room():
+    assert begun(num_sampled=[0, 1, 2]).room.tolist()[:3] == [6, 0, 1], "in a prefill"
+    assert begun(min_context=105).room.tolist()[:3] == [6, 5, 0]
+    assert begun(width=14).room.tolist()[:3] == [0, 5, 1], "the tail does not fit the table"
+
+
+def tokens_of(rows: Rows, row: int) -> tuple[list[int], torch.Tensor]:
+    """All tokens of a row, and vLLM's, whose end is not written yet."""
+    computed, length = int(rows.computed[row]), int(rows.length[row])
+    known = [(7 * i + row) % 251 for i in range(computed + 1)]
+    return known + rows.proposal[row, :length].tolist(), torch.tensor(known)
+
+
+@pytest.mark.parametrize("query_len", [3, 7])
+@pytest.mark.parametrize("capacity", [64, 600])
+def test_windows_are_fed_the_newest_tokens(query_len, capacity):
+    rows, sinks, per_slot = begun(), 4, 40
+    rows.length.copy_(integers([2, 0, 1, 0, 0]))
+    rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
+    rows.hosted[:, 6] = integers([575, 102, 20, 0, 0])
+    all_tokens = torch.zeros(8, 1000, dtype=torch.int32)
+    for row in range(3):
+        known = tokens_of(rows, row)[1]
+        all_tokens[ROWS[row][1], : len(known)] = known
+    inputs = PassInputs(5, query_len, 5, DEVICE)
+    rows.feed_window(inputs, 4, all_tokens.to(DEVICE), sinks, capacity, BLOCK_SIZE, per_slot)
+    for row in range(3):
+        tokens = tokens_of(rows, row)[0]
+        start = int(rows.hosted[row, 6])
+        feed = oracles.window_feed(tokens, query_len, sinks, start, capacity)
+        for j, fed in enumerate(feed):
+            at = row * query_len + j
+            if fed is None:
+                assert inputs.slot_mapping[at] == -1
+                continue
+            place = ROWS[row][2] * per_slot * BLOCK_SIZE + fed[1]
+            assert (inputs.token_ids[at], inputs.positions[at]) == fed
+            assert inputs.slot_mapping[at] == place
+        expected = max(min(sinks + len(tokens) - start, capacity), query_len)
+        assert inputs.seq_lens[row] == expected
+    assert (inputs.slot_mapping[3 * query_len : 4 * query_len] == -1).all(), "a padded row"
+    assert inputs.seq_lens[3] == query_len
+
+
+def test_drafts_follow_what_was_fed():
+    rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
+    rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
+    inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))
+    rows.feed_draft(inputs, 4, 1, capacity=64, block_size=BLOCK_SIZE, blocks_per_slot=4)
+    assert inputs.token_ids.tolist()[:3] == [11, 12, 13]
+    assert inputs.positions.tolist()[:3] == [20, 63, 33]
+    assert inputs.seq_lens.tolist() == [21, 64, 34, 1, 9]
+    # slots 1, 0, 3; the second row's window is full
+    assert inputs.slot_mapping.tolist()[:4] == [64 + 20, -1, 3 * 64 + 33, -1]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_target_is_fed_the_newest_token_and_the_drafts(heads):
+    rows = begun()
+    rows.length.copy_(integers([4, 0, 1, 0, 0]))
+    rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
+    rows.drafted.copy_(integers([[11, 12], [13, 14], [15, 16], [0, 0], [0, 0]]))
+    rows.num_drafted.copy_(integers([2, 1, 2, 2, 2]))
+    tables = torch.arange(3 * 40, dtype=torch.int32, device=DEVICE).view(3, 40)
+    inputs = PassInputs(5, 3, 5 * heads, DEVICE)
+    dense = integers([0] * 5)
+    rows.feed_target(inputs, 4, tables, dense, BLOCK_SIZE, 4095, heads)
+    # Of six, four are there: the pass adds one, so one draft is verified; the third row is full.
+    assert rows.num_drafted.tolist()[:4] == [1, 1, 0, 0]
+    fed = inputs.token_ids.view(5, 3)
+    assert fed[0, :2].tolist() == [203, 11] and fed[1, :2].tolist() == [101, 13]
+    for row, (position, drafts) in enumerate([(607, 1), (107, 1)]):
+        for j in range(3):
+            at = row * 3 + j
+            block = int(tables[row, (position + j) // BLOCK_SIZE])
+            place = block * BLOCK_SIZE + (position + j) % BLOCK_SIZE
+            assert inputs.positions[at] == position + j
+            assert inputs.slot_mapping[at] == (place if j <= drafts else -1)
+        assert dense[row] == position + 3
+        own = inputs.seq_lens[row * heads : (row + 1) * heads]
+        assert (own == position + 3 - rows.skipped[row]).all()
+        assert rows.places[row] == position + 1
+    assert (inputs.slot_mapping[6:12] == -1).all()
+    assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
+
+
+def test_proposals_are_handed_up_in_the_batchs_order():
+    rows = begun()
+    rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
+    rows.length.copy_(integers([6, 0, 2, 0, 0]))
+    tokens = integers([[-1] * 6] * 4, torch.int64)
+    proposed, counters = integers([9] * 8), integers([0, 0], torch.int64)
+    rows.finish(tokens, integers([1, 2, 0, -1]), integers([1, 3, 5, 7]), proposed, counters)
+    pad = PAD_TOKEN
+    assert tokens.tolist() == [
+        [pad] * 6,
+        [212, 213, pad, pad, pad, pad],
+        [200, 201, 202, 203, 204, 205],
+        [pad] * 6,
+    ]
+    assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 0]
+    assert counters.tolist() == [2, 8]
+
+
+def test_padding_is_certain_again_where_nothing_is_proposed():
+    logits = torch.full((4, 3, 5000), 2.0, device=DEVICE)
+    is_stale = torch.ones(4, 3, dtype=torch.int8, device=DEVICE)
+    is_stale[1, 2] = 0
+    clear_distributions(logits, is_stale, integers([1, 3]), integers([0, 1, 0, 3]))
+    certain = torch.full((5000,), -torch.inf, device=DEVICE)
+    certain[PAD_TOKEN] = 0
+    assert torch.equal(logits[1, 1], certain)
+    for state, place in ((0, 0), (1, 0), (1, 2), (2, 1), (3, 2)):
+        assert (logits[state, place] == 2).all()
+    assert is_stale[1].tolist() == [1, 0, 0]
+
+
+def test_full_passes_are_counted_without_padding():
+    counters = integers([0] * 4, torch.int64)
+    # scheduled 6 of 6 proposed, all right; 6 of 2, one right; none; in a prefill
+    count_full_pass(
+        counters,
+        integers([6, 6, 0, 6]),
+        integers([2, 0, 1, 3]),
+        integers([7, 2, 1, 0]),
+        integers([2, 4, 6, 6]),
+    )
+    assert counters.tolist() == [8, 7, 1, 2]
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3, 4])
+@pytest.mark.parametrize("vocab_size", [2, 5, 40])
+def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
+    draw = torch.Generator().manual_seed(vocab_size * 10 + max_ngram)
+    rows = Rows(6, num_speculative_tokens=6, gamma=3, num_slots=6, device=DEVICE)
+    lengths, proposed = [1, 2, 9, 300, 1500, 2100], [0, 0, 2, 0, 5, 3]
+    all_tokens = torch.randint(vocab_size, (8, 2200), generator=draw, dtype=torch.int32)
+    proposal = torch.randint(vocab_size, (6, 6), generator=draw)
+    rows.proposal.copy_(proposal)
+    rows.num_rows = 6
+    rows.hosted[:, 1] = integers([7, 2, 0, 1, 5, 3])
+    rows.computed.copy_(integers([n - 1 for n in lengths]))
+    rows.length.copy_(integers(proposed))
+    look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)
+    for row, state in enumerate([7, 2, 0, 1, 5, 3]):
+        tokens = torch.cat([all_tokens[state, : lengths[row]], proposal[row, : proposed[row]]])
+        expected = look_up_on_host(tokens.numpy(), max_ngram, 3)
+        found = rows.drafted[row, : int(rows.num_drafted[row])].tolist()
+        assert found == expected

@@ -1,0 +1,141 @@
+"""Each kernel of level 2's retrieval equals its oracle, on every layout and odd sizes."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from tests.kernels import oracles
+from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.kernels.chunk_means import KeyPointers, update_chunk_means
+from vllm_triforce.kernels.chunk_scores import score_chunks
+from vllm_triforce.kernels.sparse_tables import build_sparse_tables
+
+
+def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: int, dtype):
+    """Keys and values [num_blocks, block_size, heads, dim], packed as vLLM packs them."""
+    if layout == "head-major":
+        packed = torch.randn(num_blocks, heads, block_size, 2 * dim)
+        cache = packed.to(dtype).to(DEVICE)
+    else:
+        packed = torch.randn(num_blocks, block_size, heads, 2 * dim)
+        cache = packed.to(dtype).to(DEVICE).transpose(1, 2)
+    return cache.transpose(1, 2).split(dim, dim=-1)
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+@pytest.mark.parametrize(
+    ("block_size", "dim", "heads", "dtype"),
+    [
+        (16, 64, 2, torch.float32),
+        (32, 128, 1, torch.bfloat16),
+        (16, 128, 3, torch.float16),
+        (32, 64, 8, torch.float32),
+        (48, 80, 2, torch.float32),
+    ],
+)
+def test_chunk_means(layout, block_size, dim, heads, dtype):
+    """Every fresh block of every request, and no other, gets the mean of its keys."""
+    torch.manual_seed(0)
+    keys = [make_cache(layout, 13, heads, block_size, dim, dtype)[0] for _ in range(2)]
+    scales = [1.0, 0.5]
+    means = torch.full((2, heads, 13, dim), 7.0, device=DEVICE)
+    tables = torch.tensor([[3, 5, 1, 9], [12, 2, 0, 0], [4, 0, 0, 0]], dtype=torch.int32)
+    first, last = [1, 0, 0], [4, 1, 0]  # three fresh blocks, one, and none
+    update_chunk_means(
+        KeyPointers(keys, scales),
+        means,
+        tables.to(DEVICE),
+        torch.tensor(first, dtype=torch.int32, device=DEVICE),
+        torch.tensor(last, dtype=torch.int32, device=DEVICE),
+        most_blocks=3,
+    )
+    expected = torch.full((2, heads, 13, dim), 7.0)
+    for table, begin, end in zip(tables.tolist(), first, last):
+        for block in table[begin:end]:
+            for layer in range(2):
+                for head in range(heads):
+                    own = keys[layer][block, :, head].cpu()
+                    expected[layer, head, block] = oracles.chunk_mean(own, scales[layer])
+    torch.testing.assert_close(means.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("dim", "kv_heads"), [(64, 2), (128, 1), (80, 3)])
+def test_chunk_scores(group, dim, kv_heads):
+    """Requests of 150, 1, 0 and 64 chunks before the tail: candidates are scored, others never."""
+    torch.manual_seed(1)
+    num_layers, num_blocks, counts = 2, 200, [150, 1, 0, 64]
+    queries = torch.randn(num_layers, 6, kv_heads * group, dim, device=DEVICE)
+    query_rows = torch.tensor([4, 0, 2, 5], dtype=torch.int32, device=DEVICE)
+    means = torch.randn(num_layers, kv_heads, num_blocks, dim, device=DEVICE)
+    tables = torch.stack([torch.randperm(num_blocks)[:151] for _ in counts]).to(torch.int32)
+    scores = score_chunks(
+        queries,
+        query_rows,
+        means,
+        tables.to(DEVICE),
+        torch.tensor(counts, dtype=torch.int32, device=DEVICE),
+        most_chunks=151,
+    ).cpu()
+    assert scores.shape == (4, num_layers, kv_heads, 151)
+    for row, count in enumerate(counts):
+        candidates = tables[row, 1:count].long()
+        for layer in range(num_layers):
+            own = queries[layer, query_rows[row]].cpu()
+            expected = oracles.chunk_scores(own, means[layer][:, candidates].cpu())
+            found = scores[row, layer, :, 1 : max(count, 1)]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert (scores[row, :, :, 0] == -torch.inf).all()
+        assert (scores[row, :, :, max(count, 1) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("strides", [(8, 1), (16 * 8, 2)])
+def test_sparse_tables(heads, strides):
+    """Selected blocks, then the tail up to what is allocated, then the null block."""
+    torch.manual_seed(2)
+    num_layers, most_selected, width = 2, 5, 9
+    selected = torch.randint(1, 100, (4, num_layers, heads, most_selected), dtype=torch.int32)
+    tables = torch.randint(1, 100, (3, 20), dtype=torch.int32)
+    slots, num_selected, tails, num_blocks = [3, 0, 2], [5, 0, 2], [11, 0, 2], [14, 1, 20]
+    out = torch.full((num_layers, 4 * heads, width), -1, dtype=torch.int32, device=DEVICE)
+
+    def on_device(values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    build_sparse_tables(
+        out,
+        selected.to(DEVICE),
+        on_device(slots),
+        on_device(num_selected),
+        on_device(tails),
+        on_device(num_blocks),
+        tables.to(DEVICE),
+        strides,
+    )
+    for layer in range(num_layers):
+        for row in range(3):
+            for head in range(heads):
+                own = selected[slots[row], layer, head, : num_selected[row]].tolist()
+                expected = oracles.sparse_table(
+                    own, tables[row].tolist(), tails[row], num_blocks[row], width, head, strides
+                )
+                assert out[layer, row * heads + head].tolist() == expected
+    assert (out[:, 3 * heads :] == -1).all(), "rows that are not there"
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+@pytest.mark.parametrize(("block_size", "heads", "dim"), [(16, 8, 64), (32, 1, 128), (16, 3, 80)])
+def test_one_head_blocks(layout, block_size, heads, dim):
+    """The view of one head shows, at a block's name, the keys and values of that block and head."""
+    keys, values = make_cache(layout, 7, heads, block_size, dim, torch.float32)
+    blocks = OneHeadBlocks.of(keys, values)
+    for block in range(7):
+        for head in range(heads):
+            name = block * blocks.per_block + head * blocks.per_head
+            assert torch.equal(blocks.key[name, :, 0], keys[block, :, head])
+            assert torch.equal(blocks.value[name, :, 0], values[block, :, head])
