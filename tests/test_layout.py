@@ -15,7 +15,7 @@ LAYERS = [
     ["kernels"],
     ["attention", "verification", "patches"],
     ["speculator"],
-    ["worker"],
+    ["worker", "scheduler"],
 ]
 WITHOUT_VLLM = ["cache", "selection", "config/triforce_config.py", "verification/oracle.py"]
 

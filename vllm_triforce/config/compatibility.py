@@ -169,6 +169,10 @@ def default_block_size() -> int | None:
 
     vLLM's default on the CPU is 128; its kernels need multiples of 32. Elsewhere vLLM's own.
     """
+    return 32 if is_cpu() else None
+
+
+def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    return 32 if current_platform.is_cpu() else None
+    return current_platform.is_cpu()

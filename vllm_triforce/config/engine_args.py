@@ -27,6 +27,8 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
+_ASYNC_SCHEDULER = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
+
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
     "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
@@ -121,9 +123,8 @@ def _wrap_create_engine_config(original):
             }
             if self.block_size is None:
                 self.block_size = compatibility.default_block_size()
-            if self.async_scheduling is None:
-                # An asynchronous scheduler does not learn how much was proposed: it has
-                # num_speculative_tokens of every request verified. Right, but not free.
+            if self.async_scheduling is None and compatibility.is_cpu():
+                # Runner V1 cannot hand it what was proposed.
                 self.async_scheduling = False
             vllm_config = original(self, *args, **kwargs)
         finally:
@@ -176,4 +177,7 @@ def _finish(vllm_config, config: TriForceConfig):
             "Leave --worker-cls out, or speculate with another method"
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
+    scheduler_config = vllm_config.scheduler_config
+    if scheduler_config.async_scheduling and scheduler_config.scheduler_cls is None:
+        scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
     return vllm_config

@@ -1,9 +1,30 @@
 """TriForce on vLLM's GPU worker."""
 
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_triforce.worker.mixin import TriForceWorkerMixin
+from vllm_triforce.worker.memory import room_for_kv_cache
+from vllm_triforce.worker.mixin import TriForceWorkerMixin, read_config
+from vllm_triforce.worker.plain_decode_graphs import add_plain_decode_graphs
+
+logger = init_logger("vllm.triforce")
 
 
 class TriForceGPUWorker(TriForceWorkerMixin, Worker):
-    pass
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        config, _ = read_config(self.vllm_config)
+        left = room_for_kv_cache(available, self.triforce.target_layers, config, self.vllm_config)
+        logger.info_once(
+            "TriForce leaves %.2f of %.2f GiB to the KV cache; chunk means and selections need "
+            "the rest.",
+            left / 2**30,
+            available / 2**30,
+        )
+        return left
+
+    def initialize_from_config(self, kv_cache_config) -> None:
+        super().initialize_from_config(kv_cache_config)
+        manager = getattr(self.model_runner, "cudagraph_manager", None)
+        if self.use_v2_model_runner and manager is not None:
+            add_plain_decode_graphs(manager)

@@ -6,6 +6,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
+from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
+
 
 class ProposedTokensHandler(DraftTokensHandler):
     """Tells the scheduler which tokens were proposed for each request, maybe none.
@@ -22,6 +24,7 @@ class ProposedTokensHandler(DraftTokensHandler):
         self._is_asynchronous = is_asynchronous
         self._tokens: torch.Tensor | None = None
         self._lengths: torch.Tensor | None = None
+        self._num_places = 0
         self._held: tuple[torch.Tensor, ...] = ()
         self._copied: tuple[np.ndarray, ...] | None = None
 
@@ -31,6 +34,7 @@ class ProposedTokensHandler(DraftTokensHandler):
         lengths: torch.Tensor | None,  # [num_reqs], int32; None: nothing was proposed
     ) -> None:
         self._tokens, self._lengths = tokens, lengths
+        self._num_places = tokens.shape[1]
 
     def set_draft_tokens(self, input_batch, draft_tokens) -> None:
         self.req_ids = input_batch.req_ids
@@ -49,11 +53,14 @@ class ProposedTokensHandler(DraftTokensHandler):
             self.copy_event.record()
 
     def get_draft_tokens(self) -> DraftTokenIds:
+        num_reqs = len(self.req_ids)
         if self._copied is None:
-            return DraftTokenIds(self.req_ids, [[] for _ in self.req_ids])
-        self.copy_event.synchronize()
-        tokens, lengths = self._copied
-        return DraftTokenIds(
-            self.req_ids,
-            [row[:length].tolist() for row, length in zip(tokens, lengths)],
-        )
+            tokens = [[PAD_TOKEN] * self._num_places for _ in range(num_reqs)]
+            lengths = [0] * num_reqs
+        else:
+            self.copy_event.synchronize()
+            tokens, lengths = (copied.tolist() for copied in self._copied)
+        if self._is_asynchronous:
+            # The full pass verifies the padding too, so the grammar has to see it.
+            return DraftTokenIds(self.req_ids, tokens)
+        return DraftTokenIds(self.req_ids, [row[:length] for row, length in zip(tokens, lengths)])

@@ -44,12 +44,12 @@ class TriForceProposer(DraftModelProposer):
 
     def load_model(self, target_model) -> None:
         self._target = target_model
-        self._target_layers = attention_layers(self.vllm_config)
+        self.target_layers = attention_layers(self.vllm_config)
         if self._draft_model is None:
             return
         self.model = self._get_model()
         everything = attention_layers(self.vllm_config)
-        self.draft_layer_names = everything.keys() - self._target_layers.keys()
+        self.draft_layer_names = everything.keys() - self.target_layers.keys()
 
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
         """Compiles the draft along with the target's own warm-up."""
@@ -67,7 +67,7 @@ class TriForceProposer(DraftModelProposer):
             vllm_config=self.vllm_config,
             config=self.config,
             target=self._target,
-            target_layers=self._target_layers,
+            target_layers=self.target_layers,
             draft=getattr(self, "model", None),
             draft_layers={
                 name: layer

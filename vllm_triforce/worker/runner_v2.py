@@ -69,7 +69,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def load_model(self, target_model) -> None:
         self._target = target_model
-        self._target_layers = attention_layers(self.vllm_config)
+        self.target_layers = attention_layers(self.vllm_config)
         if self._draft_model is not None:
             super().load_model(target_model)
 
@@ -96,7 +96,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             config=self.config,
             runner=self._runner,
             target=self._target,
-            target_layers=self._target_layers,
+            target_layers=self.target_layers,
             draft=self.model,
             draft_layers=draft_layers,
             kv_cache_config=kv_cache_config,

@@ -1,0 +1,81 @@
+"""Promises of the GPU worker that need no GPU: memory is left for what TriForce keeps, and plain
+decoding finds the graphs that it has without TriForce."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_triforce.config import TriForceConfig
+
+
+def room(available: int, **keys) -> int:
+    from vllm_triforce.worker.memory import room_for_kv_cache
+
+    layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=128),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    config = TriForceConfig(**keys).resolve(16)
+    return room_for_kv_cache(available, {i: layer for i in range(32)}, config, vllm_config)
+
+
+def test_memory_is_left_for_what_grows_with_the_kv_cache():
+    """One mean for 16 keys and 16 values, and the buffers of 64 requests."""
+    gib = 2**30
+    left = room(100 * gib)
+    means = left / 32
+    assert 99 * gib < left + means < 100 * gib
+    assert room(100 * gib, selection="streaming") > left
+    assert room(100 * gib, max_speculating_seqs=8) > left
+    with pytest.raises(ValueError, match="max_speculating_seqs=64"):
+        room(gib // 100)
+
+
+@pytest.fixture
+def manager():
+    """vLLM's own manager on sizes 1 to 32, seven tokens a request, without a GPU's pool."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    made = object.__new__(CudaGraphManager)
+    made.vllm_config = SimpleNamespace(speculative_config=None)
+    made.max_num_reqs = 16
+    made.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32], max_cudagraph_capture_size=32
+    )
+    made.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    made.decode_query_len = 7
+    made.varlen_decode = False
+    made.ubatch_runner = None
+    made.lora_capture_cases = [0]
+    made._lora_dispatch_map, made._max_lora_case = {}, 0
+    made.vllm_config.cache_config = SimpleNamespace(use_kda_recoverssm=False)
+    made._candidates, made._capture_descs = {}, {}
+    made._init_candidates()
+    made._graphs_captured = True
+    return made
+
+
+def test_plain_decoding_has_its_graphs(manager):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_triforce.worker.plain_decode_graphs import add_plain_decode_graphs
+
+    before = manager.dispatch(3, 3, uniform_token_count=1, num_active_loras=0)
+    assert before.cg_mode == CUDAGraphMode.PIECEWISE, "the fault that is mended"
+    assert add_plain_decode_graphs(manager) == 5
+    for num_reqs, size in ((1, 1), (3, 4), (4, 4), (9, 16), (16, 16)):
+        desc = manager.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        assert desc.cg_mode == CUDAGraphMode.FULL
+        assert (desc.num_tokens, desc.num_reqs, desc.uniform_token_count) == (size, size, 1)
+        assert desc in manager._capture_descs[CUDAGraphMode.FULL]
+    speculating = manager.dispatch(2, 14, uniform_token_count=7, num_active_loras=0)
+    assert (speculating.cg_mode, speculating.num_reqs) == (CUDAGraphMode.FULL, 2)
+    mixed = manager.dispatch(2, 8, uniform_token_count=None, num_active_loras=0)
+    assert mixed.cg_mode == CUDAGraphMode.PIECEWISE
+    sizes = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert add_plain_decode_graphs(manager) == 0, "once is enough"

@@ -1,0 +1,1 @@
+"""What the engine's scheduler has to know of TriForce."""
