@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_triforce.attention.paged_kernels import (
     PagedKernel,
