@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from vllm_source import fetch  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from tests.contract import contract  # noqa: E402
+from tools.vllm_source import fetch  # noqa: E402
 
 
 def main() -> None:

@@ -20,7 +20,9 @@ class RangeFile(io.RawIOBase):
     def __init__(self, url: str, ahead: int = 1 << 18) -> None:
         self._url, self._ahead, self._place = url, ahead, 0
         self._piece, self._piece_start = b"", 0
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD")) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=30
+        ) as answer:
             self._size = int(answer.headers["Content-Length"])
 
     def seekable(self) -> bool:
@@ -46,7 +48,7 @@ class RangeFile(io.RawIOBase):
             request = urllib.request.Request(
                 self._url, headers={"Range": f"bytes={self._place}-{last}"}
             )
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 self._piece, self._piece_start, start = answer.read(), self._place, 0
         buffer[:wanted] = self._piece[start : start + wanted]
         self._place += wanted
@@ -61,6 +63,7 @@ def wheel_url(version: str) -> str:
     """
     command = [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"),
+        *("--retries", "1", "--timeout", "15"),
         *("--ignore-installed", "--target", "unused", "--only-binary=:all:"),
         *("--platform", "manylinux_2_28_x86_64", "--python-version", "3.12"),
         *("--implementation", "cp", "--use-feature=fast-deps", "--report", "-"),
