@@ -8,7 +8,8 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
-OURS_CPU, OURS_GPU, PASS = "attention/cpu.py", "attention (GPU)", "speculator/model_pass.py"
+OURS_CPU, OURS_GPU = "attention/cpu.py", "attention/gpu.py"
+KERNELS, PASS = "attention/paged_kernels.py", "speculator/model_pass.py"
 FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, "
     "output_block_scale="
@@ -34,17 +35,15 @@ TABLE: list[Surface] = [
     overrides(FLASH, "FlashAttentionImpl.do_kv_cache_update", UPDATE, OURS_GPU),
     overrides(FLASH, "FlashAttentionMetadataBuilder.build", BUILD, OURS_GPU),
     has(FLASH, "FlashAttentionImpl", "num_heads num_kv_heads head_size scale sliding_window alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype attn_type vllm_flash_attn_version", OURS_GPU),
-    has(FLASH, "FlashAttentionMetadata", METADATA + " scheduler_metadata max_num_splits causal", OURS_GPU),
-    has(FLASH, "FlashAttentionMetadataBuilder", "aot_schedule max_num_splits _get_scheduler_metadata", OURS_GPU),
-    calls("vllm_flash_attn/flash_attn_interface.py", "flash_attn_varlen_func", "q=, k=, v=, max_seqlen_q=, cu_seqlens_q=, max_seqlen_k=, seqused_k=, softmax_scale=, causal=, window_size=, softcap=, alibi_slopes=, block_table=, out=, scheduler_metadata=, q_descale=, k_descale=, v_descale=, num_splits=, fa_version=, s_aux=", OURS_GPU),
-    calls("vllm_flash_attn/flash_attn_interface.py", "get_scheduler_metadata", "batch_size=, max_seqlen_q=, max_seqlen_k=, num_heads_q=, num_heads_kv=, headdim=, cache_seqlens=, qkv_dtype=, cu_seqlens_q=, page_size=, causal=, window_size=, num_splits=", OURS_GPU),
+    has(FLASH, "FlashAttentionMetadata", METADATA + " causal", OURS_GPU),
+    calls("vllm_flash_attn/flash_attn_interface.py", "flash_attn_varlen_func", "q=, k=, v=, max_seqlen_q=, cu_seqlens_q=, max_seqlen_k=, seqused_k=, softmax_scale=, causal=, window_size=, softcap=, block_table=, out=, q_descale=, k_descale=, v_descale=, fa_version=", KERNELS),
     # TRITON_ATTN.
     overrides(TRITON, "TritonAttentionImpl.forward", FORWARD, OURS_GPU),
     overrides(TRITON, "TritonAttentionImpl.do_kv_cache_update", UPDATE, OURS_GPU),
     overrides(TRITON, "TritonAttentionMetadataBuilder.build", BUILD, OURS_GPU),
     has(TRITON, "TritonAttentionImpl", "num_heads num_kv_heads head_size scale sliding_window alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype attn_type", OURS_GPU),
-    has(TRITON, "TritonAttentionMetadata", METADATA + " seq_threshold_3D num_par_softmax_segments softmax_segm_output softmax_segm_max softmax_segm_expsum", OURS_GPU),
-    calls("v1/attention/ops/triton_unified_attention.py", "unified_attention", "q=, k=, v=, out=, cu_seqlens_q=, max_seqlen_q=, seqused_k=, max_seqlen_k=, softmax_scale=, causal=, window_size=, block_table=, softcap=, q_descale=, k_descale=, v_descale=, seq_threshold_3D=, num_par_softmax_segments=, softmax_segm_output=, softmax_segm_max=, softmax_segm_expsum=, alibi_slopes=, sinks=", OURS_GPU),
+    has(TRITON, "TritonAttentionMetadata", METADATA, OURS_GPU),
+    calls("v1/attention/ops/triton_unified_attention.py", "unified_attention", "q=, k=, v=, out=, cu_seqlens_q=, max_seqlen_q=, seqused_k=, max_seqlen_k=, softmax_scale=, causal=, window_size=, block_table=, softcap=, q_descale=, k_descale=, v_descale=", KERNELS),
     # FLASHINFER.
     overrides(FLASHINFER, "FlashInferImpl.forward", FORWARD, OURS_GPU),
     overrides(FLASHINFER, "FlashInferImpl.do_kv_cache_update", UPDATE, OURS_GPU),
@@ -57,10 +56,14 @@ TABLE: list[Surface] = [
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", PASS),
     has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "worker/build.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "worker/build.py"),
+    calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "speculator/device/retrieval.py"),
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),
-    calls("v1/worker/gpu/attn_utils.py", "build_attn_metadata", "attn_groups=, num_reqs=, num_tokens=, query_start_loc_gpu=, query_start_loc_cpu=, max_query_len=, seq_lens=, max_seq_len=, block_tables=, slot_mappings=, kv_cache_config=", OURS_GPU),
+    does("model_executor/layers/attention/attention.py", "set_default_quant_scales", "layer._k_scale_float = < layer._v_scale_float =", OURS_GPU),
+    calls("v1/kv_cache_interface.py", "is_quantized_kv_cache", "kv_cache_dtype", OURS_GPU),
+    has("platforms/interface.py", "Platform", "fp8_dtype", OURS_GPU),
     # Sampling, and the fault that is mended.
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "verification/sampling.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "verification/masked_logits.py"),
     does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "verification/sampling.py"),
     calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "patches/expand_kernel.py"),
     calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "patches/expand_kernel.py"),

@@ -9,6 +9,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 MIXIN, BUILD = "worker/mixin.py", "worker/build.py"
 V1, V2 = "worker/runner_v1.py", "worker/runner_v2.py"
 OFF, HANDED = "worker/off_v1.py", "worker/proposal_v2.py"
+GRAPHS = "speculator/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
@@ -33,6 +34,7 @@ WORKERS: list[Surface] = [
     overrides(WORKER, "Worker.get_kv_cache_spec", "self", MIXIN),
     overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
     derives(CPU_WORKER, "CPUWorker", "Worker", "worker/cpu.py"),
+    has(WORKER, "Worker", "_make_model_runner", "worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
     has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", MIXIN),
     # The runner is there when init_device() returns, before any weights.
@@ -102,23 +104,26 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler.get_draft_tokens", "self", HANDED),
     has("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler", "req_ids", HANDED),
     has("v1/outputs.py", "DraftTokenIds", "req_ids draft_token_ids", HANDED),
-    has("v1/worker/gpu/input_batch.py", "InputBatch", "req_ids num_reqs num_reqs_after_padding idx_mapping idx_mapping_np num_draft_tokens_per_req is_prefilling_np query_start_loc seq_lens positions num_tokens num_tokens_after_padding", V2),
+    has("v1/worker/gpu/input_batch.py", "InputBatch", "req_ids num_reqs num_reqs_after_padding idx_mapping idx_mapping_np num_draft_tokens_per_req is_prefilling_np query_start_loc seq_lens positions num_tokens num_tokens_after_padding num_computed_prefill_tokens_np num_scheduled_tokens prefill_len_np seq_lens_cpu_upper_bound", V2),
     has("v1/worker/gpu/states.py", "RequestState", "all_token_ids num_computed_tokens num_computed_tokens_np max_seq_len req_id_to_index draft_tokens last_sampled_tokens prefill_len total_len", V2),
     has("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor", "gpu", V2),
     has("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "np gpu", V2),
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
     has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", V2),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
+    calls("v1/worker/gpu/async_utils.py", "async_copy_to_np", "x", HANDED),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", V2),
+    has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),
     # CUDA graphs of the two inner levels.
-    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", V2),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.__init__", "vllm_config, device, cudagraph_mode, decode_query_len", V2),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.capture", "create_forward_fn, progress_bar_desc=", V2),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", V2),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.run_fullgraph", "desc", V2),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", V2),
-    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", V2),
-    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", V2),
-    has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE", V2),
+    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.__init__", "vllm_config, device, cudagraph_mode, decode_query_len", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.capture", "create_forward_fn, progress_bar_desc=", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.run_fullgraph", "desc", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", GRAPHS),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
+    has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
 ]
 
 BUILDING: list[Surface] = [
