@@ -90,10 +90,13 @@ def _cell(llm, args, geometry, context: int, batch: int) -> dict:
 
 
 def parts_ms(counters, num_steps: int, batch: int, step_ms: float) -> dict:
-    """Milliseconds of each part of a step, from the counters of ``num_steps`` steps."""
+    """Milliseconds of each part of a step, from the counters of ``num_steps`` steps.
+
+    Rounds and drafted tokens are counted for each request; those of a batch go through a pass
+    together. Where some need fewer rounds than others, a pass comes out dearer than it was.
+    """
     spent = {part: 1e3 * seconds for part, seconds in counters.time_seconds.items()}
-    rounds = max(counters.num_inner_rounds, 1)
-    # Rows draft together: level 1's steps are counted once for a batch.
+    rounds = max(counters.num_inner_rounds / batch, 1)
     level1_steps = max(counters.num_level1_drafted / batch, 1)
     propose = sum(spent.values()) / num_steps
     return {
@@ -103,7 +106,7 @@ def parts_ms(counters, num_steps: int, batch: int, step_ms: float) -> dict:
         "verification_ms": spent.get("verification", 0.0) / rounds,
         "propose_ms": propose,
         "full_pass_ms": step_ms - propose,
-        "rounds_per_step": counters.num_inner_rounds / num_steps,
+        "rounds_per_step": rounds / num_steps,
         "counters": counters.to_dict(),
     }
 
