@@ -19,6 +19,9 @@ loss.
     python train_pair.py --work build eval                    # held-out loss by context depth
     python train_pair.py --work build prompts --out prompts   # the held-out text itself
 
+On a GPU, `--device cuda --size medium --rows-factor 16 --more-text FOLDER` trains a pair of tens of
+millions of parameters in minutes, in bfloat16, on more sources.
+
 Training is paced by the clock: the learning rate, and the length of the sequences, follow the
 share of `--minutes` that has passed. It saves its state every minute; `--resume` goes on, and
 more `--minutes` than before continue the schedule from the share now reached.
@@ -47,22 +50,31 @@ SKIPPED = {"site-packages", "__pycache__", "encodings", "pydoc_data"}
 # ------------------------------------------------------------------------------------ text
 
 
-def documents():
-    """The standard library's sources: (path, text, held out?), a module beside its tests."""
-    root, seen, found = Path(sysconfig.get_paths()["stdlib"]), set(), []
+def sources(root, skipped):
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
-        if SKIPPED & set(parts):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
+        if not skipped & set(parts):
+            try:
+                yield parts, path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+
+
+def documents(more_text=None, most_bytes=80_000_000):
+    """The standard library's sources, and those of another folder up to a number of bytes:
+    (path, text, held out?), a module beside its tests."""
+    seen, found, size = set(), [], 0
+    stdlib = sources(Path(sysconfig.get_paths()["stdlib"]), SKIPPED)
+    more = sources(Path(more_text), {"__pycache__"}) if more_text else ()
+    for parts, text in itertools.chain(stdlib, more):
         digest = hashlib.sha1(text.encode()).digest()
         tabular = sum(c.isdigit() for c in text) > 0.2 * len(text)  # tables of numbers
         if len(text) < 200 or tabular or digest in seen:
             continue
         seen.add(digest)
+        size += len(text)
+        if size > most_bytes:
+            break
         names = [p.removesuffix(".py").removeprefix("test_") for p in parts]
         held = bool(HELD_OUT & set(names) or HELD_OUT_HELPERS.match(parts[-1]))
         topic = [n for n in names if n not in ("test", "tests")]
@@ -92,13 +104,13 @@ def make_tokenizer(texts, path):
     return tok
 
 
-def load_text(work):
+def load_text(work, more_text=None):
     """Token streams (training, held out); makes the tokenizer on first use."""
     from tokenizers import Tokenizer
 
     cache, path = work / "tokens.pt", work / "tokenizer.json"
     if not cache.exists():
-        docs = documents()
+        docs = documents(more_text)
         tok = (
             Tokenizer.from_file(str(path))
             if path.exists()
@@ -115,10 +127,13 @@ def load_text(work):
 
 
 class Windows:
-    """Windows of the stream, without replacement: cut at a random offset, shuffled, again."""
+    """Windows of the stream, without replacement: cut at a random offset, shuffled, again.
 
-    def __init__(self, stream, seed):
+    They are cut on the CPU and handed over on `device`."""
+
+    def __init__(self, stream, seed, device="cpu"):
         self.stream, self.rng, self.starts = stream, torch.Generator().manual_seed(seed), {}
+        self.device = device
 
     def rand(self, low, high):
         return int(torch.randint(low, high, (1,), generator=self.rng))
@@ -141,7 +156,7 @@ class Windows:
                 row[b : b + n] = row[a : a + n].clone()
             row[0] = BOS
             out.append(row)
-        return torch.stack(out)
+        return torch.stack(out).to(self.device)
 
     def positions(self, rows, length, limit, skip=0.0):
         """Positions 0, 1, 2 ...; in a share `skip` of the rows with two jumps somewhere, so that
@@ -153,7 +168,7 @@ class Windows:
                 first = self.rand(0, room + 1)
                 row[self.rand(1, length) :] += first
                 row[self.rand(1, length) :] += room - first
-        return pos
+        return pos.to(self.device)
 
 
 # ----------------------------------------------------------------------------------- model
@@ -171,9 +186,15 @@ class Shape:
     seed: int = 0
 
 
-SHAPES = {
-    "target": Shape(256, 4, 8, 64, 704, 65536, 1e6),
-    "draft": Shape(128, 2, 4, 32, 352, 2048, 1e4, seed=1),
+SIZES = {
+    "small": {
+        "target": Shape(256, 4, 8, 64, 704, 65536, 1e6),
+        "draft": Shape(128, 2, 4, 32, 352, 2048, 1e4, seed=1),
+    },
+    "medium": {
+        "target": Shape(768, 12, 12, 64, 2048, 131072, 1e6),
+        "draft": Shape(256, 2, 4, 64, 704, 2048, 1e4, seed=1),
+    },
 }
 
 
@@ -183,26 +204,29 @@ def sparse_attention(q, k, v, budget, recent, block=32, chunk=128):
     b, h, t, d = q.shape
     chunks, blocks, width = t // chunk, t // block, chunk // block
     near, extra = recent // block, budget // block - recent // block - 1
-    own = torch.arange(chunks) * width  # the chunk's first block
+    here = dict(device=q.device)
+    own = torch.arange(chunks, **here) * width  # the chunk's first block
     with torch.no_grad():
         means = k.view(b, h, blocks, block, d).mean(3)
         asking = q[:, :, (own * block - 1).clamp(min=0)]
-        far = (torch.arange(blocks) > 0) & (torch.arange(blocks) < own[:, None] - near)
+        numbers = torch.arange(blocks, **here)
+        far = (numbers > 0) & (numbers < own[:, None] - near)
         scores = (asking @ means.mT).masked_fill(~far, -torch.inf)
         chosen = scores.topk(extra, -1).indices  # best first: what is not `far` comes last
-        close = own[:, None] + torch.arange(-near, width)
+        close = own[:, None] + torch.arange(-near, width, **here)
         fixed = torch.cat((torch.zeros_like(close[:, :1]), close), 1)
         index = torch.cat((fixed.clamp(min=0).expand(b, h, -1, -1), chosen), -1)
-        base = torch.arange(b * h).view(b, h, 1, 1) * blocks
+        base = torch.arange(b * h, **here).view(b, h, 1, 1) * blocks
         rows = (index + base).transpose(1, 2)
         used = torch.cat(
-            (close[:, :1] > 0, close >= 0, torch.arange(extra) < far.sum(-1, keepdim=True)), 1
+            (close[:, :1] > 0, close >= 0, torch.arange(extra, **here) < far.sum(-1, keepdim=True)),
+            1,
         )
         place = (
-            torch.cat((fixed, torch.zeros(chunks, extra, dtype=torch.long)), 1)[..., None] * block
-            + torch.arange(block)
+            torch.cat((fixed, fixed.new_zeros(chunks, extra)), 1)[..., None] * block
+            + torch.arange(block, **here)
         ).flatten(1)
-        seen = place[:, None] <= (torch.arange(t).view(chunks, chunk, 1))
+        seen = place[:, None] <= (torch.arange(t, **here).view(chunks, chunk, 1))
         seen = (seen & used.repeat_interleave(block, 1)[:, None])[:, None].repeat(b, 1, 1, 1)
 
     def pick(x):
@@ -271,7 +295,7 @@ class Llama(nn.Module):
         logits = self(tokens[:, :-1], positions).flatten(0, 1)
         loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
         if sparse is None:
-            return loss, torch.stack((loss.detach(), torch.zeros(())))
+            return loss, torch.stack((loss.detach(), loss.new_zeros(())))
         other = self(tokens[:, :-1], positions, sparse).flatten(0, 1)
         astray = F.kl_div(
             (2 * other).log_softmax(-1),
@@ -284,7 +308,7 @@ class Llama(nn.Module):
     def distil(self, tokens, positions, teacher_logits):
         logits = self(tokens[:, :-1], positions).flatten(0, 1).float()
         loss = -(teacher_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-        return loss, torch.stack((loss.detach(), torch.zeros(())))
+        return loss, torch.stack((loss.detach(), loss.new_zeros(())))
 
 
 class Muon(torch.optim.Optimizer):
@@ -336,18 +360,28 @@ def save(path, **state):
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load_model(work, name):
-    state = torch.load(work / f"{name}.pt")
+def load_model(work, name, device="cpu"):
+    state = torch.load(work / f"{name}.pt", map_location=device)
     model = Llama(Shape(**state["shape"]))
     model.load_state_dict(state["model"])
-    return model.eval()
+    return model.to(device).eval()
+
+
+def one_loss(model, teacher, tokens, positions, sparse):
+    """The loss on a batch; matrix products in bfloat16 where that is fast."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+        if teacher is None:
+            return model.loss(tokens, positions, sparse)
+        with torch.no_grad():
+            said = teacher(tokens[:, :-1], positions).flatten(0, 1).float()
+        return model.distil(tokens, positions, said)
 
 
 def train(name, args):
     """Train one of the two until its minutes are over. The draft learns from text for the first
     quarter of the time, then from what the target says about the same windows."""
-    stream, held = load_text(args.work)
-    model, path = Llama(SHAPES[name]), args.work / f"{name}.pt"
+    stream, held = load_text(args.work, args.more_text)
+    model, path = Llama(SIZES[args.size][name]).to(args.device), args.work / f"{name}.pt"
     matrices = [p for p in model.parameters() if p.ndim == 3]
     others = [p for p in model.parameters() if p.ndim < 3]
     optimizers = [
@@ -355,14 +389,14 @@ def train(name, args):
         torch.optim.AdamW(others, lr=args.lr / 5, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     done, step, tokens_seen = 0.0, 0, {}
-    if args.resume:
-        state = torch.load(path)
+    if args.resume and path.exists():
+        state = torch.load(path, map_location=args.device)
         model.load_state_dict(state["model"])
         for opt, s in zip(optimizers, state["optimizers"]):
             opt.load_state_dict(s)
         done, step, tokens_seen = state["done"], state["step"], state["tokens"]
-    windows = Windows(stream, seed=step)
-    teacher = load_model(args.work, "target") if name == "draft" else None
+    windows = Windows(stream, step, args.device)
+    teacher = load_model(args.work, "target", args.device) if name == "draft" else None
     begun, saved, shown = time.time(), time.time(), time.time()
     print(
         f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
@@ -377,14 +411,11 @@ def train(name, args):
         heat = min(1, (step + 1) / 100, 0.02 + (1 - share) / (1 - args.decay_from))
         for opt, lr in zip(optimizers, (args.lr, args.lr / 5)):
             opt.param_groups[0]["lr"] = lr * heat
+        rows *= args.rows_factor
         tokens = windows.batch(rows, length, repeat)
         positions = windows.positions(rows, length, model.shape.positions, skip)
-        if teacher is not None and share > 0.25:
-            with torch.no_grad():
-                said = teacher(tokens[:, :-1], positions).flatten(0, 1)
-            loss, shown_loss = model.distil(tokens, positions, said)
-        else:
-            loss, shown_loss = model.loss(tokens, positions, sparse)
+        wise = teacher if share > 0.25 else None
+        loss, shown_loss = one_loss(model, wise, tokens, positions, sparse)
         loss.backward()
         nn.utils.clip_grad_norm_(others, 1.0)
         for opt in optimizers:
@@ -437,7 +468,7 @@ def export(work, out):
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
-    for name in SHAPES:
+    for name in SIZES["small"]:
         if not (work / f"{name}.pt").exists():
             continue
         model = load_model(work, name)
@@ -536,6 +567,10 @@ def write_prompts(out, size=125_000):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["target", "draft", "export", "eval", "prompts"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rows-factor", type=int, default=1, help="more rows a batch: for a GPU")
+    parser.add_argument("--more-text", type=Path, help="a folder with more Python sources")
     parser.add_argument("--work", type=Path, default=Path("build"), help="state between runs")
     parser.add_argument("--out", type=Path, help="where export and prompts write")
     parser.add_argument("--minutes", type=float, default=60)
@@ -544,7 +579,7 @@ def main():
     parser.add_argument("--decay-from", type=float, default=0.4, help="share of the time")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    if args.what in SHAPES:
+    if args.what in SIZES["small"]:
         train(args.what, args)
     elif args.what == "export":
         export(args.work, args.out or Path("models"))

@@ -6,18 +6,35 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contract.contract import installed
+from tests.contract.test_contract import NEXT_RELEASE
 from tests.models import ROOT
+from tests.registry.overlay import touched_files
+from tools.vllm_source import fetch
 
 DIFFS = sorted((ROOT / "patches").glob("*.diff"))
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda path: path.name)
 def test_upstream_diff_applies_to_the_installed_vllm(diff):
-    import vllm
+    assert_applies(diff, installed())
 
-    site = Path(vllm.__file__).parents[1]
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda path: path.name)
+def test_upstream_diff_applies_to_the_next_release(diff):
+    """Its files are read out of the release's wheel, and kept in build/."""
+    folder = ROOT / "build" / f"vllm-{NEXT_RELEASE}"
+    touched = [str(p.relative_to("vllm")) for p in touched_files(diff) if p.parts[0] == "vllm"]
+    try:
+        vllm = fetch(NEXT_RELEASE, folder, touched)
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"the source of vLLM {NEXT_RELEASE} cannot be fetched: {error}")
+    assert_applies(diff, vllm)
+
+
+def assert_applies(diff: Path, vllm: Path) -> None:
     done = subprocess.run(
-        ["patch", "--dry-run", "--batch", "--forward", "-p1", "-d", site, "-i", diff],
+        ["patch", "--dry-run", "--batch", "--forward", "-p1", "-d", vllm.parent, "-i", diff],
         capture_output=True,
         text=True,
     )

@@ -1,0 +1,43 @@
+"""Surfaces of the front process: arguments, configuration, start-up."""
+
+# One entry a line.
+# ruff: noqa: E501
+# fmt: off
+
+from tests.contract.surface import Surface, calls, does, has, overrides
+
+ARGS = "engine/arg_utils.py"
+SPEC = "config/speculative.py"
+OURS = "config/engine_args.py"
+CHECK = "config/compatibility.py"
+MIXIN = "worker/mixin.py"
+
+TABLE: list[Surface] = [
+    overrides(ARGS, "EngineArgs.add_cli_args", "parser", OURS),
+    overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", OURS),
+    overrides(ARGS, "EngineArgs.create_engine_config", "self, usage_context=, headless=", OURS),
+    overrides(ARGS, "EngineArgs.create_speculative_config", "self, target_model_config, target_parallel_config", OURS),
+    has(ARGS, "EngineArgs", "speculative_config additional_config block_size async_scheduling trust_remote_code", OURS),
+    # Ours runs inside: it reads the keys that create_engine_config left in place.
+    does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
+    does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
+    has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
+    does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
+    has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
+    has("config/parallel.py", "ParallelConfig", "worker_cls pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
+    has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
+    has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope get_vocab_size max_model_len dtype seed", CHECK),
+    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=", CHECK),
+    has("platforms/interface.py", "Platform", "is_cpu device_name check_and_update_config", CHECK),
+    does("platforms/cpu.py", "CpuPlatform.check_and_update_config", "parallel_config.worker_cls =", OURS),
+    does("platforms/cuda.py", "CudaPlatformBase.check_and_update_config", "parallel_config.worker_cls =", OURS),
+    # Who calls register(), and when.
+    does("plugins/__init__.py", "load_general_plugins", "load_plugins_by_group(", "plugin.py"),
+    does(ARGS, "EngineArgs.__post_init__", "load_general_plugins(", "plugin.py"),
+    does(ARGS, "AsyncEngineArgs.add_cli_args", "load_general_plugins(", "plugin.py"),
+    # Start-up, in the order that the mixin's hooks rely on.
+    does("v1/executor/uniproc_executor.py", "UniProcExecutor._init_executor", "self.driver_worker.init_worker( < self.driver_worker.init_device( < self.driver_worker.load_model(", MIXIN),
+    does("v1/executor/multiproc_executor.py", "WorkerProc.__init__", "self.worker.init_device( < self.worker.load_model(", MIXIN),
+    does("v1/engine/core.py", "EngineCore._initialize_kv_caches", "self.model_executor.get_kv_cache_specs( < self.model_executor.determine_available_memory( < self.model_executor.initialize_from_config( < self.model_executor.compile_or_warm_up_model(", MIXIN),
+    has("entrypoints/llm.py", "LLM", "collective_rpc", "metrics/report.py"),
+]

@@ -1,0 +1,147 @@
+"""Surfaces of the workers and of both model runners."""
+
+# One entry a line.
+# ruff: noqa: E501
+# fmt: off
+
+from tests.contract.surface import Surface, calls, derives, does, has, overrides
+
+MIXIN, BUILD = "worker/mixin.py", "worker/build.py"
+V1, V2 = "worker/runner_v1.py", "worker/runner_v2.py"
+OFF, HANDED = "worker/off_v1.py", "worker/proposal_v2.py"
+GRAPHS = "speculator/device/model_pass.py"
+WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
+RUNNER = "v1/worker/gpu_model_runner.py"
+BASE = "v1/spec_decode/llm_base_proposer.py"
+RUNNER2 = "v1/worker/gpu/model_runner.py"
+SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
+ALONE2 = "v1/worker/gpu/spec_decode/standalone_ar/speculator.py"
+PROPOSE1 = (
+    "self, num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, "
+    "next_token_ids, token_indices_to_sample, common_attn_metadata, sampling_metadata, "
+    "mm_embed_inputs=, num_rejected_tokens_gpu=, slot_mappings="
+)
+PROPOSE2 = (
+    "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, "
+    "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "
+    "dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, is_profile=, "
+    "num_speculative_tokens="
+)
+
+WORKERS: list[Surface] = [
+    overrides(WORKER, "Worker.init_device", "self", MIXIN),
+    overrides(CPU_WORKER, "CPUWorker.init_device", "self", "worker/cpu.py"),
+    overrides(WORKER, "Worker.get_kv_cache_spec", "self", MIXIN),
+    overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
+    derives(CPU_WORKER, "CPUWorker", "Worker", "worker/cpu.py"),
+    has(WORKER, "Worker", "_make_model_runner", "worker/gpu.py"),
+    has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
+    has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", MIXIN),
+    # The runner is there when init_device() returns, before any weights.
+    does(WORKER, "Worker.init_device", "self.device = < self._init_workspace_and_model_runner(", MIXIN),
+    does(WORKER, "Worker._init_workspace_and_model_runner", "self.model_runner =", MIXIN),
+    does(CPU_WORKER, "CPUWorker.init_device", "self.device = < self.model_runner =", MIXIN),
+    does(WORKER, "Worker.load_model", "self.model_runner.load_model(", MIXIN),
+    does(WORKER, "Worker.get_kv_cache_spec", "self.model_runner.get_kv_cache_spec(", MIXIN),
+    does(WORKER, "Worker.initialize_from_config", "self.model_runner.initialize_kv_cache(", MIXIN),
+]
+
+RUNNER_V1: list[Surface] = [
+    derives("v1/spec_decode/draft_model.py", "DraftModelProposer", "SpecDecodeBaseProposer", V1),
+    calls("v1/spec_decode/draft_model.py", "DraftModelProposer.__init__", "vllm_config, device, runner", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.load_model", "self, target_model", V1),
+    overrides("v1/spec_decode/draft_model.py", "DraftModelProposer._get_model", "self", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.dummy_run", "self, num_tokens, use_cudagraphs=, is_graph_capturing=, slot_mappings=", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.initialize_attn_backend", "self, kv_cache_config, kernel_block_sizes=", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.prepare_next_token_ids_padded", "self, sampled_token_ids, requests, gpu_input_batch, discard_request_mask", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.prepare_inputs_padded", "self, common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count", V1),
+    overrides(BASE, "SpecDecodeBaseProposer.propose", PROPOSE1, V1),
+    overrides(BASE, "SpecDecodeBaseProposer.take_last_draft_probs", "self", V1),
+    has(BASE, "SpecDecodeBaseProposer", "_last_draft_probs vllm_config device model", V1),
+    has(RUNNER, "GPUModelRunner", "drafter effective_drafter_max_model_len max_model_len requests input_batch attn_groups", V1),
+    # It insists on the class, and tells us in this order what a step came to.
+    does(RUNNER, "GPUModelRunner.sample_tokens", "isinstance(self.drafter, DraftModelProposer)", V1),
+    does(RUNNER, "GPUModelRunner.propose_draft_token_ids", "isinstance(self.drafter, DraftModelProposer) < self.drafter.prepare_next_token_ids_padded( < self.drafter.prepare_inputs_padded( < self.drafter.propose( < self.drafter.take_last_draft_probs(", V1),
+    does(RUNNER, "GPUModelRunner.initialize_metadata_builders", "self.drafter.initialize_attn_backend(", V1),
+    does(RUNNER, "GPUModelRunner.load_model", "self.drafter.load_model(", V1),
+    does(RUNNER, "GPUModelRunner._dummy_run", "self.drafter.dummy_run(", V1),
+    overrides(RUNNER, "GPUModelRunner._sample", "self, logits, spec_decode_metadata", OFF),
+    overrides(RUNNER, "GPUModelRunner.propose_draft_token_ids", "self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings", OFF),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "max_spec_len num_draft_tokens", OFF),
+    has("v1/worker/gpu_input_batch.py", "InputBatch", "token_ids_cpu req_ids block_table", V1),
+    has("v1/worker/gpu_input_batch.py", "CachedRequestState", "sampling_params num_prompt_tokens", V1),
+    has("v1/worker/block_table.py", "MultiGroupBlockTable", "block_tables", V1),
+    has("v1/worker/block_table.py", "BlockTable", "block_table num_blocks_per_row block_size", V1),
+    has("v1/sample/metadata.py", "SamplingMetadata", "temperature top_k top_p", V1),
+    has("sampling_params.py", "SamplingParams", "max_tokens min_p seed", V1),
+]
+
+RUNNER_V2: list[Surface] = [
+    derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", V2),
+    calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", V2),
+    overrides(SPEC2, "BaseSpeculator.propose", PROPOSE2, V2),
+    overrides(ALONE2, "StandaloneARSpeculator.propose", PROPOSE2, V2),
+    overrides(SPEC2, "BaseSpeculator.init_cudagraph_manager", "self, cudagraph_mode", V2),
+    overrides(SPEC2, "BaseSpeculator.capture", "self", V2),
+    overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", V2),
+    overrides(SPEC2, "DraftModelSpeculator.draft_logits_spec", "self, vllm_config", V2),
+    overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", V2),
+    has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", V2),
+    has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
+    # Start-up: speculator and handler are made, and may be replaced; then this order.
+    does(RUNNER2, "GPUModelRunner.__init__", "self.req_states = < self.speculator = < self.draft_tokens_handler =", V2),
+    does(RUNNER2, "GPUModelRunner.load_model", "isinstance(self.speculator, DraftModelSpeculator) < self.speculator.load_model(", V2),
+    does(RUNNER2, "GPUModelRunner.initialize_kv_cache", "self.block_tables = < self.cudagraph_manager = < self.speculator.set_attn( < self.speculator.init_cudagraph_manager( < init_kv_cache( < self.kv_caches =", V2),
+    does(RUNNER2, "GPUModelRunner.capture_model", "self.cudagraph_manager.capture( < self.speculator.capture(", V2),
+    # A step: the outcome is in the request states before propose(); then its result is read.
+    does(RUNNER2, "GPUModelRunner.sample_tokens", "self.postprocess_sampled( < self.speculator.observe_verification( < self.speculator.propose( < self.req_states.draft_tokens[input_batch.idx_mapping] = < self.draft_tokens_handler.set_draft_tokens(", V2),
+    does(RUNNER2, "GPUModelRunner._dummy_run", "self.speculator.propose(", V2),
+    does(RUNNER2, "GPUModelRunner.take_draft_token_ids", "self.draft_tokens_handler.get_draft_tokens(", HANDED),
+    has(RUNNER2, "GPUModelRunner", "speculator draft_tokens_handler req_states block_tables attn_groups sampler max_model_len kv_cache_config cudagraph_manager model_state input_buffers kernel_block_sizes finish_requests", V2),
+    overrides(RUNNER2, "GPUModelRunner.finish_requests", "self, scheduler_output", V2),
+    calls("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler.__init__", "device", HANDED),
+    overrides("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler.set_draft_tokens", "self, input_batch, draft_tokens", HANDED),
+    overrides("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler.get_draft_tokens", "self", HANDED),
+    has("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler", "req_ids", HANDED),
+    has("v1/outputs.py", "DraftTokenIds", "req_ids draft_token_ids", HANDED),
+    has("v1/worker/gpu/input_batch.py", "InputBatch", "req_ids num_reqs num_reqs_after_padding idx_mapping idx_mapping_np num_draft_tokens_per_req is_prefilling_np query_start_loc seq_lens positions num_tokens num_tokens_after_padding num_computed_prefill_tokens_np num_scheduled_tokens prefill_len_np seq_lens_cpu_upper_bound", V2),
+    has("v1/worker/gpu/states.py", "RequestState", "all_token_ids num_computed_tokens num_computed_tokens_np max_seq_len req_id_to_index draft_tokens last_sampled_tokens prefill_len total_len", V2),
+    has("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor", "gpu", V2),
+    has("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "np gpu", V2),
+    has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
+    has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", V2),
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
+    calls("v1/worker/gpu/async_utils.py", "async_copy_to_np", "x", HANDED),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", V2),
+    has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),
+    # CUDA graphs of the two inner levels.
+    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.__init__", "vllm_config, device, cudagraph_mode, decode_query_len", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.capture", "create_forward_fn, progress_bar_desc=", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.run_fullgraph", "desc", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", GRAPHS),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "worker/plain_decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "worker/plain_decode_graphs.py"),
+    overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "scheduler/async_scheduler.py"),
+    does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "scheduler/async_scheduler.py"),
+    has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
+]
+
+BUILDING: list[Surface] = [
+    calls("config/vllm.py", "get_layers_from_vllm_config", "vllm_config, layer_type", BUILD),
+    calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", BUILD),
+    calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", BUILD),
+    calls("v1/worker/utils.py", "AttentionGroup.get_metadata_builder", "", BUILD),
+    has("v1/worker/utils.py", "AttentionGroup", "backend layer_names kv_cache_spec kv_cache_group_id", BUILD),
+    has("v1/kv_cache_interface.py", "KVCacheConfig", "num_blocks kv_cache_tensors kv_cache_groups", BUILD),
+    has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride", BUILD),
+    has("v1/kv_cache_interface.py", "KVCacheGroupSpec", "layer_names kv_cache_spec", BUILD),
+    has("v1/kv_cache_interface.py", "KVCacheSpec", "block_size page_size_bytes", BUILD),
+    has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", BUILD),
+    overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", BUILD),
+]
+
+TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING
