@@ -85,19 +85,22 @@ def _cell(llm, args, geometry, context: int, batch: int) -> dict:
         "whole_s": time.monotonic() - began,
     }
     if decoded.counters is not None:
-        cell |= parts_ms(decoded.counters, decoded.num_steps, batch, cell["step_ms"])
+        cell |= parts_ms(decoded.counters, decoded.num_steps, cell["step_ms"])
     return cell
 
 
-def parts_ms(counters, num_steps: int, batch: int, step_ms: float) -> dict:
+def parts_ms(counters, num_steps: int, step_ms: float) -> dict:
     """Milliseconds of each part of a step, from the counters of ``num_steps`` steps.
 
-    Rounds and drafted tokens are counted for each request; those of a batch go through a pass
-    together. Where some need fewer rounds than others, a pass comes out dearer than it was.
+    Before each pass of level 2, level 1 makes ``gamma`` steps (2, the default), the first of
+    which feeds more than one token.
     """
+    from vllm_triforce.config import TriForceConfig
+
+    gamma = TriForceConfig().gamma
     spent = {part: 1e3 * seconds for part, seconds in counters.time_seconds.items()}
-    rounds = max(counters.num_inner_rounds / batch, 1)
-    level1_steps = max(counters.num_level1_drafted / batch, 1)
+    rounds = max(counters.num_level2_passes, 1)
+    level1_steps = rounds * gamma
     propose = sum(spent.values()) / num_steps
     return {
         "selection_ms": spent.get("selection", 0.0) / num_steps,

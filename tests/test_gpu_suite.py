@@ -229,12 +229,12 @@ def test_parts_of_a_step_add_up():
     from gpu.benchmark import parts_ms
     from vllm_triforce.metrics.counters import LevelCounters
 
-    counters = LevelCounters(num_inner_rounds=40, num_level1_drafted=60)
+    counters = LevelCounters(num_level2_passes=20)
     for part, seconds in (("selection", 0.01), ("level 1", 0.03), ("level 2", 0.1)):
         counters.add_time(part, seconds)
-    parts = parts_ms(counters, num_steps=5, batch=2, step_ms=50.0)
-    assert parts["level1_step_ms"] == pytest.approx(1.0)  # 30 steps, each for two rows
-    assert parts["level2_pass_ms"] == pytest.approx(5.0)  # 20 passes, as many rounds of each row
+    parts = parts_ms(counters, num_steps=5, step_ms=50.0)
+    assert parts["level1_step_ms"] == pytest.approx(0.75)  # 40 steps, two before each pass
+    assert parts["level2_pass_ms"] == pytest.approx(5.0)  # 20 passes
     assert parts["rounds_per_step"] == 4
     assert parts["propose_ms"] + parts["full_pass_ms"] == pytest.approx(50.0)
     assert parts["selection_ms"] == pytest.approx(2.0)

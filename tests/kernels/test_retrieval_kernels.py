@@ -35,6 +35,7 @@ def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: i
         (16, 128, 3, torch.float16),
         (32, 64, 8, torch.float32),
         (48, 80, 2, torch.float32),
+        (16, 64, 2, torch.float8_e4m3fn),
     ],
 )
 def test_chunk_means(layout, block_size, dim, heads, dtype):

@@ -66,6 +66,7 @@ def flash_attention(layer, impl, query, key_cache, value_cache, sequences, outpu
 def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
     """vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
     descale = (len(sequences.seq_lens), key_cache.shape[2])
     unified_attention(
@@ -85,6 +86,7 @@ def triton_attention(layer, impl, query, key_cache, value_cache, sequences, outp
         q_descale=layer._q_scale if query.dtype.itemsize == 1 else None,
         k_descale=layer._k_scale.expand(descale),
         v_descale=layer._v_scale.expand(descale),
+        kv_quant_mode=get_kv_quant_mode(impl.kv_cache_dtype),
     )
 
 

@@ -142,10 +142,13 @@ def check_vllm_config(vllm_config) -> None:
             "enable_lora=True: level 2 does not apply adapters yet; drop --enable-lora or "
             "method='triforce'"
         )
-    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+    readable = ("auto", "float16", "bfloat16", "float32")
+    if not is_cpu():
+        readable += ("fp8", "fp8_e4m3")
+    if cache_dtype not in readable:
         raise ValueError(
-            f"kv_cache_dtype={cache_dtype!r}: retrieval does not read quantized keys yet; "
-            "use kv_cache_dtype='auto'"
+            f"kv_cache_dtype={cache_dtype!r}: level 2 does not read such keys here; "
+            f"use one of {', '.join(readable)}"
         )
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise ValueError(

@@ -21,6 +21,9 @@ class LevelCounters:
     """Sums since the engine started; ``num_`` counts tokens, requests or passes."""
 
     num_inner_rounds: int = 0
+    """Requests times rounds in which they took part."""
+    num_level2_passes: int = 0
+    """Passes of level 2, each for all requests together; before each, level 1 drafts."""
     num_level1_drafted: int = 0
     num_level1_accepted: int = 0
     """Level 1's tokens that level 2 accepted."""

@@ -61,6 +61,7 @@ class TriForceSpeculator:
             self.counters.add_time("level 1", drafted_at - start)
             self.counters.add_time("level 2", forwarded_at - drafted_at)
             self.counters.add_time("verification", time.perf_counter() - forwarded_at)
+            self.counters.num_level2_passes += 1
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
         self.counters.add_proposal(proposal.token_ids)
         return proposal

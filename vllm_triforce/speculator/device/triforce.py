@@ -50,12 +50,14 @@ class DeviceTriForce:
         device, places = draft_logits.device, draft_logits.shape[:2]
         self._is_stale = torch.zeros(places, dtype=torch.int8, device=device)
         self.num_proposed = torch.zeros(places[0], dtype=torch.int32, device=device)
+        self._num_passes = 0
         self._counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
 
     @property
     def counters(self) -> LevelCounters:
         """Sums so far; waits for the device."""
         counts = dict(zip(DEVICE_COUNTERS, self._counters.tolist()))
+        counts["num_level2_passes"] = self._num_passes
         return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
 
     def capture(self, mode) -> None:
@@ -118,6 +120,7 @@ class DeviceTriForce:
     def _round(self, batch: DeviceBatch, is_first: bool) -> None:
         rows, sampling = self._rows, batch.sampling
         count = rows.num_rows
+        self._num_passes += 1
         with self.times.part("level 1"):
             self.level1.draft(batch, rows, is_first)
         with self.times.part("level 2"):

@@ -1,0 +1,181 @@
+"""Level 2's attention equals attention over the selected tokens, spelled out, for every kernel,
+layout and geometry; other libraries' kernels serve as oracles where they are installed."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from vllm_triforce.attention.gpu import SparseMetadata, UniformStarts, _RetrievalImpl
+from vllm_triforce.attention.paged_kernels import (
+    PagedSequences,
+    flash_attention,
+    triton_attention,
+)
+from vllm_triforce.attention.sequence_rows import sequence_rows
+from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+
+ON_GPU = DEVICE.type == "cuda"
+KERNELS = [triton_attention] + ([flash_attention] if ON_GPU else [])
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TOLERANCE = dict(rtol=2e-2, atol=2e-2) if ON_GPU else dict(rtol=1e-4, atol=1e-4)
+# Tokens that each of three requests reads, the new ones included.
+SEQ_LENS = [70, 3, 33]
+
+
+class Case:
+    """Three requests with a table per KV head over a paged cache of one layer."""
+
+    def __init__(self, layout, group, kv_heads, dim, block_size, query_lens) -> None:
+        torch.manual_seed(group * dim + block_size)
+        self.query_lens, self.block_size = query_lens, block_size
+        num_blocks, width = 40, -(-max(SEQ_LENS) // block_size)
+        shape = (num_blocks, kv_heads, block_size, 2 * dim)
+        if layout == "token-major":
+            shape = (num_blocks, block_size, kv_heads, 2 * dim)
+        cache = torch.randn(shape).to(DTYPE).to(DEVICE)
+        self.cache = cache.transpose(1, 2) if layout == "token-major" else cache
+        self.tables = torch.stack(
+            [torch.randperm(num_blocks)[:width] for _ in range(3 * kv_heads)]
+        ).view(3, kv_heads, width)
+        num_tokens = sum(query_lens)
+        self.query = torch.randn(num_tokens, kv_heads * group, dim).to(DTYPE).to(DEVICE)
+        self.impl = SimpleNamespace(
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_size=dim,
+            scale=dim**-0.5,
+            sliding_window=(-1, -1),
+            logits_soft_cap=0,
+            kv_cache_dtype="auto",
+            vllm_flash_attn_version=3,
+        )
+        one = torch.ones(1, device=DEVICE)
+        self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+
+    def attend(self, kernel, cache=None) -> torch.Tensor:
+        impl = object.__new__(type("Sparse", (_RetrievalImpl,), {"kernel": staticmethod(kernel)}))
+        impl.__dict__.update(vars(self.impl))
+        heads, cache = impl.num_kv_heads, self.cache if cache is None else cache
+        keys, values = cache.transpose(1, 2).split(impl.head_size, dim=-1)
+        blocks = OneHeadBlocks.of(keys, values)
+        names = self.tables * blocks.per_block
+        names = names + (torch.arange(heads) * blocks.per_head)[:, None]
+        lens = torch.tensor(self.query_lens, dtype=torch.int32)
+        uniform = len(set(self.query_lens)) == 1
+        if uniform:
+            starts = UniformStarts()(3 * heads, self.query_lens[0], DEVICE)
+        else:
+            starts = torch.cat([torch.zeros(1), lens.repeat_interleave(heads).cumsum(0)])
+        sequences = PagedSequences(
+            starts.to(torch.int32).to(DEVICE),
+            torch.tensor(SEQ_LENS, dtype=torch.int32).repeat_interleave(heads).to(DEVICE),
+            names.flatten(0, 1).to(torch.int32).to(DEVICE),
+            max(self.query_lens),
+            names.shape[2] * self.block_size,
+        )
+        rows = None if uniform else sequence_rows(lens, heads)
+        metadata = SparseMetadata(
+            sequences,
+            self.query_lens[0] if uniform else None,
+            None if rows is None else rows.to(DEVICE),
+        )
+        output = torch.zeros_like(self.query)
+        impl._forward_sparse(self.layer, self.query, cache, metadata, output)
+        return output
+
+    def gathered(self, request: int, head: int):
+        """What one KV head of one request reads: keys and values [tokens, dim]."""
+        own = self.cache[self.tables[request, head].to(DEVICE), head].flatten(0, 1)
+        return own[: SEQ_LENS[request]].split(self.impl.head_size, dim=-1)
+
+    def expected(self) -> torch.Tensor:
+        output, start = torch.zeros_like(self.query), 0
+        group = self.impl.num_heads // self.impl.num_kv_heads
+        for request, count in enumerate(self.query_lens):
+            for head in range(self.impl.num_heads):
+                key, value = self.gathered(request, head // group)
+                query = self.query[start : start + count, head].float()
+                scores = query @ key.float().T * self.impl.scale
+                ends = SEQ_LENS[request] - count + torch.arange(count, device=DEVICE)
+                later = torch.arange(SEQ_LENS[request], device=DEVICE) > ends[:, None]
+                probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+                output[start : start + count, head] = (probs @ value.float()).to(output.dtype)
+            start += count
+        return output
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "block_size", "query_lens"),
+    [
+        (1, 2, 64, 16, [1, 1, 1]),
+        (1, 3, 128, 32, [3, 3, 3]),
+        (4, 2, 64, 16, [3, 3, 3]),
+        (8, 1, 128, 16, [2, 2, 2]),
+        (4, 2, 64, 32, [1, 3, 2]),
+    ],
+)
+def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_lens):
+    case = Case(layout, group, kv_heads, dim, block_size, query_lens)
+    torch.testing.assert_close(case.attend(kernel), case.expected(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+def test_fp8_kv_cache(layout):
+    """Keys and values are stored in fp8 with scales; level 2 reads what level 3 would."""
+    case = Case(layout, 4, 2, 64, 16, [3, 3, 3])
+    k_scale, v_scale = 0.5, 2.0
+    scales = torch.tensor([k_scale] * 64 + [v_scale] * 64, device=DEVICE)
+    stored = (case.cache.float() / scales).to(torch.float8_e4m3fn)
+    case.cache = (stored.float() * scales).to(DTYPE)
+    case.layer._k_scale, case.layer._v_scale = (
+        torch.tensor([scale], device=DEVICE) for scale in (k_scale, v_scale)
+    )
+    case.impl.kv_cache_dtype = "fp8_e4m3"
+    found = case.attend(triton_attention, cache=stored)
+    torch.testing.assert_close(found, case.expected(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(
+    not ON_GPU or importlib.util.find_spec("flash_attn") is None,
+    reason="an oracle only where a GPU and flash-attn are",
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_against_flash_attn(kernel):
+    from flash_attn import flash_attn_func
+
+    case = Case("head-major", 4, 2, 64, 16, [3, 3, 3])
+    found = case.attend(kernel)
+    for request in range(3):
+        heads = [case.gathered(request, head) for head in range(2)]
+        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
+        query = case.query[request * 3 : request * 3 + 3][None]
+        expected = flash_attn_func(query, key, value, causal=True)[0]
+        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)
+
+
+@pytest.mark.skipif(
+    not ON_GPU or importlib.util.find_spec("xformers") is None,
+    reason="an oracle only where a GPU and xformers are",
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_against_xformers(kernel):
+    from xformers.ops import fmha
+
+    case = Case("head-major", 1, 2, 64, 16, [3, 3, 3])
+    found = case.attend(kernel)
+    for request in range(3):
+        heads = [case.gathered(request, head) for head in range(2)]
+        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
+        query = case.query[request * 3 : request * 3 + 3][None]
+        mask = fmha.attn_bias.LowerTriangularFromBottomRightMask()
+        expected = fmha.memory_efficient_attention(query, key, value, attn_bias=mask)[0]
+        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)
