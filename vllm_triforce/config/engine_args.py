@@ -177,7 +177,12 @@ def _finish(vllm_config, config: TriForceConfig):
             "Leave --worker-cls out, or speculate with another method"
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
+    _choose_scheduler(vllm_config)
+    return vllm_config
+
+
+def _choose_scheduler(vllm_config) -> None:
+    """An asynchronous scheduler must not have drafts verified that can never be there."""
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.async_scheduling and scheduler_config.scheduler_cls is None:
         scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
-    return vllm_config

@@ -1,0 +1,71 @@
+"""Promises: under asynchronous scheduling, requests that are too short for TriForce are scheduled
+without drafts, and a grammar sees everything that the full pass will verify."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+PLACEHOLDERS = [-1] * 6
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    """Ours over vLLM's, whose own part is to give every decoding request placeholders."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from vllm_triforce.scheduler.async_scheduler import TriForceAsyncScheduler
+
+    def give_placeholders(self, output):
+        for request_id in output.num_scheduled_tokens:
+            self.requests[request_id].spec_token_ids = PLACEHOLDERS
+
+    def prepare(self, vllm_config):
+        self.vllm_config = vllm_config
+
+    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", give_placeholders)
+    monkeypatch.setattr(AsyncScheduler, "__init__", prepare)
+    config = SimpleNamespace(additional_config={"triforce": {"min_context": 1000}})
+    return TriForceAsyncScheduler(config)
+
+
+def test_short_requests_are_scheduled_without_drafts(scheduler):
+    scheduler.requests = {
+        name: SimpleNamespace(num_computed_tokens=computed, spec_token_ids=[])
+        for name, computed in (("short", 999), ("long", 1000), ("absent", 10))
+    }
+    scheduler.requests["absent"].spec_token_ids = PLACEHOLDERS
+    step = SimpleNamespace(num_scheduled_tokens={"short": 1, "long": 7})
+    scheduler._update_after_schedule(step)
+    drafts = {name: request.spec_token_ids for name, request in scheduler.requests.items()}
+    assert drafts == {"short": [], "long": PLACEHOLDERS, "absent": PLACEHOLDERS}
+
+
+def test_the_scheduler_is_chosen_where_scheduling_is_asynchronous():
+    from vllm_triforce.config.engine_args import _choose_scheduler
+
+    for is_async, given, expected in (
+        (True, None, "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"),
+        (True, "some.Scheduler", "some.Scheduler"),
+        (False, None, None),
+    ):
+        scheduler_config = SimpleNamespace(async_scheduling=is_async, scheduler_cls=given)
+        _choose_scheduler(SimpleNamespace(scheduler_config=scheduler_config))
+        assert scheduler_config.scheduler_cls == expected
+
+
+@pytest.mark.parametrize(
+    ("is_asynchronous", "expected"), [(False, [[5, 6], []]), (True, [[5, 6, 0], [0, 0, 0]])]
+)
+def test_what_a_grammar_sees(is_asynchronous, expected):
+    """A scheduler that waits gets the proposals; one that does not verifies padding as well."""
+    from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
+
+    handler = object.__new__(ProposedTokensHandler)
+    handler._is_asynchronous, handler.req_ids, handler._num_places = is_asynchronous, ["a", "b"], 3
+    handler.copy_event = SimpleNamespace(synchronize=lambda: None)
+    handler._copied = np.array([[5, 6, 0], [0, 0, 0]]), np.array([2, 0])
+    assert handler.get_draft_tokens().draft_token_ids == expected
+    handler._copied = None
+    nothing = [[0, 0, 0]] * 2 if is_asynchronous else [[], []]
+    assert handler.get_draft_tokens().draft_token_ids == nothing
