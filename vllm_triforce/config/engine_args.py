@@ -10,7 +10,7 @@ import functools
 import inspect
 from typing import Any
 
-from vllm_triforce.config import compatibility
+from vllm_triforce.config import compatibility, request_params
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
 
 # Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
@@ -51,6 +51,7 @@ def install() -> None:
     EngineArgs.create_speculative_config = _wrap_create_speculative_config(
         EngineArgs.create_speculative_config
     )
+    request_params.install()
 
 
 def _wrap_add_cli_args(original):
@@ -161,6 +162,7 @@ def _wrap_create_speculative_config(original):
         compatibility.check_draft_kind(speculative_config.draft_model_config)
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
+        request_params.mark(speculative_config)
         return speculative_config
 
     return create_speculative_config

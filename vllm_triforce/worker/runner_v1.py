@@ -15,6 +15,7 @@ from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.off_v1 import skip_when_off
+from vllm_triforce.worker.rejection_v1 import answer_all_parameters
 
 logger = init_logger("vllm.triforce")
 
@@ -32,6 +33,7 @@ class TriForceProposer(DraftModelProposer):
         runner.effective_drafter_max_model_len = (
             runner.max_model_len + config.num_speculative_tokens + 1
         )
+        answer_all_parameters(runner, vllm_config, device)
         skip_when_off(runner, config.min_context, self._forget_finished)
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
@@ -181,10 +183,17 @@ class TriForceProposer(DraftModelProposer):
         most = min(most, slots - num_computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
         most = min(most, self._runner.max_model_len - 2 - num_computed)
-        if (params := request.sampling_params) is not None and params.max_tokens is not None:
-            emitted = num_computed + 1 - request.num_prompt_tokens
+        params = request.sampling_params
+        emitted = num_computed + 1 - request.num_prompt_tokens
+        if params.max_tokens is not None:
             # The full pass adds a token of its own.
             most = min(most, params.max_tokens - emitted - 1)
+        if emitted < params.min_tokens:
+            # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
+            # a proposal must not reach past min_tokens.
+            most = min(most, params.min_tokens - emitted - 1)
+        if params.logprob_token_ids:
+            return 0
         return most
 
     def _sampling(self, rows: list[int], metadata) -> SamplingRows:

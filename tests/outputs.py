@@ -1,0 +1,77 @@
+"""Comparing whole outputs, not only tokens, with stock vLLM's."""
+
+import math
+from contextlib import contextmanager
+
+from tests.generation import NOISE, assert_same_tokens
+from vllm_triforce.metrics.report import counters_of
+
+# Log-probabilities of one full pass over several tokens against one over a single token.
+LOGPROB_TOLERANCE = 1e-3
+
+
+def run(llm, prompts: list[list[int]], params: list, **kwargs):
+    """Outputs of prompts with a ``SamplingParams`` each."""
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False, **kwargs
+    )
+
+
+@contextmanager
+def speculating(llm, rejections: bool = True):
+    """Fails unless proposals were accepted, and rejected, meanwhile: or nothing was tested."""
+    before = counters_of(llm)
+    yield
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_accepted > 0, counted
+    if rejections:
+        assert counted.num_level3_rejections > 0, counted
+
+
+def assert_same_outputs(stock, wanted, found) -> int:
+    """Tokens, text, finish and stop reason, usage and log-probabilities of greedy requests.
+
+    Returns:
+        The number of completions that were token-identical; the others are proven ties.
+    """
+    identical = 0
+    assert len(wanted) == len(found)
+    for w, f in zip(wanted, found):
+        assert f.prompt_token_ids == w.prompt_token_ids
+        assert f.finished and w.finished
+        assert len(f.outputs) == len(w.outputs)
+        _assert_close_tables(w.prompt_logprobs, f.prompt_logprobs)
+        for a, b in zip(w.outputs, f.outputs):
+            wanted_ids, found_ids = list(a.token_ids), list(b.token_ids)
+            if wanted_ids != found_ids:
+                assert stock is not None, (wanted_ids, found_ids, a, b)
+                assert_same_tokens(stock, list(w.prompt_token_ids), wanted_ids, found_ids)
+                continue
+            identical += 1
+            assert b.text == a.text
+            assert (b.finish_reason, b.stop_reason) == (a.finish_reason, a.stop_reason)
+            _assert_close_tables(a.logprobs, b.logprobs)
+            if a.logprobs is not None:
+                assert len(b.logprobs) == len(b.token_ids)
+                assert math.isclose(
+                    a.cumulative_logprob, b.cumulative_logprob, abs_tol=LOGPROB_TOLERANCE * 50
+                )
+    return identical
+
+
+def _assert_close_tables(wanted, found) -> None:
+    """Of a sequence of {token: Logprob}, None where there is none."""
+    assert (wanted is None) == (found is None)
+    for place, (w, f) in enumerate(zip(wanted or [], found or [])):
+        assert (w is None) == (f is None)
+        if w is None:
+            continue
+        # Tokens at the end of a top-k list may change places where they are as likely.
+        for token in w.keys() & f.keys():
+            a, b = w[token].logprob, f[token].logprob
+            assert a == b or abs(a - b) < LOGPROB_TOLERANCE, (place, token, w, f)
+        for only, table in ((w.keys() - f.keys(), w), (f.keys() - w.keys(), f)):
+            lowest = min(entry.logprob for entry in table.values())
+            for token in only:
+                assert table[token].logprob - lowest < NOISE + LOGPROB_TOLERANCE, (place, w, f)
+        assert len(w) == len(f)

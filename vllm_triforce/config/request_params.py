@@ -1,0 +1,31 @@
+"""Requests that vLLM refuses as soon as any speculation is configured are answered.
+
+``SamplingParams._validate_spec_decode`` refuses ``min_p`` and ``logit_bias``, since vLLM's rejection
+sampler of Model Runner V1 leaves them out. Ours applies them (``worker/rejection_v1.py``), and
+Model Runner V2's does (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py), so a
+deployment that adds TriForce goes on answering what it answered before.
+"""
+
+import functools
+
+_MARK = "_answers_all_sampling_params"
+
+
+def mark(speculative_config) -> None:
+    """Marks TriForce's ``SpeculativeConfig``: it travels to the front-end with it."""
+    object.__setattr__(speculative_config, _MARK, True)
+
+
+def install() -> None:
+    """Wraps the check; it falls through for any other speculative method."""
+    from vllm.sampling_params import SamplingParams
+
+    original = SamplingParams._validate_spec_decode
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self, speculative_config):
+        if getattr(speculative_config, _MARK, False):
+            return
+        original(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = _validate_spec_decode

@@ -1,0 +1,116 @@
+"""Model Runner V1's rejection test, with the request parameters that vLLM leaves out of it.
+
+vLLM builds no processor for ``min_p`` and ``logit_bias`` once speculation is configured
+(``build_logitsprocs``), and its rejection sampler would not ask them about draft tokens; where a
+request of the batch has ``logprob_token_ids``, it takes their log-probabilities for everybody's.
+"""
+
+from dataclasses import replace
+
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    LogitsProcessors,
+)
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+
+
+def answer_all_parameters(runner, vllm_config, device) -> None:
+    """Gives a runner every built-in logits processor and a rejection sampler that heeds them."""
+    processors = LogitsProcessors(
+        processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
+    )
+    runner.input_batch.logitsprocs = processors
+    runner.input_batch.sampling_metadata.logitsprocs = processors
+    runner.rejection_sampler = CompleteRejectionSampler(
+        runner.sampler, vllm_config.speculative_config, device
+    )
+
+
+class CompleteRejectionSampler(RejectionSampler):
+    """vLLM's, for every request parameter that its plain sampler takes."""
+
+    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        self._named = sampling_metadata.logprob_token_ids or {}
+        if self._named:
+            # The plain sampler would return only these for the bonus tokens.
+            sampling_metadata = replace(
+                sampling_metadata,
+                logprob_token_ids=None,
+                max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
+            )
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
+
+    def apply_logits_processors(self, logits, sampling_metadata, metadata):
+        """Of the draft tokens' logits; where no token was drafted the plain sampler sees to it."""
+        owners = torch.arange(len(metadata.num_draft_tokens)).repeat_interleave(
+            torch.tensor(metadata.num_draft_tokens)
+        )
+        # As in the plain sampler: biases first, since a penalty depends on a logit's sign.
+        for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
+            if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
+                _add_biases(logits, owners, processor.biases)
+        logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+                min_p = processor.min_p[owners.to(logits.device)].view(-1)
+                temperature = sampling_metadata.temperature[owners.to(logits.device)]
+                _mask_below_min_p(logits, min_p, temperature)
+        return logits
+
+    def _get_logprobs_tensors(
+        self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+    ) -> LogprobsTensors:
+        tensors = super()._get_logprobs_tensors(
+            max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+        )
+        if not self._named:
+            return tensors
+        if not self.is_logits_logprobs_mode:
+            bonus_logits = self.sampler.compute_logprobs(bonus_logits)
+        return _with_named_logprobs(tensors, self._named, bonus_logits, sampled_token_ids.shape[1])
+
+
+def _with_named_logprobs(
+    tensors: LogprobsTensors,  # [batch_size * row_length, ...]
+    named: dict[int, list[int]],  # token ids by row of the batch; these rows have no drafts
+    logprobs: torch.Tensor,  # [batch_size, vocab_size]
+    row_length: int,
+) -> LogprobsTensors:
+    """Where a request names the tokens whose log-probabilities it wants, these."""
+    width = max(tensors.logprobs.shape[1], 1 + max(map(len, named.values())))
+    missing = (0, width - tensors.logprobs.shape[1])
+    ids = torch.nn.functional.pad(tensors.logprob_token_ids, missing)
+    values = torch.nn.functional.pad(tensors.logprobs, missing, value=float("-inf"))
+    for row, tokens in named.items():
+        chosen = torch.tensor(tokens, device=ids.device)
+        ids[row * row_length, 1 : 1 + len(tokens)] = chosen.to(ids.dtype)
+        values[row * row_length, 1 : 1 + len(tokens)] = logprobs[row, chosen]
+    return LogprobsTensors(ids, values, tensors.selected_token_ranks)
+
+
+def _add_biases(
+    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
+    owners: torch.Tensor,  # [num_draft_tokens], the row of the batch that each belongs to
+    biases: dict[int, dict[int, float]],  # by row of the batch, by token
+) -> None:
+    for place, owner in enumerate(owners.tolist()):
+        if bias := biases.get(owner):
+            tokens = torch.tensor(list(bias), device=logits.device)
+            logits[place, tokens] += torch.tensor(list(bias.values()), device=logits.device)
+
+
+def _mask_below_min_p(
+    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
+    min_p: torch.Tensor,  # [num_draft_tokens]
+    temperature: torch.Tensor,  # [num_draft_tokens]
+) -> None:
+    """Before the temperature is applied, which the plain sampler has done by then."""
+    temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
+    probs = (logits / temperature[:, None]).softmax(-1)
+    floor = probs.amax(-1, keepdim=True) * min_p[:, None]
+    logits.masked_fill_(probs < floor, float("-inf"))
