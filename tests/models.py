@@ -60,3 +60,84 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     ids = tokenizer(text[: 8 * num_tokens])["input_ids"]
     assert len(ids) >= num_tokens, "the held-out text is too short"
     return ids[:num_tokens]
+
+
+def make_adapter(folder: Path, model: str, *, scale: float, seed: int, rank: int = 4) -> str:
+    """Saves a random LoRA adapter of a Llama's attention and MLP, in PEFT's form."""
+    import json
+
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    heads, head_dim = config.num_attention_heads, config.head_dim
+    sizes = {
+        "self_attn.q_proj": (config.hidden_size, heads * head_dim),
+        "self_attn.k_proj": (config.hidden_size, config.num_key_value_heads * head_dim),
+        "self_attn.v_proj": (config.hidden_size, config.num_key_value_heads * head_dim),
+        "self_attn.o_proj": (heads * head_dim, config.hidden_size),
+        "mlp.down_proj": (config.intermediate_size, config.hidden_size),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (inputs, outputs) in sizes.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(outputs, rank, generator=generator) * scale
+            weights |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    names = sorted({name.split(".")[1] for name in sizes})
+    adapter = dict(peft_type="LORA", r=rank, lora_alpha=rank, target_modules=names, bias="none")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    return str(folder)
+
+
+# Keys of a tiny config, by architecture; layers with and without a sliding window alternate
+# where the architecture has both.
+_TINY = dict(
+    vocab_size=4096,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=4096,
+    initializer_range=0.1,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+_WINDOWS = dict(
+    sliding_window=64,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
+    "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0) -> str:
+    """Saves a tiny randomly initialised model of one of ``ARCHITECTURES`` in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, keys = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**_TINY, **keys})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter_name, parameter in model.named_parameters():
+        if "q_proj.weight" in parameter_name:
+            parameter.data.mul_(query_scale)
+        if parameter_name.endswith("sinks"):
+            parameter.data.normal_()
+    model.save_pretrained(folder)
+    return str(folder)

@@ -13,6 +13,13 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.key_layout import KeyLayout
 
+# Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
 
 @dataclass
 class SparseCPUMetadata:
@@ -220,15 +227,20 @@ class CPURetrievalAttention:
         if self._layout is None:
             self._layout = self.probe_layout(layer)
         flat = kv_cache.view(num_blocks, num_kv_heads, 2, block_size * width // 2)
-        return self._layout.mean(flat[block_ids, :, 0])
+        keys = flat[block_ids, :, 0]
+        fp8 = FP8.get(layer.impl.kv_cache_dtype)
+        if fp8 is None:
+            return self._layout.mean(keys)
+        return self._layout.mean(keys.view(fp8).float()) * layer._k_scale_float
 
     def probe_layout(self, layer) -> KeyLayout:
         """Lets the kernel write one block of known keys into a scratch cache."""
         _, _, block_size, width = layer.kv_cache.shape
-        head_dim, dtype = width // 2, layer.kv_cache.dtype
+        head_dim, cache_dtype = width // 2, layer.kv_cache.dtype
+        fp8 = FP8.get(layer.impl.kv_cache_dtype)
 
         def write_block(keys: torch.Tensor) -> torch.Tensor:
-            scratch = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
+            scratch = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=cache_dtype)
             key_cache, value_cache = scratch.chunk(2, dim=2)
             ops.cpu_attn_reshape_and_cache(
                 keys,
@@ -237,10 +249,11 @@ class CPURetrievalAttention:
                 value_cache,
                 torch.arange(block_size, dtype=torch.int64),
                 layer.isa,
-                k_scale=layer._k_scale_float,
-                v_scale=layer._v_scale_float,
+                k_scale=1.0,
+                v_scale=1.0,
                 kv_cache_dtype=layer.impl.kv_cache_dtype,
             )
-            return key_cache
+            return key_cache if fp8 is None else key_cache.contiguous().view(fp8).float()
 
-        return KeyLayout.probe(write_block, block_size, head_dim, dtype)
+        key_dtype = cache_dtype if fp8 is None else self._builder.dtype
+        return KeyLayout.probe(write_block, block_size, head_dim, key_dtype, fp8 is not None)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-# Integers up to here are exact in bfloat16 (8 bits of significand).
+# Integers below these are exact in bfloat16 (8 bits of significand) and in fp8_e5m2 (3 bits).
 _CODES = 256
+_FP8_CODES = 8
 
 
 class KeyLayout:
@@ -39,22 +40,27 @@ class KeyLayout:
         block_size: int,
         head_dim: int,
         dtype: torch.dtype,
+        is_fp8: bool = False,
     ) -> "KeyLayout":
         """Finds the layout with a writer of one block.
 
         Args:
-            write_block: takes keys [block_size, 1, head_dim] and returns the raw key block
-                that the kernel stored, in any shape with block_size * head_dim numbers.
+            write_block: takes keys [block_size, 1, head_dim] and returns the numbers of the raw
+                key block that the kernel stored, in any shape of block_size * head_dim.
+            dtype: of the keys that are written.
+            is_fp8: whether the kernel stores them as numbers of 8 bits, with a scale of 1.
 
         Raises:
             RuntimeError: what came back is not a permutation of the keys.
         """
         dims = torch.arange(head_dim)
-        low, high = dims % _CODES, dims // _CODES
+        base, weight = _FP8_CODES if is_fp8 else _CODES, 1
         found = torch.zeros(block_size * head_dim, dtype=torch.int64)
-        for codes, weight in ((low, 1), (high, _CODES)):
+        while weight < head_dim:
+            codes = dims // weight % base
             keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
             found += weight * write_block(keys).reshape(-1).to(torch.int64)
+            weight *= base
         counts = torch.bincount(found.clamp(0, head_dim), minlength=head_dim + 1)
         if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
             raise RuntimeError(

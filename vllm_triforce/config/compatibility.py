@@ -133,22 +133,21 @@ def check_draft_kind(draft_config) -> None:
         )
 
 
-def check_vllm_config(vllm_config) -> None:
+def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
     if vllm_config.lora_config is not None:
+        _check_lora(vllm_config, config)
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32", *_readable_kv_cache_dtypes()):
         raise ValueError(
-            "enable_lora=True: level 2 does not apply adapters yet; drop --enable-lora or "
-            "method='triforce'"
+            f"kv_cache_dtype={cache_dtype!r}: retrieval does not read such quantized keys on this "
+            "platform; use kv_cache_dtype='auto'"
         )
-    readable = ("auto", "float16", "bfloat16", "float32")
-    if not is_cpu():
-        readable += ("fp8", "fp8_e4m3")
-    if cache_dtype not in readable:
+    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
         raise ValueError(
-            f"kv_cache_dtype={cache_dtype!r}: level 2 does not read such keys here; "
-            f"use one of {', '.join(readable)}"
+            f"kv_cache_dtype_skip_layers={skipped}: level 2 needs one kind of KV cache in all of "
+            "the layers that it makes sparse; leave it out"
         )
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise ValueError(
@@ -165,6 +164,27 @@ def check_vllm_config(vllm_config) -> None:
             f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
             "not compute yet; use a text model or another method"
         )
+
+
+def _check_lora(vllm_config, config: TriForceConfig) -> None:
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "enable_lora=True: on Model Runner V2 level 2 does not apply adapters yet; drop "
+            "--enable-lora or method='triforce'"
+        )
+    scheduler = vllm_config.scheduler_config
+    tokens = scheduler.max_num_seqs * (config.gamma + 1)
+    if tokens > scheduler.max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}: with enable_lora vLLM "
+            f"keeps an adapter for so many tokens of a pass, and level 2's may have "
+            f"max_num_seqs * (gamma + 1) = {tokens}; raise it or lower max_num_seqs"
+        )
+
+
+def _readable_kv_cache_dtypes() -> tuple[str, ...]:
+    fp8 = ("fp8", "fp8_e4m3")
+    return (*fp8, "fp8_e5m2") if is_cpu() else fp8
 
 
 def default_block_size() -> int | None:

@@ -1,5 +1,6 @@
 """Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,8 @@ class RetrievalLevel:
         self._attention = attention
         self.cache = cache
         self._device = device
+        self.before_pass: Callable[[list[str], list[int]], None] | None = None
+        """Called before each pass with the requests and the number of tokens of each."""
 
     def begin(self, batch: DraftBatch) -> None:
         """Refreshes what is due and lays out the block tables of the whole proposal."""
@@ -78,6 +81,8 @@ class RetrievalLevel:
             feed.append([last, *tokens])
             first_positions.append(batch.num_computed_tokens[row] + len(proposed))
         inputs = PassInput.from_rows(feed, first_positions, self._device)
+        if self.before_pass is not None:
+            self.before_pass([batch.request_ids[row] for row in rows], list(map(len, feed)))
 
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.worker.adapters_v1 import AdapterSwitch
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.off_v1 import skip_when_off
 from vllm_triforce.worker.rejection_v1 import answer_all_parameters
@@ -35,6 +36,7 @@ class TriForceProposer(DraftModelProposer):
         )
         answer_all_parameters(runner, vllm_config, device)
         skip_when_off(runner, config.min_context, self._forget_finished)
+        self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
         self._requests: dict[str, object] = {}
@@ -81,6 +83,8 @@ class TriForceProposer(DraftModelProposer):
             block_sizes=[t.block_size for t in self._runner.input_batch.block_table.block_tables],
             device=self.device,
         )
+        if self._adapters is not None:
+            self._built.speculator.level2.before_pass = self._adapters.before_pass
 
     @property
     def counters(self):
@@ -140,6 +144,8 @@ class TriForceProposer(DraftModelProposer):
                 proposal = self._built.speculator.propose(batch)
             finally:
                 self._built.recorder.paused = False
+                if self._adapters is not None:
+                    self._adapters.restore()
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
             if proposal.probs is not None:

@@ -1,0 +1,35 @@
+"""LoRA on Model Runner V1: level 2's passes use each request's adapter."""
+
+
+class AdapterSwitch:
+    """Tells vLLM's LoRA layers which adapter each token of a pass belongs to.
+
+    vLLM does so once per step, for the tokens of the full pass; level 2's passes have others.
+    The draft of level 1 has no adapters: it may guess worse, nothing else.
+    """
+
+    def __init__(self, runner) -> None:
+        self._runner = runner
+        self._set_active = runner._set_active_loras
+        self._full_pass: tuple | None = None
+        runner._set_active_loras = self._remember
+
+    def _remember(self, *mapping) -> None:
+        self._full_pass = mapping
+        self._set_active(*mapping)
+
+    def before_pass(self, request_ids: list[str], num_tokens: list[int]) -> None:
+        """Logits are computed for every token, so both of vLLM's mappings are the same."""
+        input_batch = self._runner.input_batch
+        adapters = tuple(
+            int(input_batch.request_lora_mapping[input_batch.req_id_to_index[request_id]])
+            for request_id, count in zip(request_ids, num_tokens)
+            for _ in range(count)
+        )
+        active = set(input_batch.lora_id_to_lora_request.values())
+        self._set_active(adapters, adapters, active)
+
+    def restore(self) -> None:
+        """The full pass's mapping again: prompt log-probabilities are computed after a proposal."""
+        if self._full_pass is not None:
+            self._set_active(*self._full_pass)
