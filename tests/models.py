@@ -120,7 +120,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32}),
+    "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
     "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -138,6 +138,9 @@ def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0) -> s
         if "q_proj.weight" in parameter_name:
             parameter.data.mul_(query_scale)
         if parameter_name.endswith("sinks"):
-            parameter.data.normal_()
+            parameter.data.normal_(std=3)
+        if config.tie_word_embeddings and "embed_tokens" in parameter_name:
+            # Or the model would repeat its last token for ever.
+            parameter.data.mul_(0.05)
     model.save_pretrained(folder)
     return str(folder)

@@ -1,7 +1,7 @@
 """Dense and sparse attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm import _custom_ops as ops
@@ -27,11 +27,14 @@ class SparseCPUMetadata:
 
     query_start_loc: torch.Tensor  # [num_seqs + 1], int32
     seq_lens: torch.Tensor  # [num_seqs], int32
-    block_table: torch.Tensor  # [num_seqs, width], int32, in one-head blocks
+    block_table: torch.Tensor | None  # [num_seqs, width], int32, in one-head blocks
     scheduler_metadata: torch.Tensor
     rows: torch.Tensor | None
     """[num_tokens * num_kv_heads], rows of the query in the order of the sequences;
     None where that is the order they have."""
+    one_head: "SparseCPUMetadata | None" = None
+    """The same for one KV head of each request: attention sinks differ by head, and the kernel
+    takes the same for all of its sequences. Its ``block_table`` is the whole one."""
 
 
 class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -63,36 +66,54 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         group = self.num_heads // self.num_kv_heads
         num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         one_head = kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
-        key_cache, value_cache = one_head.chunk(2, dim=2)
+        caches = one_head.chunk(2, dim=2)
+        if metadata.one_head is not None:
+            self._forward_head_by_head(layer, query, caches, metadata.one_head, output)
+            return output
         grouped = query.reshape(num_tokens * num_kv_heads, group, self.head_size)
         result = output.view(num_tokens * num_kv_heads, group, -1)
         target = result
         if metadata.rows is not None:
             grouped = grouped[metadata.rows]
             target = torch.empty_like(grouped)
+        self._attend(layer, grouped, caches, target, metadata, metadata.block_table)
+        if metadata.rows is not None:
+            result[metadata.rows] = target
+        return output
+
+    def _forward_head_by_head(self, layer, query, caches, metadata, output) -> None:
+        heads = self.num_kv_heads
+        by_head = query.view(len(query), heads, -1, self.head_size).transpose(0, 1).contiguous()
+        sinks = self.sinks.view(heads, -1)
+        target = torch.empty_like(by_head)
+        for head in range(heads):
+            table = metadata.block_table[head::heads].contiguous()
+            self._attend(
+                layer, by_head[head], caches, target[head], metadata, table, sinks[head].contiguous()
+            )
+        output.view(len(query), heads, -1, self.head_size).copy_(target.transpose(0, 1))
+
+    def _attend(self, layer, query, caches, output, metadata, block_table, sinks=None) -> None:
         ops.cpu_attention_with_kv_cache(
-            query=grouped,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            output=target,
+            query=query,
+            key_cache=caches[0],
+            value_cache=caches[1],
+            output=output,
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=metadata.block_table,
+            block_table=block_table,
             softcap=self.logits_soft_cap,
             scheduler_metadata=metadata.scheduler_metadata,
-            s_aux=None,
+            s_aux=sinks,
             dynamic_causal=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        if metadata.rows is not None:
-            result[metadata.rows] = target
-        return output
 
 
 class CPUDraftAttention:
@@ -140,6 +161,7 @@ class CPURetrievalAttention:
         self._group = first.num_heads // first.num_kv_heads
         for index, layer in enumerate(layers):
             RetrievalCPUAttentionImpl.attach(layer, index, recorder)
+        self._has_sinks = first.impl.sinks is not None
         self._layout: KeyLayout | None = None
 
     @staticmethod
@@ -150,7 +172,6 @@ class CPURetrievalAttention:
             isinstance(impl, CPUAttentionBackendImpl)
             and impl.sliding_window == -1
             and impl.alibi_slopes is None
-            and impl.sinks is None
             and impl.kv_sharing_target_layer_name is None
         )
 
@@ -166,10 +187,22 @@ class CPURetrievalAttention:
     ) -> list[SparseCPUMetadata]:
         """Metadata of one level 2 pass, a layer each; only the block tables differ."""
         heads = self.num_kv_heads
-        seq_query_lens = query_lens.repeat_interleave(heads)
-        query_start_loc = torch.zeros(len(seq_query_lens) + 1, dtype=torch.int32)
-        torch.cumsum(seq_query_lens, 0, out=query_start_loc[1:])
-        seq_lens = seq_lens.repeat_interleave(heads)
+        split = self._metadata(
+            query_lens.repeat_interleave(heads),
+            seq_lens.repeat_interleave(heads),
+            sequence_rows(query_lens, heads),
+        )
+        if not self._has_sinks:
+            return [replace(split, block_table=table) for table in block_tables]
+        one_head = self._metadata(query_lens, seq_lens, None)
+        return [
+            replace(split, one_head=replace(one_head, block_table=table)) for table in block_tables
+        ]
+
+    def _metadata(self, query_lens, seq_lens, rows) -> SparseCPUMetadata:
+        """Of sequences of one KV head; the block table is still to come."""
+        query_start_loc = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+        torch.cumsum(query_lens, 0, out=query_start_loc[1:])
         scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(seq_lens),
             num_heads=self._group,
@@ -185,11 +218,7 @@ class CPURetrievalAttention:
             dynamic_causal=None,
             kv_cache_dtype=self._builder.kv_cache_dtype,
         )
-        rows = sequence_rows(query_lens, heads)
-        return [
-            SparseCPUMetadata(query_start_loc, seq_lens, table, scheduler_metadata, rows)
-            for table in block_tables
-        ]
+        return SparseCPUMetadata(query_start_loc, seq_lens, None, scheduler_metadata, rows)
 
     def uniform(
         self,
