@@ -1,0 +1,170 @@
+"""Promise: whatever the scheduler does to a request, it answers as stock vLLM does.
+
+One engine with a KV cache too small for the load, prefix caching, chunked prefill and a context
+gate in the middle of the lengths.
+"""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.conftest import triforce
+from tests.models import held_out_tokens
+from tests.outputs import assert_same_outputs, run, speculating
+from tests.test_level2 import built
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+MIN_CONTEXT = 300
+# 39 blocks of 32 tokens for eight requests of up to 20 blocks.
+SMALL = dict(max_model_len=1024, num_gpu_blocks_override=40, max_num_batched_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"])
+
+
+@pytest.fixture(scope="module", params=["draft", "lookup"])
+def llm(engines, pair, request):
+    keys = triforce(retrieval_budget=192, refresh_interval=3) | {"min_context": MIN_CONTEXT}
+    if request.param == "draft":
+        keys["model"] = pair["draft"]
+    return engines.get(
+        pair["target"], keys, enable_prefix_caching=True, disable_log_stats=False, **SMALL
+    )
+
+
+@pytest.fixture(scope="module")
+def text(stock):
+    return held_out_tokens(stock.get_tokenizer(), 12000)
+
+
+def greedy(max_tokens: int, **params) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+
+
+def metric(llm, name: str) -> int:
+    return next(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}")
+
+
+def assert_nothing_is_kept(llm) -> None:
+    """All blocks are free; the private caches belong to the last batch at most."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+    assert len(built(llm).speculator.level2.cache) <= 8
+
+
+@contextmanager
+def means_checked(llm):
+    """At each selection, the means in use equal those of the keys that lie in the KV cache now."""
+    cache = built(llm).speculator.level2.cache
+    original, checked = cache._select, []
+
+    def select(full_blocks, query):
+        ids = torch.from_numpy(full_blocks.astype("int64"))
+        for layer, block_means in enumerate(cache.chunk_mean_keys._block_means):
+            wanted = block_means(ids).transpose(0, 1)
+            found = cache.chunk_mean_keys.means[layer].index_select(1, ids)
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        checked.append(len(ids))
+        return original(full_blocks, query)
+
+    cache._select = select
+    try:
+        yield checked
+    finally:
+        del cache._select
+
+
+def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):
+    """A load that does not fit: requests lose their blocks and come back, others take them over,
+    some prompts share their beginning; prompts are read in chunks while others speculate."""
+    draw = random.Random(3)
+    shared = text[:256]
+    prompts = [
+        text[(s := draw.randrange(0, 11000)) : s + draw.choice([150, 290, 420, 560])]
+        for _ in range(12)
+    ] + [shared + text[(s := draw.randrange(300, 11000)) : s + 90] for _ in range(6)]
+    params = [greedy(draw.choice([20, 60, 100]), ignore_eos=True) for _ in prompts]
+    order = draw.sample(range(len(prompts)), len(prompts))
+    prompts, params = [prompts[i] for i in order], [params[i] for i in order]
+
+    before = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
+    wanted = run(stock, prompts, params)
+    with speculating(llm), means_checked(llm) as checked:
+        found = run(llm, prompts, params)
+    assert assert_same_outputs(stock, wanted, found) >= len(prompts) - 1
+    assert metric(llm, "num_preemptions") > before[0]
+    assert metric(llm, "prefix_cache_hits") > before[1]
+    assert len(checked) > len(prompts)
+    assert_nothing_is_kept(llm)
+
+
+def test_second_turn_of_a_conversation(stock, llm, text):
+    """A prompt that continues an answered one finds its blocks, and their means, in the cache."""
+    assert llm.reset_prefix_cache()
+    prompt = text[500:1000]
+    first = run(llm, [prompt], [greedy(40, ignore_eos=True)])[0]
+    second = prompt + list(first.outputs[0].token_ids) + text[2000:2030]
+    wanted = run(stock, [second], [greedy(60, ignore_eos=True)])
+    with speculating(llm, rejections=False), means_checked(llm) as checked:
+        found = run(llm, [second], [greedy(60, ignore_eos=True)])
+    assert found[0].num_cached_tokens >= len(prompt) // 32 * 32
+    assert checked
+    assert_same_outputs(stock, wanted, found)
+
+
+def test_crossing_the_context_gate(stock, llm, text):
+    """No proposal before the request has min_context tokens, proposals after, the same output."""
+    prompt = text[3000 : 3000 + MIN_CONTEXT - 20]
+    before = counters_of(llm)
+    wanted = run(stock, [prompt], [greedy(15, ignore_eos=True)])
+    assert_same_outputs(stock, wanted, run(llm, [prompt], [greedy(15, ignore_eos=True)]))
+    assert counters_of(llm).since(before).num_proposals == 0
+
+    wanted = run(stock, [prompt], [greedy(80, ignore_eos=True)])
+    with speculating(llm, rejections=False):
+        assert_same_outputs(stock, wanted, run(llm, [prompt], [greedy(80, ignore_eos=True)]))
+
+
+def test_ends_inside_a_proposal(engines, pair, stock, llm, text):
+    """max_model_len and max_tokens cut proposals short, with stock's finish reason and usage."""
+    ends = engines.get(pair["target"], None, max_model_len=1024)
+    prompts = [text[:n] for n in (960, 1001, 1017, 1020, 1022)]
+    for max_tokens in (None, 1, 2, 5):
+        params = [greedy(max_tokens, ignore_eos=True)] * len(prompts)
+        with speculating(llm, rejections=False) if max_tokens is None else _nothing():
+            found = run(llm, prompts, params)
+        assert_same_outputs(ends, run(ends, prompts, params), found)
+
+
+@contextmanager
+def _nothing():
+    yield
+
+
+def test_abort_between_proposal_and_full_pass(stock, llm, text):
+    """Aborted requests leave nothing behind, and a new one of the same name starts afresh."""
+    engine = llm.llm_engine
+    prompts = {"a": text[:400], "b": text[700:1100]}
+    for name, prompt in prompts.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, greedy(60, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    engine.abort_request(["a"])
+    again = text[1500:1950]
+    engine.add_request("a", {"prompt_token_ids": again}, greedy(30, ignore_eos=True))
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+    wanted = run(
+        stock, [again, prompts["b"]], [greedy(30, ignore_eos=True), greedy(60, ignore_eos=True)]
+    )
+    assert_same_outputs(stock, wanted, [found["a"], found["b"]])
+    assert_nothing_is_kept(llm)
