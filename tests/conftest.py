@@ -49,6 +49,11 @@ class Engines:
         self._keep = keep
         self._live: dict[str, object] = {}
 
+    def clear(self) -> None:
+        """Ends all live engines, and with them vLLM's process groups."""
+        self._live.clear()
+        gc.collect()
+
     def get(self, model: str, speculative_config: dict | None = None, **kwargs):
         from vllm import LLM
 

@@ -62,7 +62,7 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     return ids[:num_tokens]
 
 
-def make_adapter(folder: Path, model: str, *, scale: float, seed: int, rank: int = 4) -> str:
+def make_adapter(folder: Path, model: str, *, seed: int, scale: float = 0.3, rank: int = 4) -> str:
     """Saves a random LoRA adapter of a Llama's attention and MLP, in PEFT's form."""
     import json
 

@@ -135,8 +135,7 @@ def other_vocabulary(tmp_path_factory):
         ({"revision": "main"}, {}, ["revision", "no 'model'"]),
         ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "tensor parallelism"]),
         ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
-        ({}, {"enable_lora": True}, ["enable_lora", "adapters"]),
-        ({}, {"kv_cache_dtype": "fp8"}, ["'fp8'", "kv_cache_dtype='auto'"]),
+        ({}, {"kv_cache_dtype": "fp8_inc"}, ["'fp8_inc'", "kv_cache_dtype='auto'"]),
         ({"retrieval_chunk_size": 32}, {"block_size": 64}, ["=32 differs", "--block-size 32"]),
     ],
 )

@@ -94,7 +94,14 @@ CASES = {
     "max_tokens": lambda u: dict(max_tokens=3),
 }
 # Too few tokens, or tokens that level 2 did not guess: what is accepted is not looked at.
-HARDLY_SPECULATED = {"named logprobs", "choice", "eos", "ignore_eos", "allowed tokens", "max_tokens"}
+HARDLY_SPECULATED = {
+    "named logprobs",
+    "choice",
+    "eos",
+    "ignore_eos",
+    "allowed tokens",
+    "max_tokens",
+}
 
 
 @pytest.mark.parametrize("case", CASES)

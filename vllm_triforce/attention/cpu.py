@@ -89,7 +89,13 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         for head in range(heads):
             table = metadata.block_table[head::heads].contiguous()
             self._attend(
-                layer, by_head[head], caches, target[head], metadata, table, sinks[head].contiguous()
+                layer,
+                by_head[head],
+                caches,
+                target[head],
+                metadata,
+                table,
+                sinks[head].contiguous(),
             )
         output.view(len(query), heads, -1, self.head_size).copy_(target.transpose(0, 1))
 

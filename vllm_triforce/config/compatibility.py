@@ -154,6 +154,8 @@ def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
             f"data_parallel_size={parallel.data_parallel_size} with a mixture-of-experts target: "
             "its ranks step together, and level 2's rounds differ by rank; use tensor parallelism"
         )
+    if not vllm_config.use_v2_model_runner:
+        _check_logits_processors(vllm_config.model_config)
     if vllm_config.watermark_config is not None:
         raise ValueError(
             "watermark_config: level 2 draws its tokens without the watermark; drop it or "
@@ -163,6 +165,20 @@ def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
         raise ValueError(
             f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
             "not compute yet; use a text model or another method"
+        )
+
+
+def _check_logits_processors(model_config) -> None:
+    """Model Runner V1 refuses these once a model is loaded, and silently drops installed ones."""
+    from importlib.metadata import entry_points
+
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    installed = [entry.name for entry in entry_points(group=LOGITSPROCS_GROUP)]
+    if given := list(model_config.logits_processors or []) + installed:
+        raise ValueError(
+            f"logits_processors={given}: vLLM does not apply custom logits processors to tokens "
+            "that were speculated; drop or uninstall them, or drop method='triforce'"
         )
 
 

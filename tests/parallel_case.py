@@ -1,0 +1,58 @@
+"""Runs TriForce over two processes through AsyncLLM and prints what it saw as JSON.
+
+``python -m tests.parallel_case tensor|data``
+"""
+
+import asyncio
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+# vLLM's binding wants a NUMA node for each worker.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from tests.conftest import ENGINE, triforce
+from tests.models import PAIR, held_out_tokens
+
+
+async def answers(engine, prompts) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30)
+
+    async def one(name, prompt, params):
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, name):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    # Sampled requests beside the greedy ones: the ranks' noise must be the same too.
+    tasks = [one(f"greedy {i}", prompt, greedy) for i, prompt in enumerate(prompts)]
+    tasks += [one(f"sampled {i}", prompt, sampled) for i, prompt in enumerate(prompts)]
+    return (await asyncio.gather(*tasks))[: len(prompts)]
+
+
+async def main(case: str) -> None:
+    from transformers import AutoTokenizer
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 4000)
+    prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
+    arguments = {**ENGINE, "max_model_len": 4096, f"{case}_parallel_size": 2}
+    arguments["distributed_executor_backend"] = "mp"
+    keys = triforce(model=str(PAIR / "draft"), retrieval_budget=256)
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(str(PAIR / "target"), speculative_config=keys, **arguments)
+    )
+    try:
+        tokens = await answers(engine, prompts)
+        counters = await engine.collective_rpc("triforce_counters")
+    finally:
+        engine.shutdown()
+    print("RESULTS " + json.dumps({"tokens": tokens, "counters": counters}), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

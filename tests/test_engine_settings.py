@@ -1,0 +1,199 @@
+"""Promise: under every setting of the engine that is not refused, the output is stock vLLM's.
+
+Tensor and data parallelism start processes and take minutes on two cores: they run with
+``TRIFORCE_TEST_PARALLEL=1`` (``tests/parallel_case.py``).
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.conftest import triforce
+from tests.generation import assert_same_tokens
+from tests.models import (
+    ARCHITECTURES,
+    ROOT,
+    held_out_tokens,
+    make_adapter,
+    make_architecture,
+)
+from tests.outputs import assert_same_outputs, run, speculating
+from tests.test_level2 import built
+from tests.test_plugin import engine_config
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+# Half of the layers have a window, or none has, in the models of ``ARCHITECTURES``.
+HYBRID = {"gemma2", "gemma3", "gpt-oss"}
+
+
+@pytest.fixture(scope="module")
+def text(engines, pair):
+    return held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 4000)
+
+
+@pytest.mark.parametrize("name", ["mixtral", *sorted(ARCHITECTURES.keys() - {"mixtral"})])
+def test_architecture(engines, tmp_path, name):
+    """Level 2 with a small budget is tested and rejected by level 3 and the output is stock's;
+    with a budget that covers everything, level 2 is the target, so nothing is rejected."""
+    if ARCHITECTURES[name][1].get("num_local_experts"):
+        # vLLM makes the group of the experts with the first engine of a process only.
+        engines.clear()
+    model = make_architecture(tmp_path / name, name)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, 4096) for _ in range(n)] for n in (500, 120, 260)]
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
+    stock = engines.get(model, None, max_model_len=2048)
+    wanted = run(stock, prompts, params)
+    assert len(set(wanted[0].outputs[0].token_ids)) > 15, "too dull a model to test anything"
+
+    llm = engines.get(model, triforce(retrieval_budget=128), max_model_len=2048)
+    with speculating(llm):
+        assert assert_same_outputs(stock, wanted, run(llm, prompts, params)) == len(prompts)
+    groups = built(llm).speculator.level2._groups
+    dense = sum(len(group.dense_layer_names) for group in groups)
+    assert dense == (2 if name in HYBRID else 0)
+
+    cache = built(llm).speculator.level2.cache
+    budget, cache.budget_blocks = cache.budget_blocks, 2048 // 32
+    before = counters_of(llm)
+    assert_same_outputs(stock, wanted, run(llm, prompts, params))
+    cache.budget_blocks = budget
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_accepted == counted.num_level2_drafted > 50
+
+
+def test_adapters_mixed_in_one_batch(engines, pair, text, tmp_path):
+    """Two adapters and none; a budget that covers everything shows that level 2 applies them."""
+    adapters = [
+        LoRARequest(f"adapter {i}", i, make_adapter(tmp_path / str(i), pair["target"], seed=i))
+        for i in (1, 2)
+    ]
+    arguments = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
+    chosen = [None, adapters[0], adapters[1], adapters[0], adapters[1], None]
+    prompts = [text[:900], text[1000:1700], text[2000:2400]] * 2
+    stock = engines.get(pair["target"], None, **arguments)
+    wanted = run(stock, prompts, [GREEDY] * 6, lora_request=chosen)
+    plain = run(stock, prompts, [GREEDY] * 6)
+    changed = [a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(wanted, plain)]
+    assert sum(changed) >= 3, "the adapters change too little to test anything"
+
+    keys = triforce(model=pair["draft"], retrieval_budget=4096)
+    llm = engines.get(pair["target"], keys, **arguments)
+    before = counters_of(llm)
+    found = run(llm, prompts, [GREEDY] * 6, lora_request=chosen)
+    assert assert_same_outputs(None, wanted, found) == 6
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_accepted == counted.num_level2_drafted > 50
+
+    cache = built(llm).speculator.level2.cache
+    cache.budget_blocks, cache.recent_blocks = 5, 2
+    with speculating(llm):
+        found = run(llm, prompts, [GREEDY] * 6, lora_request=chosen)
+    assert assert_same_outputs(None, wanted, found) == 6
+
+
+# Largest distance of stock's two best log-probabilities where the outputs may part: a full pass
+# over seven tokens rounds differently from one over a single token.
+NUMBERS = {
+    "fp8": (dict(kv_cache_dtype="fp8"), 0.05),
+    "fp8_e5m2": (dict(kv_cache_dtype="fp8_e5m2"), 0.05),
+    "bfloat16": (dict(dtype="bfloat16"), 0.15),
+    "bfloat16 and fp8": (dict(dtype="bfloat16", kv_cache_dtype="fp8"), 0.15),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_of_fewer_bits(engines, pair, text, case):
+    """Greedy output parts from stock's only where rounding decides, and rarely."""
+    arguments, noise = NUMBERS[case]
+    stock = engines.get(pair["target"], None, **arguments)
+    llm = engines.get(pair["target"], triforce(retrieval_budget=256), **arguments)
+    prompts = [text[:900], text[1000:1700], text[2000:2400], text[2500:2600]]
+    wanted = run(stock, prompts, [GREEDY] * 4)
+    with speculating(llm, rejections=False):
+        found = run(llm, prompts, [GREEDY] * 4)
+    identical = sum(
+        assert_same_tokens(
+            stock, prompt, list(w.outputs[0].token_ids), list(f.outputs[0].token_ids), noise
+        )
+        for prompt, w, f in zip(prompts, wanted, found)
+    )
+    assert identical >= 3
+    # Level 2 read the right keys and values, or nearly nothing would be accepted.
+    assert counters_of(llm).level2_acceptance_rate > 0.5
+
+
+def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
+    engines, tmp_path, pair, text
+):
+    """An asynchronous scheduler is switched off by vLLM itself on the CPU."""
+    arguments = dict(enable_prefix_caching=False, async_scheduling=True)
+    stock = engines.get(pair["target"], None, **arguments)
+    llm = engines.get(pair["target"], triforce(retrieval_budget=256), **arguments)
+    assert not llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    prompts = [text[:900], text[:950]]
+    with speculating(llm):
+        found = run(llm, prompts, [GREEDY] * 2)
+    assert assert_same_outputs(stock, run(stock, prompts, [GREEDY] * 2), found) == 2
+    assert [o.num_cached_tokens for o in found] == [0, 0]
+
+    model = make_architecture(tmp_path / "gemma3", "gemma3")
+    arguments = dict(disable_hybrid_kv_cache_manager=True, max_model_len=2048)
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)]
+    stock = engines.get(model, None, **arguments)
+    llm = engines.get(model, triforce(retrieval_budget=128), **arguments)
+    with speculating(llm):
+        found = run(llm, [text[:500]], params)
+    assert assert_same_outputs(stock, run(stock, [text[:500]], params), found) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (dict(enable_lora=True, max_num_seqs=256, max_num_batched_tokens=512), "gamma"),
+        (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
+        (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(gqa_pair, arguments, named):
+    with pytest.raises(ValueError, match=named):
+        engine_config(gqa_pair["target"], triforce(), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRIFORCE_TEST_PARALLEL" not in os.environ, reason="takes minutes")
+@pytest.mark.parametrize("case", ["tensor", "data"])
+def test_parallel(engines, pair, text, case):
+    """Real processes through AsyncLLM. All ranks of a tensor-parallel target must propose the
+    same: their counters are alike. Data-parallel engines answer each on its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.parallel_case", case],
+        cwd=ROOT,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert "RESULTS " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(done.stdout.split("RESULTS ")[1])
+    stock = engines.get(pair["target"])
+    prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
+    wanted = run(stock, prompts, [GREEDY] * 4)
+    for prompt, w, found in zip(prompts, wanted, results["tokens"]):
+        assert_same_tokens(stock, prompt, list(w.outputs[0].token_ids), found)
+    counters = results["counters"]
+    assert len(counters) == 2
+    for rank in counters:
+        assert rank["num_level2_accepted"] > 0
+        rank.pop("time_seconds")
+    if case == "tensor":
+        assert counters[0] == counters[1]
