@@ -84,7 +84,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
     def _forward_head_by_head(self, layer, query, caches, metadata, output) -> None:
         heads = self.num_kv_heads
         by_head = query.view(len(query), heads, -1, self.head_size).transpose(0, 1).contiguous()
-        sinks = self.sinks.view(heads, -1)
+        sinks = self.sinks.view(heads, -1).contiguous()
         target = torch.empty_like(by_head)
         for head in range(heads):
             table = metadata.block_table[head::heads].contiguous()
@@ -95,7 +95,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
                 target[head],
                 metadata,
                 table,
-                sinks[head].contiguous(),
+                sinks[head],
             )
         output.view(len(query), heads, -1, self.head_size).copy_(target.transpose(0, 1))
 
