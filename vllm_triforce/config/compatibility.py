@@ -13,19 +13,25 @@ _SIGNATURES = {
     "create_engine_config": ["self", "usage_context", "headless"],
     "create_speculative_config": ["self", "target_model_config", "target_parallel_config"],
 }
+_SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
 
 
 def check_signatures() -> None:
     """Refuses a vLLM whose methods that we wrap have moved."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
 
-    for name, wanted in _SIGNATURES.items():
-        found = list(inspect.signature(getattr(EngineArgs, name)).parameters)
-        if found != wanted:
-            raise ValueError(
-                f"vllm-triforce wraps EngineArgs.{name}({', '.join(wanted)}), but this vLLM has "
-                f"({', '.join(found)}); install vLLM {', '.join(SUPPORTED_VLLM)}"
-            )
+    for owner, signatures in (
+        (EngineArgs, _SIGNATURES),
+        (SamplingParams, _SAMPLING_PARAMS_SIGNATURES),
+    ):
+        for name, wanted in signatures.items():
+            found = list(inspect.signature(getattr(owner, name)).parameters)
+            if found != wanted:
+                raise ValueError(
+                    f"vllm-triforce wraps {owner.__name__}.{name}({', '.join(wanted)}), but this "
+                    f"vLLM has ({', '.join(found)}); install vLLM {', '.join(SUPPORTED_VLLM)}"
+                )
 
 
 def check_vllm_version(version: str | None = None) -> None:

@@ -3,7 +3,7 @@
 ``SamplingParams._validate_spec_decode`` refuses ``min_p`` and ``logit_bias``, since vLLM's
 rejection sampler of Model Runner V1 leaves them out. Ours applies them (``rejection_v1.py``), and
 Model Runner V2 applies them (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py): a
-a deployment that adds TriForce goes on answering what it answered before.
+deployment that adds TriForce goes on answering what it answered before.
 """
 
 import functools

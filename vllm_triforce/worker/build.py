@@ -131,7 +131,7 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
     if not sparse_layers:
         raise ValueError(
             "no layer of the target has full attention that TriForce can make sparse (sliding "
-            "windows, ALiBi and attention sinks stay dense); use another speculative method"
+            "windows and ALiBi stay dense); use another speculative method"
         )
     return groups, sparse_layers, sparse_builder
 
