@@ -190,6 +190,9 @@ class TriForceProposer(DraftModelProposer):
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
         most = min(most, self._runner.max_model_len - 2 - num_computed)
         params = request.sampling_params
+        if params.logprob_token_ids or params.allowed_token_ids:
+            # The first are for a row's only token; of the second level 2 would guess few.
+            return 0
         emitted = num_computed + 1 - request.num_prompt_tokens
         if params.max_tokens is not None:
             # The full pass adds a token of its own.
@@ -198,8 +201,6 @@ class TriForceProposer(DraftModelProposer):
             # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
             # a proposal must not reach past min_tokens.
             most = min(most, params.min_tokens - emitted - 1)
-        if params.logprob_token_ids:
-            return 0
         return most
 
     def _sampling(self, rows: list[int], metadata) -> SamplingRows:
