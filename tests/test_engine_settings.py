@@ -159,7 +159,6 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (dict(enable_lora=True, max_num_seqs=256, max_num_batched_tokens=512), "gamma"),
         (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
         (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
     ],

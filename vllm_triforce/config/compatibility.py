@@ -139,12 +139,15 @@ def check_draft_kind(draft_config) -> None:
         )
 
 
-def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
+def check_vllm_config(vllm_config) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if vllm_config.lora_config is not None:
-        _check_lora(vllm_config, config)
+    if vllm_config.lora_config is not None and vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "enable_lora=True: on Model Runner V2 level 2 does not apply adapters yet; drop "
+            "--enable-lora or method='triforce'"
+        )
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32", *_readable_kv_cache_dtypes()):
         raise ValueError(
             f"kv_cache_dtype={cache_dtype!r}: retrieval does not read such quantized keys on this "
@@ -185,22 +188,6 @@ def _check_logits_processors(model_config) -> None:
         raise ValueError(
             f"logits_processors={given}: vLLM does not apply custom logits processors to tokens "
             "that were speculated; drop or uninstall them, or drop method='triforce'"
-        )
-
-
-def _check_lora(vllm_config, config: TriForceConfig) -> None:
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "enable_lora=True: on Model Runner V2 level 2 does not apply adapters yet; drop "
-            "--enable-lora or method='triforce'"
-        )
-    scheduler = vllm_config.scheduler_config
-    tokens = scheduler.max_num_seqs * (config.gamma + 1)
-    if tokens > scheduler.max_num_batched_tokens:
-        raise ValueError(
-            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}: with enable_lora vLLM "
-            f"keeps an adapter for so many tokens of a pass, and level 2's may have "
-            f"max_num_seqs * (gamma + 1) = {tokens}; raise it or lower max_num_seqs"
         )
 
 

@@ -170,7 +170,7 @@ def _wrap_create_speculative_config(original):
 
 def _finish(vllm_config, config: TriForceConfig):
     resolved = config.resolve(vllm_config.cache_config.block_size)
-    compatibility.check_vllm_config(vllm_config, resolved)
+    compatibility.check_vllm_config(vllm_config)
     vllm_config.additional_config[METHOD].update(resolved.to_dict())
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:

@@ -5,7 +5,8 @@ class AdapterSwitch:
     """Tells vLLM's LoRA layers which adapter each token of a pass belongs to.
 
     vLLM does so once per step, for the tokens of the full pass; level 2's passes have others.
-    The draft of level 1 has no adapters: it may guess worse, nothing else.
+    The draft of level 1 has no adapters: it may guess worse, nothing else. A pass fits vLLM's
+    buffers: ``max_num_batched_tokens`` has room for every request's proposal.
     """
 
     def __init__(self, runner) -> None:
