@@ -82,7 +82,7 @@ def install(engine_process: bool) -> None:
         engine_process: False where it is not known that an engine will run here: what vLLM has
             not loaded is then left alone.
     """
-    if engine_process or "vllm.v1.core.sched.scheduler" in sys.modules:
+    if engine_process or "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.core.sched.scheduler import Scheduler
 
         _wrap_once(Scheduler, "update_from_output", _into_scheduler_stats)

@@ -37,6 +37,11 @@ class Level1(ABC):
         ``sampling`` and ``noise`` have a row for each of ``rows``.
         """
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that something is kept for."""
+        return 0
+
     def clean(self, request_id: str) -> None:  # noqa: B027, most levels keep nothing
         """Removes NaN from what is kept for a request, before others can own it."""
 

@@ -75,6 +75,10 @@ class StreamingLevel(Level1):
             ]
         return drafted
 
+    @property
+    def num_requests(self) -> int:
+        return max(len(self._windows), len(self.cache))
+
     def clean(self, request_id: str) -> None:
         """Kernels multiply what is masked by 0: a NaN left behind would reach the next owner."""
         blocks = self.cache.block_table[self.cache.slot(request_id)].long()

@@ -91,6 +91,14 @@ class TriForceSpeculator:
         self.level1.release(request_id)
         self.level2.release(request_id)
 
+    def held_requests(self) -> dict[str, int]:
+        """How many requests each level keeps something for."""
+        return {
+            "level 1": self.level1.num_requests,
+            "level 2": len(self.level2.cache),
+            "set aside": len(self.set_aside),
+        }
+
     def _set_aside(self, request_id: str, whose: str) -> None:
         if request_id in self.set_aside:
             return

@@ -59,6 +59,10 @@ class TriForceWorkerMixin:
         """They travel to /metrics with the step's output."""
         return output if self._counter_sender is None else self._counter_sender.attach(output)
 
+    def triforce_held_requests(self) -> dict[str, int]:
+        """How many requests something is kept for, by what keeps it; to find leaks."""
+        return self.triforce.held_requests()
+
     def triforce_counters(self) -> dict:
         """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
         return self.triforce.counters.to_dict()

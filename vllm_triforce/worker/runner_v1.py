@@ -86,6 +86,9 @@ class TriForceProposer(DraftModelProposer):
     def counters(self):
         return self._built.counters
 
+    def held_requests(self) -> dict[str, int]:
+        return {**self._built.speculator.held_requests(), "runner": len(self._requests)}
+
     # Every step.
 
     def prepare_next_token_ids_padded(self, sampled_token_ids, requests, batch, discard_mask):

@@ -118,6 +118,9 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
     def synchronize_times(self, synchronize: bool) -> None:
         self._built.triforce.times.synchronize = synchronize
 
+    def held_requests(self) -> dict[str, int]:
+        return {**self._built.speculator.held_requests(), "runner": len(self._known_requests)}
+
     # Every step.
 
     @torch.inference_mode()
