@@ -86,6 +86,8 @@ def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # vLLM pins every worker of a machine to the same cores, whatever else runs there.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         **env,

@@ -64,8 +64,10 @@ def random_cases(count: int, seed: int, text: list[int], vocab_size: int = 4096)
     """Prompts are stretches of real text, some with a common beginning, or random tokens."""
     draw = random.Random(seed)
     shared = text[:600]
-    cases = []
-    for _ in range(count):
+    # Sixteen that fit together when they come and no longer when they have grown: preemption.
+    growing = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    cases = [Case(text[place : place + 200], growing, None) for place in range(0, 160, 10)]
+    for _ in range(count - len(cases)):
         # Half of them evenly spread, half by magnitude.
         length = draw.randint(1, MAX_PROMPT)
         if draw.random() < 0.5:
@@ -147,7 +149,7 @@ async def drive(address: str, cases: list[Case], seed: int, on_progress=None) ->
 
     tasks = []
     while len(tasks) < len(cases):
-        for _ in range(draw.randint(1, 24)):
+        for _ in range(draw.randint(1, 24) if tasks else 16):
             if len(tasks) == len(cases):
                 break
             await gate.acquire()
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-growth-mib", type=float, default=64)
+    parser.add_argument("--log", type=Path, help="where the server's log goes; else a temporary")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -313,9 +316,13 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        serve(str(PAIR / "target"), Path(folder) / "log", *SERVER) as server,
+        serve(str(PAIR / "target"), args.log or Path(folder) / "log", *SERVER) as server,
     ):
-        figures = soak(server, cases, args.seed, progress)
+        try:
+            figures = soak(server, cases, args.seed, progress)
+        except Exception:
+            sys.stderr.write(server.text()[-6000:])
+            raise
     print(json.dumps(figures, indent=2), flush=True)
     assert figures["preemptions"], "nothing was preempted: the cache is too large for this load"
     growth = figures["memory growth (MiB)"]
