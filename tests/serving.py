@@ -110,7 +110,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _wait_until_healthy(server: Server, seconds: int = 240) -> None:
+def _wait_until_healthy(server: Server, seconds: int = 900) -> None:
     for _ in range(seconds):
         assert server.process.poll() is None, server.text()[-4000:]
         try:
