@@ -90,6 +90,8 @@ def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # By default as long as the client's own: a request may then meet a connection that closes.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **env,
     }
     with log.open("w") as out:

@@ -156,6 +156,9 @@ async def drive(address: str, cases: list[Case], seed: int, on_progress=None) ->
             tasks.append(asyncio.create_task(one(cases[len(tasks)])))
         if on_progress is not None:
             on_progress(len(tasks))
+        for task in tasks:
+            if task.done():
+                task.result()  # a request that failed ends the soak
         await asyncio.sleep(draw.expovariate(1.0))
     await asyncio.gather(*tasks)
     await client.close()

@@ -88,7 +88,7 @@ def test_streaming(client, stock, text, chat):
     else:
         chunks = list(client.completions.create(prompt=prompt, **arguments))
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    tokens = [token for choice in choices for token in choice.token_ids or []]
+    tokens = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
     check(stock, [prompt], [tokens])
     pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
     assert "".join(pieces) == stock.get_tokenizer().decode(tokens)
@@ -147,15 +147,8 @@ def test_clients_that_leave(server, stock, text):
     check(stock, staying, [answer.choices[0].token_ids for answer in answers])
     soak.check_nothing_is_kept(server)
     counted = change(before, server.metrics())
-    ended = {
-        name: sum(
-            value
-            for key, value in counted.items()
-            if key.startswith("vllm:request_success_total{") and f'finished_reason="{name}"' in key
-        )
-        for name in ("abort", "length")
-    }
-    assert ended == {"abort": 12, "length": 4 + 1}  # and the request that looks for leaks
+    # vLLM counts no request that a client left: four, and the one that looks for leaks.
+    assert counted["vllm:request_success_total"] == 4 + 1
     assert counted["vllm:triforce_proposals_total"] > 12
 
 
