@@ -13,6 +13,9 @@ from tests.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.speculator import triforce as triforce_module
+from vllm_triforce.verification.inner import verify
+from vllm_triforce.verification.noise import InnerNoise
+from vllm_triforce.verification.sampling_rows import SamplingRows
 from vllm_triforce.worker import build
 from vllm_triforce.worker.draft_loading import loading_draft
 
@@ -162,6 +165,37 @@ class Poison:
 
     def __exit__(self, *_):
         self._level._model = self.model
+
+
+@pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
+@pytest.mark.parametrize("entry", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, entry, place):
+    """Wherever it is in the row; an infinity too, where it leaves no distribution."""
+    torch.manual_seed(0)
+    logits = torch.randn(9, 7)
+    sampling = SamplingRows(torch.tensor(temperatures, dtype=torch.float32), seeds=[1, 2, 3])
+    drafted = [logits[3 * row : 3 * row + 2].argmax(-1).tolist() for row in range(3)]
+    noise = InnerNoise(0, torch.device("cpu"))
+
+    def verified(logits):
+        noise.begin(sampling.seeds, [(5, 0)] * 3)
+        return verify(drafted, None, logits, sampling, noise)
+
+    whole = verified(logits)
+    broken = logits.clone()
+    broken[3 + place, 4] = entry
+    found = verified(broken)
+    assert whole.nan_rows == []
+    if entry == float("inf") and temperatures[1] == 0:
+        return  # the largest number there is: greedy has its answer
+    assert found.nan_rows == [1]
+    assert found.token_ids[1] == [] and found.probs[1] == [] and found.num_accepted[1] == 0
+    for row in (0, 2):
+        assert found.token_ids[row] == whole.token_ids[row] != []
+        assert found.num_accepted[row] == whole.num_accepted[row]
+        for p, q in zip(found.probs[row], whole.probs[row], strict=True):
+            assert torch.equal(p, q) and not p.isnan().any()
 
 
 @pytest.mark.engine
