@@ -1,99 +1,323 @@
-"""Promise: `vllm serve` with TriForce answers as stock vLLM does; the real multi-process path."""
+"""Promise: `vllm serve` with TriForce answers as stock vLLM does, and counts what it does.
 
-import json
+One server for all tests here, with the soak's settings: a worker process, an engine process and
+an API server, and a cache that is too small for the load. Its worker is killed at the end.
+"""
+
+import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 
+import openai
 import pytest
 
+from tests import soak
 from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens
+from tests.serving import MODEL, change, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@pytest.fixture(scope="module")
+def server(pair, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(pair["target"], log, *soak.SERVER) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def server(pair, tmp_path_factory):
-    port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
-    keys = {"model": pair["draft"], "min_context": 0, "retrieval_budget": 256}
-    keys |= {"log_interval": 1}
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", pair["target"]),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", "4096", "--max-num-seqs", "4", "--enforce-eager"),
-        *("--gpu-memory-utilization", "0.1", "--served-model-name", "target"),
-        *("--speculative-model", "triforce", "--speculative-config", json.dumps(keys)),
-    ]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(address, process, log)
-        yield address, log
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def client(server):
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
 
-def wait_until_healthy(address, process, log, seconds=240) -> None:
-    for _ in range(seconds):
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-4000:])
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"])
 
 
-def complete(address: str, prompts: list[list[int]], **params) -> list[list[int]]:
-    body = {"model": "target", "prompt": prompts, "return_token_ids": True, **params}
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        choices = json.load(response)["choices"]
-    return [choice["token_ids"] for choice in sorted(choices, key=lambda c: c["index"])]
+@pytest.fixture(scope="module")
+def text(stock):
+    return held_out_tokens(stock.get_tokenizer(), 6000)
 
 
-def test_server_answers_as_stock(server, engines, pair):
-    address, log = server
-    stock = engines.get(pair["target"])
-    text = held_out_tokens(stock.get_tokenizer(), 3000)
-    prompts = [text[:60], text[:700], text[100:2900]]
-    found = complete(address, prompts, max_tokens=40, temperature=0, ignore_eos=True)
-    wanted = generate(stock, prompts, max_tokens=40)
-    for prompt, w, f in zip(prompts, wanted, found):
+GREEDY = dict(model=MODEL, temperature=0, max_tokens=40)
+IDS = dict(return_token_ids=True, ignore_eos=True, add_special_tokens=False)
+
+
+def check(stock, prompts, found, max_tokens=40) -> None:
+    wanted = generate(stock, prompts, max_tokens=max_tokens)
+    for prompt, w, f in zip(prompts, wanted, found, strict=True):
         assert_same_tokens(stock, prompt, w, f)
-    time.sleep(1.1)
-    complete(address, prompts[:1], max_tokens=8, temperature=0)
-    assert "TriForce metrics: Mean acceptance length" in log.read_text()
 
 
-def test_server_samples(server):
-    address, _ = server
-    params = dict(max_tokens=12, temperature=0.8, top_p=0.9, seed=3)
-    prompt = [[5, 6, 7, 8] * 40]
-    assert complete(address, prompt, **params) == complete(address, prompt, **params)
+def test_completions(server, client, stock, text):
+    prompts = [text[:60], text[:700], text[100:2900]]
+    answer = client.completions.create(prompt=prompts, extra_body=IDS, **GREEDY)
+    check(stock, prompts, [choice.token_ids for choice in answer.choices])
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+    assert answer.usage.completion_tokens == 120
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+
+
+def test_chat(client, stock, text):
+    """Also what stock says of the text, not only of the tokens."""
+    content = stock.get_tokenizer().decode(text[:900])
+    messages = [{"role": "system", "content": "Continue."}, {"role": "user", "content": content}]
+    answer = client.chat.completions.create(messages=messages, extra_body=IDS, **GREEDY)
+    prompt, found = answer.prompt_token_ids, answer.choices[0].token_ids
+    check(stock, [prompt], [found])
+    assert len(prompt) > 800
+    assert answer.choices[0].message.content == stock.get_tokenizer().decode(found)
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_streaming(client, stock, text, chat):
+    """A step's tokens may come in one chunk; together they are the answer, and so is the usage."""
+    arguments = dict(stream=True, stream_options={"include_usage": True}, extra_body=IDS, **GREEDY)
+    prompt = text[:800]
+    if chat:
+        content = stock.get_tokenizer().decode(prompt)
+        messages = [{"role": "user", "content": content}]
+        chunks = list(client.chat.completions.create(messages=messages, **arguments))
+        prompt = next(c.prompt_token_ids for c in chunks if getattr(c, "prompt_token_ids", None))
+    else:
+        chunks = list(client.completions.create(prompt=prompt, **arguments))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
+    check(stock, [prompt], [tokens])
+    pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
+    assert "".join(pieces) == stock.get_tokenizer().decode(tokens)
+    reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
+    assert reasons == ["length"]
+    assert chunks[-1].usage.completion_tokens == 40
+    assert len(chunks) < 35, "no chunk had more than a token: nothing was speculated"
+
+
+def run_async(server, work):
+    async def main():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.address}/v1", api_key="none", max_retries=0
+        ) as client:
+            return await work(client)
+
+    return asyncio.run(main())
+
+
+def test_parallel_clients(server, stock, text):
+    prompts = [text[37 * i : 37 * i + 20 + 90 * i] for i in range(16)]
+
+    async def work(client):
+        calls = [
+            client.completions.create(prompt=prompt, extra_body=IDS, **GREEDY) for prompt in prompts
+        ]
+        return await asyncio.gather(*calls)
+
+    answers = run_async(server, work)
+    check(stock, prompts, [answer.choices[0].token_ids for answer in answers])
+    assert len({answer.id for answer in answers}) == 16
+
+
+def test_clients_that_leave(server, stock, text):
+    """Twelve leave in mid-proposal; those beside them get stock's answer, all memory is free."""
+    before = server.metrics()
+    leaving = [text[i * 50 : i * 50 + 300 + 40 * i] for i in range(12)]
+    staying = [text[i * 70 : i * 70 + 400] for i in range(4)]
+
+    async def leave(client, prompt, chunks):
+        stream = await client.completions.create(
+            prompt=prompt, stream=True, extra_body=IDS, **(GREEDY | {"max_tokens": 1000})
+        )
+        for _ in range(chunks):
+            await anext(stream)
+        await stream.close()
+
+    async def work(client):
+        stay = [
+            client.completions.create(prompt=prompt, extra_body=IDS, **GREEDY) for prompt in staying
+        ]
+        gone = [leave(client, prompt, i % 4 + 1) for i, prompt in enumerate(leaving)]
+        return (await asyncio.gather(*stay, *gone))[: len(stay)]
+
+    answers = run_async(server, work)
+    check(stock, staying, [answer.choices[0].token_ids for answer in answers])
+    soak.check_nothing_is_kept(server)
+    counted = change(before, server.metrics())
+    # vLLM counts no request that a client left: four, and the one that looks for leaks.
+    assert counted["vllm:request_success_total"] == 4 + 1
+    assert counted["vllm:triforce_proposals_total"] > 12
+
+
+def test_samples_are_reproducible(client):
+    arguments = dict(model=MODEL, prompt=[5, 6, 7, 8] * 80, max_tokens=12, temperature=0.8, seed=3)
+    answers = [client.completions.create(extra_body=IDS, **arguments) for _ in range(2)]
+    assert answers[0].choices[0].token_ids == answers[1].choices[0].token_ids
+
+
+def test_health_models_and_errors(server, client):
+    """What else clients ask for, and a bad request, which must not reach the engine."""
+    with urllib.request.urlopen(f"{server.address}/health", timeout=10) as response:
+        assert response.status == 200
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt=[5] * 5000, max_tokens=1)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x", max_tokens=1)
+
+
+def test_metrics_of_a_run_that_is_known_beforehand(server, client, text):
+    """Everything is accepted where level 2's budget (256) covers the context, so all can be
+    counted by hand: one token from the prefill, then four proposals of six, each followed by a
+    token of the full pass's own.
+    """
+    before = server.metrics()
+    answer = client.completions.create(
+        prompt=text[:256], extra_body=IDS, **(GREEDY | {"max_tokens": 29})
+    )
+    counted = change(before, wait_for(server, before, "vllm:triforce_proposals_total", 4))
+    assert counted["vllm:spec_decode_num_drafts_total"] == 4
+    assert counted["vllm:spec_decode_num_draft_tokens_total"] == 24
+    assert counted["vllm:spec_decode_num_accepted_tokens_total"] == 24
+    by_place = [
+        value
+        for name, value in counted.items()
+        if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")
+    ]
+    assert by_place == [4] * 6
+    assert counted["vllm:triforce_proposals_total"] == 4
+    assert counted["vllm:triforce_proposed_tokens_total"] == 24
+    assert counted["vllm:triforce_level2_draft_tokens_total"] == 24
+    assert counted["vllm:triforce_level2_accepted_tokens_total"] == 24
+    assert counted["vllm:triforce_level3_steps_total"] == 4
+    assert counted["vllm:triforce_level3_rejections_total"] == 0
+    rounds = counted["vllm:triforce_inner_rounds_total"]
+    assert counted["vllm:triforce_level1_accepted_tokens_total"] + rounds == 24
+    assert counted["vllm:triforce_propose_seconds_total"] > 0
+    assert answer.metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 7.0,
+        "draft_acceptance_rate": 1.0,
+        "acceptance_histogram": [0, 0, 0, 0, 0, 0, 4],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 24,
+        "num_draft_tokens": 24,
+        "num_spec_tokens": 6,
+        "per_step_accepted": [6] * 4,
+        "per_step_drafted": [6] * 4,
+    }
+
+
+def wait_for(server, before, name, value):
+    """The metrics, once one has grown by ``value``: a step's statistics follow its answer."""
+    deadline = time.monotonic() + 10
+    while True:
+        after = server.metrics()
+        if after[name] - before[name] >= value or time.monotonic() > deadline:
+            return after
+        time.sleep(0.1)
+
+
+def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text):
+    """Rejections included: the worker's own counters, vLLM's, and each answer's, are one sum."""
+    before, worker_before = server.metrics(), server.rpc("triforce_counters")
+    prompts = [text[i * 300 : i * 300 + 700 + 100 * i] for i in range(6)]
+    spec = []
+    for prompt in prompts:
+        for temperature in (0, 1.0):
+            answer = client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=50, temperature=temperature, extra_body=IDS
+            )
+            spec.append(answer.metrics["speculative_decoding"])
+    worker = change(*({k: v for k, v in c.items() if k.startswith("num_")} for c in (
+        worker_before, server.rpc("triforce_counters"))))  # fmt: skip
+    wanted = worker["num_level3_steps"]
+    counted = change(before, wait_for(server, before, "vllm:triforce_level3_steps_total", wanted))
+    names = {
+        "num_level1_drafted": "level1_draft_tokens",
+        "num_level1_accepted": "level1_accepted_tokens",
+        "num_inner_rounds": "inner_rounds",
+        "num_proposals": "proposals",
+        "num_proposed": "proposed_tokens",
+        "num_level2_drafted": "level2_draft_tokens",
+        "num_level2_accepted": "level2_accepted_tokens",
+        "num_level3_steps": "level3_steps",
+        "num_level3_rejections": "level3_rejections",
+        "num_nan_requests": "nan_requests",
+    }
+    assert worker == {
+        field: counted[f"vllm:triforce_{name}_total"] for field, name in names.items()
+    }
+    assert worker["num_level3_rejections"] > 0 and worker["num_nan_requests"] == 0
+    sums = {
+        name: sum(one[name] for one in spec)
+        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    }
+    assert sums == {
+        "num_spec_steps": counted["vllm:spec_decode_num_drafts_total"],
+        "num_draft_tokens": counted["vllm:spec_decode_num_draft_tokens_total"],
+        "num_accepted_draft_tokens": counted["vllm:spec_decode_num_accepted_tokens_total"],
+    }
+    assert sums["num_spec_steps"] == worker["num_level3_steps"]
+    assert sums["num_draft_tokens"] == worker["num_level2_drafted"]
+    assert sums["num_accepted_draft_tokens"] == worker["num_level2_accepted"]
+
+
+def test_metrics_have_vllms_labels_and_types(server):
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=30) as response:
+        page = response.read().decode()
+    assert "# TYPE vllm:triforce_level2_accepted_tokens_total counter" in page
+    sample = 'vllm:triforce_level2_accepted_tokens_total{engine="0",model_name="target"}'
+    assert sample in page
+    for part in ("selection", "level_1", "level_2", "verification"):
+        assert f'part="{part}"' in page
+    assert "KV fetch" not in server.text(), "our counters were taken for vLLM's"
+    assert "TriForce metrics: Mean acceptance length" in server.text()
+
+
+def test_short_soak(server, stock, text):
+    """tests/soak.py with 40 requests: preempted, aborted, none lost, twice, leaked or wrong."""
+    cases = soak.random_cases(40, 1, text)
+    figures = soak.soak(server, cases, 1)
+    assert figures["preemptions"] > 0 and figures["proposals"] > 50
+    compared, _ = soak.check_greedy(stock, cases)
+    assert compared > 20
+
+
+def test_killed_worker_ends_every_request(server, text):
+    """As in stock vLLM: clients get an error at once, nothing hangs, the server stops."""
+
+    async def work(client):
+        calls = [
+            client.completions.create(
+                prompt=text[: 600 + i], extra_body=IDS, **(GREEDY | {"max_tokens": 2000})
+            )
+            for i in range(3)
+        ]
+        stream = await client.completions.create(
+            prompt=text[:500],
+            stream=True,
+            extra_body=IDS,
+            **(GREEDY | {"max_tokens": 2000}),
+        )
+        tasks = [asyncio.create_task(call) for call in calls]
+        for _ in range(3):
+            await anext(stream)
+        os.kill(server.processes()["Worker"].pid, signal.SIGKILL)
+
+        async def drain():
+            async for chunk in stream:
+                if getattr(chunk, "error", None):
+                    raise openai.APIError(str(chunk.error), None, body=None)
+
+        tasks.append(asyncio.create_task(drain()))
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+    results = run_async(server, work)
+    assert all(isinstance(result, openai.APIError) for result in results), results
+    assert server.process.wait(60) is not None
+    assert "EngineDeadError" in server.text()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{server.address}/health", timeout=5)

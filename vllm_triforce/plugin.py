@@ -1,4 +1,4 @@
-"""Entry point of vLLM's ``vllm.general_plugins``: installs two wrappers, inert unless asked for."""
+"""Entry point of vLLM's ``vllm.general_plugins``: installs wrappers, inert unless asked for."""
 
 _registered = False
 
@@ -10,9 +10,13 @@ def register() -> None:
     nothing but the wrappers.
     """
     global _registered
+    from vllm_triforce.metrics import carrier
+
+    # Every time: an engine's process comes here again once it has loaded the scheduler.
+    carrier.install(engine_process=False)
     if _registered:
         return
     _registered = True
     from vllm_triforce.config.engine_args import install
 
-    install()
+    install(when_asked_for=lambda: carrier.install(engine_process=True))

@@ -35,6 +35,9 @@ class StreamingCache:
         if slot is not None:
             self._free.append(slot)
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     @property
     def num_free_slots(self) -> int:
         return len(self._free)

@@ -3,6 +3,7 @@
 import inspect
 import os
 
+from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.triforce_config import TriForceConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
@@ -60,6 +61,8 @@ def read_draft_config(draft_model: str, trust_remote_code: bool):
             f"draft model {draft_model!r} is not a folder with a config.json; correct 'model' in "
             "speculative_config, or leave it out for prompt lookup"
         )
+    if os.path.isdir(draft_model):
+        check_draft_files(draft_model)
     from vllm.transformers_utils.config import get_config
 
     try:

@@ -8,6 +8,7 @@ worker becomes our subclass of it. Everything can be refused here, before weight
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from vllm_triforce.config import compatibility, request_params
@@ -36,8 +37,12 @@ _CLI_HELP = (
 )
 
 
-def install() -> None:
-    """Wraps four methods of ``EngineArgs``; each falls through unless TriForce is asked for."""
+def install(when_asked_for: Callable[[], None]) -> None:
+    """Wraps four methods of ``EngineArgs``; each falls through unless TriForce is asked for.
+
+    Args:
+        when_asked_for: called where a process makes the configuration of an engine with TriForce.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     if getattr(EngineArgs, "_triforce_installed", False):
@@ -47,7 +52,9 @@ def install() -> None:
     EngineArgs.from_cli_args = classmethod(
         _wrap_from_cli_args(inspect.getattr_static(EngineArgs, "from_cli_args").__func__)
     )
-    EngineArgs.create_engine_config = _wrap_create_engine_config(EngineArgs.create_engine_config)
+    EngineArgs.create_engine_config = _wrap_create_engine_config(
+        EngineArgs.create_engine_config, when_asked_for
+    )
     EngineArgs.create_speculative_config = _wrap_create_speculative_config(
         EngineArgs.create_speculative_config
     )
@@ -105,7 +112,7 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
     return TriForceConfig.from_speculative_config(keys), draft
 
 
-def _wrap_create_engine_config(original):
+def _wrap_create_engine_config(original, when_asked_for):
     @functools.wraps(original)
     def create_engine_config(self, *args, **kwargs):
         if not _is_asked_for(self):
@@ -131,7 +138,9 @@ def _wrap_create_engine_config(original):
         finally:
             for name, value in saved.items():
                 setattr(self, name, value)
-        return _finish(vllm_config, config)
+        vllm_config = _finish(vllm_config, config)
+        when_asked_for()
+        return vllm_config
 
     return create_engine_config
 

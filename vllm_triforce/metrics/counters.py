@@ -39,6 +39,8 @@ class LevelCounters:
     """Requests times full passes that verified a proposal."""
     num_proposed: int = 0
     """Tokens handed up by level 2, scheduled or not."""
+    num_nan_requests: int = 0
+    """Requests that went on without speculation because a level's logits had a NaN."""
     time_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by part of ``propose()``."""
 

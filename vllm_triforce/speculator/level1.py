@@ -1,7 +1,7 @@
 """What level 1 is to the levels above: anything that drafts a few tokens cheaply."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,8 @@ class Drafted:
     probs: list[list[torch.Tensor]] | None = None
     """Per row and token [vocab_size], what each was drawn from; None where each token was
     certain (prompt lookup, greedy requests)."""
+    nan_rows: list[int] = field(default_factory=list)
+    """Rows for which the draft's logits had a NaN; nothing is drafted for them."""
 
 
 class Level1(ABC):
@@ -34,6 +36,14 @@ class Level1(ABC):
 
         ``sampling`` and ``noise`` have a row for each of ``rows``.
         """
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that something is kept for."""
+        return 0
+
+    def clean(self, request_id: str) -> None:  # noqa: B027, most levels keep nothing
+        """Removes NaN from what is kept for a request, before others can own it."""
 
     def release(self, request_id: str) -> None:  # noqa: B027, most levels keep nothing
         """Forgets a request."""

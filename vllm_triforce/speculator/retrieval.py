@@ -104,6 +104,22 @@ class RetrievalLevel:
         hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)
         return self._model.compute_logits(hidden)
 
+    def clean(self, batch: DraftBatch, row: int) -> None:
+        """Removes NaN from the lookahead slots of a request.
+
+        The full pass writes them again, but not before it reads the block they are in: kernels
+        multiply what is masked by 0, and 0 times NaN is NaN.
+        """
+        start = batch.num_computed_tokens[row]
+        layers = self._vllm_config.compilation_config.static_forward_context
+        for group, tables in zip(self._groups, batch.block_tables):
+            last = (start + batch.max_num_tokens[row] - 1) // group.block_size
+            blocks = tables[row][start // group.block_size : last + 1].astype(np.int64)
+            ids = torch.from_numpy(blocks).to(self._device)
+            for name in group.sparse_layer_names + group.dense_layer_names:
+                kv_cache = layers[name].kv_cache
+                kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
+
     def release(self, request_id: str) -> None:
         self.cache.release(request_id)
 

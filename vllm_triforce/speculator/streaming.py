@@ -2,12 +2,18 @@
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
 from vllm_triforce.speculator.level1 import Drafted, Level1
 from vllm_triforce.speculator.model_pass import PassInput, run_model
-from vllm_triforce.verification.sampling import token_distribution
+from vllm_triforce.verification.sampling import (
+    NAN_TOKEN,
+    greedy_tokens,
+    has_nan,
+    token_distribution,
+)
 
 
 class StreamingLevel(Level1):
@@ -15,6 +21,7 @@ class StreamingLevel(Level1):
 
     Args:
         model: the draft, loaded by vLLM.
+        layers: its attention layers by name.
         builder: vLLM's metadata builder of the draft's layers.
         cache: the private cache, bound to these layers.
     """
@@ -23,7 +30,7 @@ class StreamingLevel(Level1):
         self,
         model: torch.nn.Module,
         vllm_config,
-        layer_names: list[str],
+        layers: dict[str, Attention],
         builder,
         cache: StreamingCache,
         num_sink_tokens: int,
@@ -33,7 +40,7 @@ class StreamingLevel(Level1):
     ) -> None:
         self._model = model
         self._vllm_config = vllm_config
-        self._layer_names = layer_names
+        self._layers = layers
         self._builder = builder
         self.cache = cache
         self._window_sizes = (num_sink_tokens, num_recent_tokens, window_tokens)
@@ -56,13 +63,27 @@ class StreamingLevel(Level1):
             slots = [self.cache.slot(batch.request_ids[rows[i]]) for i in active]
             logits = self._forward(feed, first_positions, slots)
             self._sample(logits, active, sampling, noise, drafted)
-            active = [i for i in active if len(drafted.token_ids[i]) < wanted[i]]
+            active = [
+                i
+                for i in active
+                if len(drafted.token_ids[i]) < wanted[i] and i not in drafted.nan_rows
+            ]
             feed = [[drafted.token_ids[i][-1]] for i in active]
             first_positions = [
                 self._windows[batch.request_ids[rows[i]]].append(tokens[0])
                 for i, tokens in zip(active, feed)
             ]
         return drafted
+
+    @property
+    def num_requests(self) -> int:
+        return max(len(self._windows), len(self.cache))
+
+    def clean(self, request_id: str) -> None:
+        """Kernels multiply what is masked by 0: a NaN left behind would reach the next owner."""
+        blocks = self.cache.block_table[self.cache.slot(request_id)].long()
+        for layer in self._layers.values():
+            layer.kv_cache[blocks] = 0
 
     def release(self, request_id: str) -> None:
         self._windows.pop(request_id, None)
@@ -83,19 +104,33 @@ class StreamingLevel(Level1):
             self._model,
             self._vllm_config,
             inputs,
-            dict.fromkeys(self._layer_names, metadata),
-            dict.fromkeys(self._layer_names, mapping),
+            dict.fromkeys(self._layers, metadata),
+            dict.fromkeys(self._layers, mapping),
         )
         return self._model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
 
     def _sample(self, logits, active, sampling, noise, drafted: Drafted) -> None:
         if drafted.probs is None:
-            for i, token in zip(active, logits.argmax(-1).tolist()):
-                drafted.token_ids[i].append(token)
+            for i, token in zip(active, greedy_tokens(logits).tolist()):
+                if token == NAN_TOKEN:
+                    self._draft_nothing(i, drafted)
+                else:
+                    drafted.token_ids[i].append(token)
             return
-        for i, probs in zip(active, token_distribution(logits, sampling.take(active))):
+        distributions = token_distribution(logits, sampling.take(active))
+        for i, probs, nan in zip(active, distributions, has_nan(distributions)):
+            if nan:
+                self._draft_nothing(i, drafted)
+                continue
             drafted.token_ids[i].append(noise.sample(i, probs))
             drafted.probs[i].append(probs)
+
+    @staticmethod
+    def _draft_nothing(row: int, drafted: Drafted) -> None:
+        drafted.nan_rows.append(row)
+        drafted.token_ids[row] = []
+        if drafted.probs is not None:
+            drafted.probs[row] = []
 
 
 def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:

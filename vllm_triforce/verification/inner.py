@@ -5,12 +5,17 @@ published TriForce code draws the recovered token from level 2's distribution it
 still declares that distribution to level 3, which bends the output.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.verification.sampling import token_distribution
+from vllm_triforce.verification.sampling import (
+    NAN_TOKEN,
+    greedy_tokens,
+    has_nan,
+    token_distribution,
+)
 from vllm_triforce.verification.sampling_rows import SamplingRows
 
 
@@ -22,6 +27,8 @@ class Verified:
     probs: list[list[torch.Tensor]]
     """Level 2's distribution, which each token is distributed as; empty lists when greedy."""
     num_accepted: list[int]
+    nan_rows: list[int] = field(default_factory=list)
+    """Rows whose logits have a NaN; nothing is added to them."""
 
 
 def verify(
@@ -39,11 +46,16 @@ def verify(
     """
     lengths = [len(tokens) + 1 for tokens in drafted]
     if sampling.all_greedy:
-        return _verify_greedy(drafted, logits.argmax(-1).tolist(), lengths)
+        return _verify_greedy(drafted, greedy_tokens(logits).tolist(), lengths)
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
-    target = token_distribution(logits, sampling.take(owners)).split(lengths)
-    result = Verified([], [], [])
+    probs = token_distribution(logits, sampling.take(owners))
+    nan_rows = {owner for owner, nan in zip(owners, has_nan(probs)) if nan}
+    target = probs.split(lengths)
+    result = Verified([], [], [], sorted(nan_rows))
     for row, tokens in enumerate(drafted):
+        if row in nan_rows:
+            _add_nothing(result)
+            continue
         row_probs = None if drafted_probs is None else drafted_probs[row]
         kept = verify_row(tokens, row_probs, target[row], row, noise)
         result.token_ids.append(kept)
@@ -85,15 +97,26 @@ def residual(
     return remainder if bool(remainder.any()) else target
 
 
+def _add_nothing(result: Verified) -> None:
+    result.token_ids.append([])
+    result.probs.append([])
+    result.num_accepted.append(0)
+
+
 def _verify_greedy(drafted: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
-    result = Verified([], [[] for _ in drafted], [])
+    result = Verified([], [], [])
     start = 0
-    for tokens, length in zip(drafted, lengths):
+    for row, (tokens, length) in enumerate(zip(drafted, lengths)):
         argmax = best[start : start + length]
         start += length
+        if NAN_TOKEN in argmax:
+            result.nan_rows.append(row)
+            _add_nothing(result)
+            continue
         accepted = 0
         while accepted < len(tokens) and tokens[accepted] == argmax[accepted]:
             accepted += 1
         result.token_ids.append([*tokens[:accepted], argmax[accepted]])
+        result.probs.append([])
         result.num_accepted.append(accepted)
     return result

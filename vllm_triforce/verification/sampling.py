@@ -5,12 +5,35 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_triforce.verification.sampling_rows import SamplingRows
 
+# Stands for a token where the logits have a NaN: no token can be chosen from them.
+NAN_TOKEN = -1
+
+
+def greedy_tokens(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+) -> torch.Tensor:  # [num_tokens], int64
+    """The argmax of each row, NAN_TOKEN where it has a NaN.
+
+    To torch a NaN is larger than anything, so the maximum shows it and no second look is taken.
+    """
+    best, tokens = logits.max(-1)
+    return tokens.masked_fill(best.isnan(), NAN_TOKEN)
+
+
+def has_nan(
+    probs: torch.Tensor,  # [num_tokens, vocab_size], by token_distribution()
+) -> list[bool]:  # [num_tokens]
+    """Which rows come from logits with a NaN: softmax has spread it over the whole row."""
+    return probs[:, 0].isnan().tolist()
+
 
 def token_distribution(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
     sampling: SamplingRows,  # [num_tokens]
 ) -> torch.Tensor:  # [num_tokens, vocab_size], float32
     """What sampling from ``logits`` would draw from; one-hot at the argmax for greedy rows.
+
+    All NaN where the logits give no distribution.
 
     Temperature, min-p, top-k, top-p in vLLM's order (vllm/v1/sample/sampler.py), so that
     level 2's tokens lie inside what level 3 keeps.
@@ -25,5 +48,6 @@ def token_distribution(
     probs = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p).softmax(-1)
     if bool(greedy.any()):
         best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+        best.masked_fill_(probs[:, :1].isnan(), float("nan"))
         probs = torch.where(greedy[:, None], best, probs)
     return probs

@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.streaming_cache import StreamingCache
@@ -57,14 +58,8 @@ class BuiltSpeculator:
             len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
         )
         attention = backend(sparse_layers, sparse_builder, self.recorder)
-        means = ChunkMeanKeys(
-            num_layers=len(sparse_layers),
-            num_blocks=sparse_layers[0].kv_cache.shape[0],
-            num_kv_heads=sparse_layers[0].num_kv_heads,
-            head_dim=sparse_layers[0].head_size,
-            dtype=vllm_config.model_config.dtype,
-            device=device,
-            block_means=attention.block_means(),
+        means = _chunk_means(
+            sparse_layers, vllm_config.model_config.dtype, device, attention.block_means()
         )
         chunk = config.retrieval_chunk_size
         cache = RetrievalCache(
@@ -136,6 +131,28 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
     return groups, sparse_layers, sparse_builder
 
 
+def _chunk_means(layers: list, dtype, device, block_means) -> ChunkMeanKeys:
+    first = layers[0]
+    num_blocks = first.kv_cache.shape[0]
+    num_keys = len(layers) * first.num_kv_heads * num_blocks
+    with allocating(
+        f"level 2's mean keys of {num_blocks} blocks",
+        num_keys * first.head_size * dtype.itemsize,
+        device,
+        "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+        "VLLM_CPU_KVCACHE_SPACE on the CPU)",
+    ):
+        return ChunkMeanKeys(
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            dtype=dtype,
+            device=device,
+            block_means=block_means,
+        )
+
+
 def private_cache(layers: dict, vllm_config, config: TriForceConfig, num_slots: int, device):
     """Gives the draft's layers a cache of their own.
 
@@ -151,7 +168,14 @@ def private_cache(layers: dict, vllm_config, config: TriForceConfig, num_slots: 
     spec = specs.pop()
     cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    _allocate(layers, spec, cache.num_blocks, layout, device)
+    num_bytes = len(layers) * spec.page_size_bytes * cache.num_blocks
+    with allocating(
+        f"level 1's cache of {num_slots} windows of {config.window_tokens} tokens",
+        num_bytes,
+        device,
+        "lower --max-num-seqs, num_recent_tokens or num_sink_tokens",
+    ):
+        _allocate(layers, spec, cache.num_blocks, layout, device)
     first = next(iter(layers.values()))
     group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
     group.create_metadata_builders(vllm_config, device, spec.block_size)
@@ -164,7 +188,7 @@ def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, d
     return StreamingLevel(
         draft,
         vllm_config,
-        list(layers),
+        layers,
         builder,
         cache,
         config.num_sink_tokens,

@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.triforce_config import METHOD
+from vllm_triforce.metrics.carrier import CounterSender
 
 logger = init_logger("vllm.triforce")
 
@@ -22,6 +23,7 @@ class TriForceWorkerMixin:
 
     triforce: Any
     """The adapter of the runner that vLLM chose: ``runner_v1.py`` or ``runner_v2.py``."""
+    _counter_sender: CounterSender | None = None
 
     def init_device(self) -> None:
         super().init_device()
@@ -45,6 +47,21 @@ class TriForceWorkerMixin:
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)
         self.triforce.allocate(kv_cache_config)
+        self._counter_sender = CounterSender(self.triforce.counters)
+
+    def execute_model(self, *args, **kwargs):
+        return self._with_counters(super().execute_model(*args, **kwargs))
+
+    def sample_tokens(self, *args, **kwargs):
+        return self._with_counters(super().sample_tokens(*args, **kwargs))
+
+    def _with_counters(self, output):
+        """They travel to /metrics with the step's output."""
+        return output if self._counter_sender is None else self._counter_sender.attach(output)
+
+    def triforce_held_requests(self) -> dict[str, int]:
+        """How many requests something is kept for, by what keeps it; to find leaks."""
+        return self.triforce.held_requests()
 
     def triforce_counters(self) -> dict:
         """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""

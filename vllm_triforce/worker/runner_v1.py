@@ -15,6 +15,7 @@ from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.adapters_v1 import AdapterSwitch
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
+from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.off_v1 import skip_when_off
 from vllm_triforce.worker.rejection_v1 import answer_all_parameters
 
@@ -51,7 +52,8 @@ class TriForceProposer(DraftModelProposer):
         self.target_layers = attention_layers(self.vllm_config)
         if self._draft_model is None:
             return
-        self.model = self._get_model()
+        with loading_draft(self._draft_model):
+            self.model = self._get_model()
         everything = attention_layers(self.vllm_config)
         self.draft_layer_names = everything.keys() - self.target_layers.keys()
 
@@ -89,6 +91,9 @@ class TriForceProposer(DraftModelProposer):
     @property
     def counters(self):
         return self._built.counters
+
+    def held_requests(self) -> dict[str, int]:
+        return {**self._built.speculator.held_requests(), "runner": len(self._requests)}
 
     # Every step.
 
@@ -148,7 +153,7 @@ class TriForceProposer(DraftModelProposer):
                     self._adapters.restore()
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
-            if proposal.probs is not None:
+            if proposal.probs is not None and any(proposal.probs):
                 self._last_draft_probs = _dense_probs(len(counts), rows, proposal.probs)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
@@ -181,7 +186,10 @@ class TriForceProposer(DraftModelProposer):
         if num_computed < self.config.min_context:
             return 0
         input_batch = self._runner.input_batch
-        request = self._runner.requests[input_batch.req_ids[row]]
+        request_id = input_batch.req_ids[row]
+        if request_id in self._built.speculator.set_aside:
+            return 0
+        request = self._runner.requests[request_id]
         slots = min(
             int(table.num_blocks_per_row[row]) * table.block_size
             for table in input_batch.block_table.block_tables

@@ -19,6 +19,7 @@ from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.worker.build import attention_layers
 from vllm_triforce.worker.build_v2 import DeviceBuild
+from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
 
 logger = init_logger("vllm.triforce")
@@ -71,7 +72,8 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         self._target = target_model
         self.target_layers = attention_layers(self.vllm_config)
         if self._draft_model is not None:
-            super().load_model(target_model)
+            with loading_draft(self._draft_model):
+                super().load_model(target_model)
 
     @property
     def draft_layer_names(self) -> set[str]:
@@ -115,6 +117,9 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def synchronize_times(self, synchronize: bool) -> None:
         self._built.triforce.times.synchronize = synchronize
+
+    def held_requests(self) -> dict[str, int]:
+        return {**self._built.speculator.held_requests(), "runner": len(self._known_requests)}
 
     # Every step.
 

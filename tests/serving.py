@@ -1,0 +1,133 @@
+"""A real ``vllm serve`` on loopback, and what can be read from it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MODEL = "target"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    address: str
+    log: Path
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name; those of one name (labels apart) are added up, and ``name{labels}``."""
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if line and not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                bare = name.split("{")[0]
+                found[name] = float(value)
+                if bare != name:
+                    found[bare] = found.get(bare, 0.0) + float(value)
+        return found
+
+    def rpc(self, method: str):
+        """The first worker's answer (vLLM's development endpoint)."""
+        return self.post("/collective_rpc", {"method": method})["results"][0]
+
+    def post(self, path: str, body: dict, timeout: float = 120) -> dict:
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """API server, engine core and worker, by the names that vLLM gives them."""
+        found = {"api_server": psutil.Process(self.process.pid)}
+        for child in found["api_server"].children(recursive=True):
+            if match := re.match(r"VLLM::(\w+)", child.name()):
+                found[match[1]] = child
+        return found
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+@contextmanager
+def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server]:
+    """Runs a server until the block ends."""
+    port = _free_port()
+    template = log.with_suffix(".jinja")
+    template.write_text(_CHAT_TEMPLATE)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--served-model-name", MODEL, "--chat-template", str(template)),
+        *("--gpu-memory-utilization", "0.1", *arguments),
+    ]
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # vLLM pins every worker of a machine to the same cores, whatever else runs there.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # By default as long as the client's own: a request may then meet a connection that closes.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        **env,
+    }
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _wait_until_healthy(server: Server, seconds: int = 900) -> None:
+    for _ in range(seconds):
+        assert server.process.poll() is None, server.text()[-4000:]
+        try:
+            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise AssertionError(server.text()[-4000:])
+
+
+def _stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

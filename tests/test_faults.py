@@ -1,0 +1,252 @@
+"""Promise: what breaks is named with its remedy; a level that breaks costs speed, not output."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.conftest import triforce
+from tests.generation import assert_same_tokens, generate
+from tests.models import held_out_tokens, make_llama
+from tests.test_level2 import built
+from tests.test_plugin import engine_config
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.speculator import triforce as triforce_module
+from vllm_triforce.verification.inner import verify
+from vllm_triforce.verification.noise import InnerNoise
+from vllm_triforce.verification.sampling_rows import SamplingRows
+from vllm_triforce.worker import build
+from vllm_triforce.worker.draft_loading import loading_draft
+
+
+@pytest.fixture(scope="module")
+def nan_engines(engines, pair):
+    stock = engines.get(pair["target"], enable_prefix_caching=False)
+    keys = triforce(model=pair["draft"], retrieval_budget=256)
+    return stock, engines.get(pair["target"], keys, enable_prefix_caching=False)
+
+
+# The draft's files.
+
+
+def truncate(file) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+FILES = {
+    "truncated weights": ("model.safetensors", truncate, r"should have \d+ bytes and has \d+"),
+    "truncated header": (
+        "model.safetensors",
+        lambda file: file.write_bytes(file.read_bytes()[:100]),
+        "truncated or not a safetensors file",
+    ),
+    "empty weights": ("model.safetensors", lambda file: file.write_bytes(b""), "only 0 bytes"),
+    "no safetensors": (
+        "model.safetensors",
+        lambda file: file.write_bytes((10).to_bytes(8, "little") + b"not json!!" + bytes(99)),
+        "unreadable header",
+    ),
+    "broken config": (
+        "config.json",
+        lambda file: file.write_text(file.read_text()[:-40]),
+        "cannot be read",
+    ),
+    "empty config": ("config.json", lambda file: file.write_text("{}"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_corrupt_draft_is_refused_before_weights_load(gqa_pair, tmp_path, case):
+    """The message names the draft, what is wrong with it and what to do."""
+    name, corrupt, wanted = FILES[case]
+    draft = tmp_path / "draft"
+    shutil.copytree(gqa_pair["draft"], draft)
+    corrupt(draft / name)
+    with pytest.raises(ValueError, match=wanted) as raised:
+        engine_config(gqa_pair["target"], triforce(model=str(draft)))
+    assert str(draft) in str(raised.value)
+    assert "prompt lookup" in str(raised.value)
+
+
+def test_whole_draft_files_pass(gqa_pair, pair):
+    for models in (gqa_pair, pair):
+        engine_config(models["target"], triforce(model=models["draft"]), max_model_len=2048)
+
+
+def test_draft_of_another_vocabulary(gqa_pair, tmp_path):
+    draft = make_llama(tmp_path / "draft", vocab_size=4100)
+    with pytest.raises(ValueError, match=r"vocabulary of 4100 tokens.*4096.*tokenizer"):
+        engine_config(gqa_pair["target"], triforce(model=draft))
+
+
+def test_a_loader_that_fails_names_the_draft():
+    """vLLM's own error does not say which of the two models it is about."""
+    with (
+        pytest.raises(RuntimeError, match=r"draft model 'X'.*KeyError.*lm_head.*prompt lookup"),
+        loading_draft("X"),
+    ):
+        raise KeyError("lm_head.weight")
+
+
+# Memory.
+
+
+def test_failed_allocation_names_size_and_remedy():
+    """The allocator's own refusal, of a size that no machine has."""
+    size = 1 << 60
+    with (
+        pytest.raises(MemoryError, match=r"the cache needs 1\.00 GiB.*could not.*; lower it"),
+        allocating("the cache", 1 << 30, torch.device("meta"), "lower it"),
+    ):
+        torch.empty(size, dtype=torch.uint8)
+    with (
+        pytest.raises(MemoryError, match=r"needs 1073741824\.00 GiB.*are available; lower it"),
+        allocating("the cache", size, torch.device("cpu"), "lower it"),
+    ):
+        raise AssertionError("refused before anything is allocated")
+
+
+@pytest.mark.engine
+def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
+    """Both of ours: the mean keys of level 2 and the windows of level 1."""
+    _, llm = nan_engines
+    parts = built(llm)
+    level1, level2 = parts.speculator.level1, parts.speculator.level2
+    memory = type("Memory", (), {"available": 1 << 10})
+    monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
+    device = torch.device("cpu")
+    with pytest.raises(MemoryError, match=r"mean keys of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
+        build._chunk_means(level2._attention._layers, torch.float32, device, [])
+    config = llm.llm_engine.vllm_config
+    keys = build.TriForceConfig()
+    with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
+        build._streaming_level(level1._model, level1._layers, config, keys, device)
+
+
+# NaN.
+
+
+class Poison:
+    """Makes a NaN of one row of a layer's input, in the passes of one level only.
+
+    The row is a token of the first request of the batch. All of the model that follows is NaN
+    for it, keys and values in the cache too, as where a kernel or an overflow is at fault.
+    """
+
+    def __init__(self, level, layer: torch.nn.Module, at_pass: int) -> None:
+        self._level, self._layer, self._at_pass = level, layer, at_pass
+        self.model = level._model
+        self.num_passes = 0
+
+    def __call__(self, **inputs):
+        self.num_passes += 1
+        if self.num_passes != self._at_pass:
+            return self.model(**inputs)
+        handle = self._layer.register_forward_pre_hook(self._hook)
+        try:
+            return self.model(**inputs)
+        finally:
+            handle.remove()
+
+    @staticmethod
+    def _hook(module, args):
+        positions, hidden, *rest = args
+        hidden = hidden.clone()
+        hidden[0] = float("nan")
+        return positions, hidden, *rest
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __enter__(self):
+        self._level._model = self
+        return self
+
+    def __exit__(self, *_):
+        self._level._model = self.model
+
+
+@pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
+@pytest.mark.parametrize("entry", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, entry, place):
+    """Wherever it is in the row; an infinity too, where it leaves no distribution."""
+    torch.manual_seed(0)
+    logits = torch.randn(9, 7)
+    sampling = SamplingRows(torch.tensor(temperatures, dtype=torch.float32), seeds=[1, 2, 3])
+    drafted = [logits[3 * row : 3 * row + 2].argmax(-1).tolist() for row in range(3)]
+    noise = InnerNoise(0, torch.device("cpu"))
+
+    def verified(logits):
+        noise.begin(sampling.seeds, [(5, 0)] * 3)
+        return verify(drafted, None, logits, sampling, noise)
+
+    whole = verified(logits)
+    broken = logits.clone()
+    broken[3 + place, 4] = entry
+    found = verified(broken)
+    assert whole.nan_rows == []
+    if entry == float("inf") and temperatures[1] == 0:
+        return  # the largest number there is: greedy has its answer
+    assert found.nan_rows == [1]
+    assert found.token_ids[1] == [] and found.probs[1] == [] and found.num_accepted[1] == 0
+    for row in (0, 2):
+        assert found.token_ids[row] == whole.token_ids[row] != []
+        assert found.num_accepted[row] == whole.num_accepted[row]
+        for p, q in zip(found.probs[row], whole.probs[row], strict=True):
+            assert torch.equal(p, q) and not p.isnan().any()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("at_pass", [1, 6])
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "mixed"])
+def test_nan_costs_a_request_its_speculation_and_nothing_else(
+    nan_engines, monkeypatch, level, at_pass, kind
+):
+    """Tokens stay stock's, also of the requests beside it and of those that come after it.
+
+    Sampled requests have top_k=1, so that there is one right answer.
+    """
+    stock, llm = nan_engines
+    speculator = built(llm).speculator
+    text = held_out_tokens(stock.get_tokenizer(), 1500)
+    prompts = [text[:700], text[300:1400], text[50:90]]
+    wanted = generate(stock, prompts, max_tokens=60)
+    params = {"temperature": 1.0, "top_k": 1} if kind != "greedy" else {}
+    before = counters_of(llm)
+    speculator._has_warned = False
+    warnings: list[str] = []
+    monkeypatch.setattr(triforce_module.logger, "warning", lambda *a: warnings.append(a[0] % a[1:]))
+    broken = getattr(speculator, f"level{level}")
+    layer = broken._model.model.layers[0 if level == 1 else 2]
+    with Poison(broken, layer, at_pass) as poison:
+        found = generate_mixed(llm, prompts, params, kind)
+    assert poison.num_passes > at_pass
+    counted = counters_of(llm).since(before)
+    assert counted.num_nan_requests == 1
+    assert len(warnings) == 1 and f"NaN in level {level}'s" in warnings[0]
+    for prompt, w, f in zip(prompts, wanted, found):
+        assert_same_tokens(stock, prompt, w, f)
+    # The other two went on, and what comes after is as if nothing had been.
+    assert counted.num_level2_accepted > 2 * 25
+    before = counters_of(llm)
+    for prompt, w, f in zip(prompts, wanted, generate_mixed(llm, prompts, params, kind)):
+        assert_same_tokens(stock, prompt, w, f)
+    counted = counters_of(llm).since(before)
+    assert counted.num_nan_requests == 0 and counted.num_level2_accepted > 3 * 30
+    assert max(llm.collective_rpc("triforce_held_requests")[0].values()) <= 3
+
+
+def generate_mixed(llm, prompts, params, kind) -> list[list[int]]:
+    """The first request greedy, those beside it sampled, where the kind is mixed."""
+    from vllm import SamplingParams
+
+    common = dict(max_tokens=60, ignore_eos=True, detokenize=False)
+    rows = [SamplingParams(**{"temperature": 0, **common, **params}) for _ in prompts]
+    if kind == "mixed":
+        rows[0] = SamplingParams(temperature=0, **common)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, rows, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
