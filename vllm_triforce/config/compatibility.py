@@ -146,6 +146,11 @@ def check_vllm_config(vllm_config) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
+    if not is_cpu() and not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or, where this model needs V1, use another method"
+        )
     if vllm_config.lora_config is not None and vllm_config.use_v2_model_runner:
         raise ValueError(
             "enable_lora=True: on Model Runner V2 level 2 does not apply adapters yet; drop "

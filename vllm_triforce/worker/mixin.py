@@ -47,7 +47,7 @@ class TriForceWorkerMixin:
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)
         self.triforce.allocate(kv_cache_config)
-        self._counter_sender = CounterSender(self.triforce.counters)
+        self._counter_sender = CounterSender(self.triforce.sent_counters)
 
     def execute_model(self, *args, **kwargs):
         return self._with_counters(super().execute_model(*args, **kwargs))

@@ -226,6 +226,11 @@ class TriForceProposer(DraftModelProposer):
             seeds=seeds,
         )
 
+    @property
+    def sent_counters(self):
+        """What goes to /metrics."""
+        return self.counters
+
     def synchronize_times(self, synchronize: bool) -> None:
         """Nothing: this runner's loop reads every result on the host."""
 

@@ -115,11 +115,16 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
     def counters(self):
         return self._built.triforce.counters
 
-    def synchronize_times(self, synchronize: bool) -> None:
-        self._built.triforce.times.synchronize = synchronize
+    @property
+    def sent_counters(self):
+        """What goes to /metrics: it must not wait for the device."""
+        return self._built.triforce.known_counters
 
     def held_requests(self) -> dict[str, int]:
-        return {**self._built.speculator.held_requests(), "runner": len(self._known_requests)}
+        return {"slots": len(self._built.slots)}
+
+    def synchronize_times(self, synchronize: bool) -> None:
+        self._built.triforce.times.synchronize = synchronize
 
     # Every step.
 
@@ -175,6 +180,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         row_of_batch[rows] = np.arange(len(rows))
         triforce.hand_up(draft_tokens, self._to_device(row_of_batch), states)
         self._has_proposal[hosted_states] = row_of_batch >= 0
+        triforce.note_counters()
         self._report.log_if_due(lambda: triforce.counters, logger)
         self._handler.proposed(draft_tokens, triforce.num_proposed[states])
         return draft_tokens

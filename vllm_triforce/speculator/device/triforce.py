@@ -51,6 +51,9 @@ class DeviceTriForce:
         self._is_stale = torch.zeros(places, dtype=torch.int8, device=device)
         self.num_proposed = torch.zeros(places[0], dtype=torch.int32, device=device)
         self._num_passes = 0
+        self.known_counters = LevelCounters()
+        """A copy of ``counters``, at most some steps old."""
+        self._copied: torch.Tensor | None = None
         self._counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
 
     @property
@@ -59,6 +62,26 @@ class DeviceTriForce:
         counts = dict(zip(DEVICE_COUNTERS, self._counters.tolist()))
         counts["num_level2_passes"] = self._num_passes
         return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
+
+    def note_counters(self) -> None:
+        """Brings ``known_counters`` up to date with what had been counted at the last call,
+        without a wait for the device."""
+        if self._counters.device.type == "cpu":
+            self._note(self._counters)
+            return
+        if self._copied is not None and self._copy_event.query():
+            self._note(self._copied)
+            self._copied = None
+        if self._copied is None:
+            self._copied = self._counters.to("cpu", non_blocking=True)
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record()
+
+    def _note(self, counters: torch.Tensor) -> None:
+        for name, value in zip(DEVICE_COUNTERS, counters.tolist()):
+            setattr(self.known_counters, name, value)
+        self.known_counters.num_level2_passes = self._num_passes
+        self.known_counters.time_seconds.update(self.times.seconds)
 
     def capture(self, mode) -> None:
         """Captures CUDA graphs of all passes of both levels."""
