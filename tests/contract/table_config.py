@@ -40,4 +40,17 @@ TABLE: list[Surface] = [
     does("v1/executor/multiproc_executor.py", "WorkerProc.__init__", "self.worker.init_device( < self.worker.load_model(", MIXIN),
     does("v1/engine/core.py", "EngineCore._initialize_kv_caches", "self.model_executor.get_kv_cache_specs( < self.model_executor.determine_available_memory( < self.model_executor.initialize_from_config( < self.model_executor.compile_or_warm_up_model(", MIXIN),
     has("entrypoints/llm.py", "LLM", "collective_rpc", "metrics/report.py"),
+    # Every request parameter is answered.
+    overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "config/request_params.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "worker/rejection_v1.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "worker/rejection_v1.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "worker/rejection_v1.py"),
+    # The way of the counters.
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "metrics/carrier.py"),
+    has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "metrics/carrier.py"),
+    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "metrics/carrier.py"),
+    has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "metrics/prometheus.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "speculator/streaming.py"),
 ]

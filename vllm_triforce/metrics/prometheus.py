@@ -13,6 +13,7 @@ _COUNTERS = {
     "num_level1_drafted": ("level1_draft_tokens", "Tokens drafted by level 1."),
     "num_level1_accepted": ("level1_accepted_tokens", "Level 1's tokens that level 2 accepted."),
     "num_inner_rounds": ("inner_rounds", "Level 2 passes, times requests in each."),
+    "num_level2_passes": ("level2_passes", "Level 2 passes, each for a whole batch."),
     "num_proposals": ("proposals", "Proposals made, times requests in each."),
     "num_proposed": ("proposed_tokens", "Tokens handed up by level 2, verified or not."),
     "num_level2_drafted": ("level2_draft_tokens", "Level 2's tokens that level 3 verified."),
