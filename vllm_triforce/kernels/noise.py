@@ -10,6 +10,8 @@ from vllm.triton_utils import tl, triton
 
 # Any number that is not zero: separates our streams from those of vLLM's samplers.
 _KEY = tl.constexpr(0x7419F06C3E5A2D)
+# Odd, with its bits well mixed (2**64 divided by the golden ratio, as a signed number).
+_STEP = tl.constexpr(-7046029254386353131)
 DRAFT = tl.constexpr(0)
 RECOVER = tl.constexpr(1)
 ACCEPT = tl.constexpr(2)
@@ -18,7 +20,7 @@ ACCEPT = tl.constexpr(2)
 @triton.jit
 def uniform(seed, place, purpose: tl.constexpr):
     """One number from [0, 1)."""
-    return tl.rand(seed ^ _KEY, place * 4 + purpose)
+    return tl.rand(_stream(seed, place, purpose), place)
 
 
 @triton.jit
@@ -29,4 +31,5 @@ def exponential(seed, place, purpose: tl.constexpr, offsets):
 
 @triton.jit
 def _stream(seed, place, purpose: tl.constexpr):
-    return tl.randint(seed ^ _KEY, place * 4 + purpose)
+    """Key of Philox for one place and purpose."""
+    return seed ^ (_KEY + (place.to(tl.int64) * 4 + purpose) * _STEP)
