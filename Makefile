@@ -8,7 +8,8 @@ demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
