@@ -79,3 +79,30 @@ def test_plain_decoding_has_its_graphs(manager):
     sizes = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     assert sizes == sorted(sizes, reverse=True)
     assert add_plain_decode_graphs(manager) == 0, "once is enough"
+
+
+@pytest.mark.parametrize(("query_len", "largest"), [(1, 512), (3, 512), (7, 100)])
+def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
+    """Any batch up to the largest size finds the smallest graph that holds it."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_triforce.speculator.device.model_pass import PassGraphs
+
+    made = object.__new__(PassGraphs)
+    made.compilation_config = SimpleNamespace(max_cudagraph_capture_size=largest)
+    made.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    made.decode_query_len, made._most_rows = query_len, 20
+    made._lora_dispatch_map, made._max_lora_case = {}, 0
+    made._candidates, made._capture_descs = {}, {}
+    made._init_candidates()
+    made._graphs_captured = True
+    sizes = [size for size in (1, 2, 4, 8, 16, 20) if size * query_len <= largest]
+    captured = made._capture_descs[CUDAGraphMode.FULL]
+    assert [desc.num_reqs for desc in captured] == sizes[::-1]
+    for rows in range(1, 21):
+        desc = made.dispatch(rows, rows * query_len, query_len, 0)
+        holding = [size for size in sizes if size >= rows]
+        if holding:
+            assert (desc.cg_mode, desc.num_reqs) == (CUDAGraphMode.FULL, holding[0])
+        else:
+            assert (desc.cg_mode, desc.num_reqs) == (CUDAGraphMode.NONE, rows)

@@ -60,8 +60,8 @@ class TriForceConfig:
     """Longest n-gram, in tokens, that level 1 looks up where there is no draft model."""
 
     max_speculating_seqs: int = 64
-    """Requests that are speculated on at a time; others decode plainly. On a GPU, buffers are
-    allocated for this many."""
+    """On Model Runner V2, requests that are speculated on at a time, and for which buffers are
+    allocated; others decode plainly."""
 
     log_interval: float = 10.0
     """Seconds between two lines of per-level figures in the log; 0 is never."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.kernels.prompt_lookup import look_up
@@ -117,7 +118,7 @@ class DeviceStreaming(DeviceLevel1):
                 slot.window_start = max(self._num_sinks, newest + 1 - self._num_recent)
                 stale.append((int(batch.states[row]), slot, newest))
             slot.window_tokens = newest
-        indices = torch.tensor([slot.index for slot in slots], device=self._tables.device)
+        indices = async_tensor_h2d([slot.index for slot in slots], self._tables.device)
         self._tables[: len(slots)] = self.cache.block_table[indices]
         if stale:
             self._rebuild(self._num_sinks, stale, batch.all_token_ids)
@@ -218,12 +219,12 @@ class WindowRebuild:
         size = self._cache.block_size
         blocks = slots * self._cache.blocks_per_slot + positions // size
         hosted = np.stack([states, indices, positions, blocks * size + positions % size])
-        states, indices, positions, places = torch.from_numpy(hosted).to(self._device)
+        states, indices, positions, places = async_tensor_h2d(hosted, self._device)
         starts = np.concatenate([[0], np.cumsum(lens)])
         metadata = self._ragged(
-            torch.tensor(starts, dtype=torch.int32, device=self._device),
-            torch.tensor(lens, dtype=torch.int32, device=self._device),
-            self._cache.block_table[[slot for _, slot, _ in windows]],
+            async_tensor_h2d(starts, self._device, torch.int32),
+            async_tensor_h2d(lens, self._device, torch.int32),
+            self._cache.block_table[async_tensor_h2d([w[1] for w in windows], self._device)],
             max(lens),
         )
         forward(

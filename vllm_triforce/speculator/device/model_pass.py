@@ -5,26 +5,43 @@ from collections.abc import Callable
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.kernels.rows import PassInputs
 
 
 class PassGraphs(CudaGraphManager):
-    """vLLM's manager, for the row counts that follow from the sizes which vLLM captures.
+    """vLLM's manager, for uniform batches of 1, 2, 4, 8, 16, 24, ... rows.
+
+    vLLM's own sizes are counted in tokens and, with speculation, rounded to the full pass's; the
+    largest of them limits ours.
 
     Args:
-        most_rows: larger batches are not captured.
+        most_rows: larger batches do not occur.
     """
 
     def __init__(self, vllm_config, device, mode: CUDAGraphMode, query_len: int, most_rows: int):
+        self._most_rows = most_rows
         super().__init__(vllm_config, device, mode, decode_query_len=query_len)
 
-        def small(descs) -> list:
-            return [desc for desc in descs if desc.num_reqs <= most_rows]
-
-        self._capture_descs = {m: small(descs) for m, descs in self._capture_descs.items()}
-        self._candidates = {key: small(descs) for key, descs in self._candidates.items()}
+    def _init_candidates(self) -> None:
+        largest = self.compilation_config.max_cudagraph_capture_size or 0
+        length, most = self.decode_query_len, self._most_rows
+        if not self.cudagraph_mode:
+            return
+        sizes = {1, 2, 4, *range(8, most, 8), most}
+        descs = [
+            BatchExecutionDescriptor(CUDAGraphMode.FULL, rows * length, rows, length)
+            for rows in sorted(sizes)
+            if rows <= most and rows * length <= largest
+        ]
+        smallest = 1
+        for desc in descs:
+            for num_tokens in range(smallest, desc.num_tokens + 1):
+                self._candidates[num_tokens, 0] = [desc]
+            smallest = desc.num_tokens + 1
+        # The largest first: its activations hold those of the others.
+        self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
 
     def capture_pass(self, forward: Callable[[int], None], description: str) -> None:
         """Captures ``forward(num_rows)`` for each size."""

@@ -6,6 +6,7 @@ ones, then everything from the recent blocks to the one being written.
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.kernels.chunk_scores import rows_at_a_time, score_chunks
@@ -114,9 +115,9 @@ class DeviceSelections:
             together = rows_at_a_time(len(self._queries), self._queries.shape[2], most_chunks)
             for start in range(0, len(due_rows), together):
                 some = due_rows[start : start + together]
-                indices = torch.tensor([slots[r].index for r in some], device=table.device)
+                indices = async_tensor_h2d([slots[r].index for r in some], table.device)
                 self._selected[indices] = self._select(
-                    batch, table, torch.tensor(some, device=table.device), most_chunks
+                    batch, table, async_tensor_h2d(some, table.device), most_chunks
                 )
         build_sparse_tables(
             self.tables,

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.kernels.bookkeeping import clear_distributions, count_full_pass
@@ -126,7 +127,7 @@ class DeviceTriForce:
                 axis=1,
             )
             rows.begin(
-                torch.from_numpy(hosted.astype(np.int32)).to(rows.hosted.device),
+                async_tensor_h2d(hosted.astype(np.int32), rows.hosted.device),
                 batch.num_computed,
                 batch.num_sampled,
                 batch.last_sampled,
