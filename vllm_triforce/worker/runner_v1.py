@@ -35,7 +35,6 @@ class TriForceProposer(DraftModelProposer):
         runner.effective_drafter_max_model_len = (
             runner.max_model_len + config.num_speculative_tokens + 1
         )
-        answer_all_parameters(runner, vllm_config, device)
         skip_when_off(runner, config.min_context, self._forget_finished)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
@@ -69,6 +68,8 @@ class TriForceProposer(DraftModelProposer):
 
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
+        # The runner has made its batch and its rejection sampler by now.
+        answer_all_parameters(self._runner, self.vllm_config, self.device)
         self._built = BuiltSpeculator(
             vllm_config=self.vllm_config,
             config=self.config,
