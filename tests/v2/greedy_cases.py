@@ -1,9 +1,12 @@
 """Greedy decoding on Model Runner V2, with and without TriForce; run by run_case.py."""
 
 import gc
+import random
+import tempfile
+from pathlib import Path
 
 from tests.generation import generate
-from tests.models import PAIR, PROMPTS
+from tests.models import PAIR, PROMPTS, make_architecture
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, watch, worker_of
 
 # 700 tokens are prefilled in three chunks, while the others decode.
@@ -44,6 +47,27 @@ def run() -> dict:
     llm = make_engine(str(PAIR / "target"), keys, num_gpu_blocks_override=27, max_model_len=800)
     results["full_budget"] = _full_budget(llm, prompts[2], wanted[2])
     results["preemption"] = _preemption(llm, cramped, wanted_cramped)
+    del llm
+    gc.collect()
+    results["windows"] = _windows()
+    return results
+
+
+def _windows() -> dict:
+    """Layers with a sliding window, in a KV cache group of their own, stay dense at level 2."""
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, 4000) for _ in range(n)] for n in (300, 120)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_architecture(Path(folder) / "gemma3", "gemma3")
+        stock = make_engine(model)
+        wanted = generate(stock, prompts, max_tokens=16)
+        results = {}
+        for name, budget in (("small", 128), ("covering", 1024)):
+            llm = make_engine(model, {"retrieval_budget": budget, "min_context": 50})
+            results[name] = generate(llm, prompts, max_tokens=16) == wanted
+            results[f"{name}_counters"] = speculator_of(llm).counters.to_dict()
+            del llm
+            gc.collect()
     return results
 
 

@@ -98,6 +98,14 @@ def test_budget_that_covers_the_context_is_always_right(greedy):
     assert greedy["full_budget"]["counters"]["level2_acceptance_rate"] == 1
 
 
+def test_layers_with_a_window_stay_dense(greedy):
+    found = greedy["windows"]
+    assert found["small"] and found["covering"]
+    assert found["small_counters"]["num_level3_rejections"] > 0
+    covering = found["covering_counters"]
+    assert covering["num_level2_accepted"] == covering["num_level2_drafted"] > 10
+
+
 def test_preempted_and_finished_requests_leave_nothing_behind(greedy):
     found = greedy["preemption"]
     assert found["num_preempted"] > 0
