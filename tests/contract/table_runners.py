@@ -142,6 +142,10 @@ BUILDING: list[Surface] = [
     has("v1/kv_cache_interface.py", "KVCacheSpec", "block_size page_size_bytes", BUILD),
     has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", BUILD),
     overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", BUILD),
+    # Copies that the host does not wait for.
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "speculator/device/level1.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "speculator/device/selections.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "speculator/device/triforce.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING
