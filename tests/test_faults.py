@@ -71,7 +71,10 @@ def test_corrupt_draft_is_refused_before_weights_load(gqa_pair, tmp_path, case):
 
 def test_whole_draft_files_pass(gqa_pair, pair):
     for models in (gqa_pair, pair):
-        engine_config(models["target"], triforce(model=models["draft"]), max_model_len=2048)
+        config = engine_config(
+            models["target"], triforce(model=models["draft"]), max_model_len=2048
+        )
+        assert config.additional_config["triforce"]["draft_model"] == models["draft"]
 
 
 def test_draft_of_another_vocabulary(gqa_pair, tmp_path):

@@ -10,12 +10,9 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
-from vllm_triforce.kernels.verification import (
-    Race,
-    draw_drafts,
-    hand_up_distributions,
-    verify_drafts,
-)
+from vllm_triforce.kernels.hand_up import hand_up_distributions
+from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.verification import draw_drafts, verify_drafts
 
 NUM_SPECULATIVE_TOKENS = 6
 

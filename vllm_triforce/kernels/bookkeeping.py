@@ -290,33 +290,6 @@ def finish_rows_kernel(
 
 
 @triton.jit
-def _clear_distributions_kernel(
-    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    state_stride,
-    place_stride,
-    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens]
-    states_ptr,  # [batch size]
-    num_proposed_ptr,  # [max_num_reqs]
-    num_speculative_tokens,
-    vocab_width,
-    PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    state = tl.load(states_ptr + tl.program_id(0)).to(tl.int64)
-    place = tl.program_id(1)
-    if place < tl.load(num_proposed_ptr + state):
-        return
-    if tl.load(is_stale_ptr + state * num_speculative_tokens + place) == 0:
-        return
-    out = draft_logits_ptr + state * state_stride + place * place_stride
-    for start in range(0, vocab_width, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        certain = tl.where(tokens == PAD, 0.0, float("-inf"))
-        tl.store(out + tokens, certain, mask=tokens < vocab_width)
-    tl.store(is_stale_ptr + state * num_speculative_tokens + place, 0)
-
-
-@triton.jit
 def _count_full_pass_kernel(
     counters_ptr,  # [4], added to: drafted, accepted, rejections, steps
     scheduled_ptr,  # [batch size]
@@ -334,28 +307,6 @@ def _count_full_pass_kernel(
         tl.atomic_add(counters_ptr + 1, accepted.to(tl.int64))
         tl.atomic_add(counters_ptr + 2, (accepted < drafted).to(tl.int64))
         tl.atomic_add(counters_ptr + 3, 1)
-
-
-def clear_distributions(
-    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
-    states: torch.Tensor,  # [batch size], int
-    num_proposed: torch.Tensor,  # [max_num_reqs], int32
-) -> None:
-    """Where nothing is proposed any more, PAD_TOKEN is certain again."""
-    num_places = draft_logits.shape[1]
-    _clear_distributions_kernel[(len(states), num_places)](
-        draft_logits,
-        draft_logits.stride(0),
-        draft_logits.stride(1),
-        is_stale,
-        states,
-        num_proposed,
-        num_places,
-        draft_logits.shape[2],
-        PAD=PAD_TOKEN,
-        BLOCK=4096,
-    )
 
 
 def count_full_pass(

@@ -9,86 +9,10 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import noise as _noise
-from vllm_triforce.kernels.noise import exponential, uniform
+from vllm_triforce.kernels.noise import uniform
+from vllm_triforce.kernels.race import Race, race_kernel, winner
 
-_BLOCK = 4096
 _DRAFT, _RECOVER, _ACCEPT = _noise.DRAFT, _noise.RECOVER, _noise.ACCEPT
-
-
-@triton.jit
-def _race_kernel(
-    target_ptr,  # [num_reqs, PLACES, vocab_size]
-    target_lse_ptr,  # [num_reqs, PLACES]
-    draft_ptr,  # [num_reqs, PLACES - 1, vocab_size]
-    draft_lse_ptr,  # [num_reqs, PLACES - 1]
-    drafted_ptr,  # [num_reqs, PLACES - 1]
-    num_drafted_ptr,  # [num_reqs]
-    num_accepted_ptr,  # [num_reqs]
-    temperature_ptr,  # [num_reqs]
-    seeds_ptr,  # [num_reqs]
-    places_ptr,  # [num_reqs]
-    values_ptr,  # [num_reqs, 2, num_blocks]
-    tokens_ptr,  # [num_reqs, 2, num_blocks]
-    vocab_size,
-    PLACES: tl.constexpr,
-    PURPOSE: tl.constexpr,
-    CERTAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The exponential race of a block of the vocabulary: argmax of probability over noise, for
-    the residual distribution and for the target's own."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    num_blocks = tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature == 0.0:
-        return
-    place = 0
-    if PLACES > 1:
-        place = tl.load(num_accepted_ptr + row)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    mask = tokens < vocab_size
-    target_row = row * PLACES + place
-    logits = tl.load(target_ptr + target_row * vocab_size + tokens, mask=mask, other=float("-inf"))
-    lse = tl.load(target_lse_ptr + target_row)
-    probs = tl.exp(logits.to(tl.float32) / temperature - lse)
-    delay = exponential(
-        tl.load(seeds_ptr + row), tl.load(places_ptr + row) + place, PURPOSE, tokens
-    )
-    rest = probs
-    if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if place < tl.load(num_drafted_ptr + row):
-            draft_row = row * (PLACES - 1) + place
-            if CERTAIN:
-                rest = tl.where(tokens == tl.load(drafted_ptr + draft_row), 0.0, probs)
-            else:
-                drafted = tl.load(
-                    draft_ptr + draft_row * vocab_size + tokens, mask=mask, other=float("-inf")
-                )
-                drafted = drafted.to(tl.float32) / temperature
-                rest = probs - tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
-    out = row * 2 * num_blocks + block
-    # Comparisons are false for NaN, which therefore never wins.
-    value = tl.where(rest > 0, rest, 0.0) / delay
-    tl.store(values_ptr + out, tl.max(value, axis=0))
-    tl.store(tokens_ptr + out, block * BLOCK + tl.argmax(value, axis=0))
-    value = tl.where(probs > 0, probs, 0.0) / delay
-    tl.store(values_ptr + out + num_blocks, tl.max(value, axis=0))
-    tl.store(tokens_ptr + out + num_blocks, block * BLOCK + tl.argmax(value, axis=0))
-
-
-@triton.jit
-def _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
-    """The token that won a row's race; the target's own race where no residual is left (both
-    distributions are equal up to rounding, and the rejection was the rounding error)."""
-    blocks = tl.arange(0, PADDED_BLOCKS)
-    at = row * 2 * num_blocks + blocks
-    mask = blocks < num_blocks
-    rest = tl.load(values_ptr + at, mask=mask, other=-1.0)
-    if tl.max(rest, axis=0) > 0:
-        return tl.load(tokens_ptr + row * 2 * num_blocks + tl.argmax(rest, axis=0))
-    whole = tl.load(values_ptr + at + num_blocks, mask=mask, other=-1.0)
-    return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
 
 
 @triton.jit
@@ -106,7 +30,7 @@ def _pick_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(best_ptr + row).to(tl.int32)
     if tl.load(temperature_ptr + row) > 0:
-        token = _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+        token = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
     tl.store(drafted_ptr + row * gamma + step, token)
 
 
@@ -186,7 +110,7 @@ def _emit_kernel(
         is_number = True
         if not ALL_GREEDY:  # noqa: SIM102
             if tl.load(temperature_ptr + row) > 0:
-                last = _winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+                last = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
                 lse = tl.load(target_lse_ptr + at)
                 is_number = (lse == lse) & (tl.abs(lse) < float("inf"))
         out = proposal_ptr + row * num_speculative_tokens + length
@@ -207,53 +131,6 @@ def _emit_kernel(
         tl.atomic_add(counters_ptr + 2, accepted.to(tl.int64))
 
 
-@triton.jit
-def _hand_up_kernel(
-    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab_stride], written
-    state_stride,
-    place_stride,
-    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
-    states_ptr,  # [num_reqs]
-    target_ptr,  # [num_reqs, places, vocab_size]
-    length_ptr,  # [num_reqs], after emission
-    num_emitted_ptr,  # [num_reqs]
-    temperature_ptr,  # [num_reqs]
-    num_speculative_tokens,
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    emitted = tl.load(num_emitted_ptr + row)
-    place = tl.program_id(1)
-    if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
-        return
-    state = tl.load(states_ptr + row).to(tl.int64)
-    to = tl.load(length_ptr + row) - emitted + place
-    tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = tokens < vocab_size
-    source = target_ptr + (row * tl.num_programs(1) + place) * vocab_size
-    logits = tl.load(source + tokens, mask=mask)
-    out = draft_logits_ptr + state * state_stride + to * place_stride
-    tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
-    tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
-
-
-class Race:
-    """Scratch of the race over the vocabulary.
-
-    Args:
-        most_rows: requests that can be drawn for at a time.
-    """
-
-    def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-        self.num_blocks = triton.cdiv(vocab_size, self.block)
-        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
-        shape = (most_rows, 2, self.num_blocks)
-        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
-
-
 def draw_drafts(
     drafted: torch.Tensor,  # [num_reqs, gamma], int32, column ``step`` is written
     step: int,
@@ -271,7 +148,7 @@ def draw_drafts(
         drafted[:, step] = best
         return
     vocab_size = logits.shape[-1]
-    _race_kernel[(num_reqs, race.num_blocks)](
+    race_kernel[(num_reqs, race.num_blocks)](
         logits,
         lse,
         logits,
@@ -351,7 +228,7 @@ def verify_drafts(
         CERTAIN=certain,
     )
     if not all_greedy:
-        _race_kernel[(num_reqs, race.num_blocks)](
+        race_kernel[(num_reqs, race.num_blocks)](
             target,
             target_lse,
             draft,
@@ -389,31 +266,4 @@ def verify_drafts(
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
         PADDED_BLOCKS=race.padded_blocks,
-    )
-
-
-def hand_up_distributions(
-    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
-    states: torch.Tensor,  # [num_reqs], int32, each request's row of draft_logits
-    target: torch.Tensor,  # [num_reqs, gamma + 1, vocab_size], masked
-    length: torch.Tensor,  # [num_reqs], int32, after emission
-    num_emitted: torch.Tensor,  # [num_reqs], int32
-    temperature: torch.Tensor,  # [num_reqs], float32
-) -> None:
-    """Copies level 2's logits of what was just emitted to where the outer test reads them."""
-    num_reqs, num_places, vocab_size = target.shape
-    _hand_up_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
-        draft_logits,
-        draft_logits.stride(0),
-        draft_logits.stride(1),
-        is_stale,
-        states,
-        target,
-        length,
-        num_emitted,
-        temperature,
-        draft_logits.shape[1],
-        vocab_size,
-        BLOCK=_BLOCK,
     )

@@ -5,8 +5,8 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.verification import Race
 from vllm_triforce.speculator.device.level1 import (
     DeviceLevel1,
     DevicePromptLookup,

@@ -9,8 +9,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.kernels.prompt_lookup import look_up
+from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.verification import Race, draw_drafts
+from vllm_triforce.kernels.verification import draw_drafts
 from vllm_triforce.speculator.device.batch import DeviceBatch
 from vllm_triforce.speculator.device.model_pass import ModelPass, forward
 from vllm_triforce.speculator.device.slots import Slot

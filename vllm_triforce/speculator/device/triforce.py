@@ -5,9 +5,11 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.kernels.bookkeeping import clear_distributions, count_full_pass
+from vllm_triforce.kernels.bookkeeping import count_full_pass
+from vllm_triforce.kernels.hand_up import clear_distributions, hand_up_distributions
+from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.verification import Race, hand_up_distributions, verify_drafts
+from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DEVICE_COUNTERS, LevelCounters
 from vllm_triforce.metrics.part_times import PartTimes
 from vllm_triforce.speculator.device.batch import DeviceBatch

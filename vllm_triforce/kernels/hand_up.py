@@ -1,0 +1,116 @@
+"""The distributions that vLLM's outer test reads: level 2's own, or certainty where nothing is
+proposed."""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _hand_up_kernel(
+    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab_stride], written
+    state_stride,
+    place_stride,
+    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
+    states_ptr,  # [num_reqs]
+    target_ptr,  # [num_reqs, places, vocab_size]
+    length_ptr,  # [num_reqs], after emission
+    num_emitted_ptr,  # [num_reqs]
+    temperature_ptr,  # [num_reqs]
+    num_speculative_tokens,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    emitted = tl.load(num_emitted_ptr + row)
+    place = tl.program_id(1)
+    if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
+        return
+    state = tl.load(states_ptr + row).to(tl.int64)
+    to = tl.load(length_ptr + row) - emitted + place
+    tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = tokens < vocab_size
+    source = target_ptr + (row * tl.num_programs(1) + place) * vocab_size
+    logits = tl.load(source + tokens, mask=mask)
+    out = draft_logits_ptr + state * state_stride + to * place_stride
+    tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
+    tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
+
+
+@triton.jit
+def _clear_distributions_kernel(
+    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab], written
+    state_stride,
+    place_stride,
+    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens]
+    states_ptr,  # [batch size]
+    num_proposed_ptr,  # [max_num_reqs]
+    num_speculative_tokens,
+    vocab_width,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    state = tl.load(states_ptr + tl.program_id(0)).to(tl.int64)
+    place = tl.program_id(1)
+    if place < tl.load(num_proposed_ptr + state):
+        return
+    if tl.load(is_stale_ptr + state * num_speculative_tokens + place) == 0:
+        return
+    out = draft_logits_ptr + state * state_stride + place * place_stride
+    for start in range(0, vocab_width, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        certain = tl.where(tokens == PAD, 0.0, float("-inf"))
+        tl.store(out + tokens, certain, mask=tokens < vocab_width)
+    tl.store(is_stale_ptr + state * num_speculative_tokens + place, 0)
+
+
+def hand_up_distributions(
+    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
+    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
+    states: torch.Tensor,  # [num_reqs], int32, each request's row of draft_logits
+    target: torch.Tensor,  # [num_reqs, gamma + 1, vocab_size], masked
+    length: torch.Tensor,  # [num_reqs], int32, after emission
+    num_emitted: torch.Tensor,  # [num_reqs], int32
+    temperature: torch.Tensor,  # [num_reqs], float32
+) -> None:
+    """Copies level 2's logits of what was just emitted to where the outer test reads them."""
+    num_reqs, num_places, vocab_size = target.shape
+    _hand_up_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
+        draft_logits,
+        draft_logits.stride(0),
+        draft_logits.stride(1),
+        is_stale,
+        states,
+        target,
+        length,
+        num_emitted,
+        temperature,
+        draft_logits.shape[1],
+        vocab_size,
+        BLOCK=_BLOCK,
+    )
+
+
+def clear_distributions(
+    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
+    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
+    states: torch.Tensor,  # [batch size], int
+    num_proposed: torch.Tensor,  # [max_num_reqs], int32
+) -> None:
+    """Where nothing is proposed any more, PAD_TOKEN is certain again."""
+    num_places = draft_logits.shape[1]
+    _clear_distributions_kernel[(len(states), num_places)](
+        draft_logits,
+        draft_logits.stride(0),
+        draft_logits.stride(1),
+        is_stale,
+        states,
+        num_proposed,
+        num_places,
+        draft_logits.shape[2],
+        PAD=PAD_TOKEN,
+        BLOCK=_BLOCK,
+    )
