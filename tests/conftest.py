@@ -76,4 +76,5 @@ def engines():
 
 
 def triforce(**keys) -> dict:
-    return {"method": "triforce", "min_context": 0, **keys}
+    """Speculates on everything, by fixed lengths: what a test counts must not depend on times."""
+    return {"method": "triforce", "min_context": 0, "adaptive": False, **keys}

@@ -23,6 +23,25 @@ def test_is_frozen_and_survives_json():
     assert TriForceConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
+    """The controller chooses what the user left open, and nothing else; off, it is the paper's."""
+    open_ = TriForceConfig().fill(can_adapt=True)
+    assert open_.choices == {"context", "gamma", "length"}
+    assert (open_.num_speculative_tokens, open_.gamma) == (16, 4)
+    assert open_.resolve(32).min_context == 0
+    given = TriForceConfig(num_speculative_tokens=5, gamma=1, min_context=7).fill(can_adapt=True)
+    assert given.choices == frozenset()
+    assert (given.num_speculative_tokens, given.gamma, given.min_context) == (5, 1, 7)
+    for off in (
+        TriForceConfig(adaptive=False).fill(can_adapt=True),
+        TriForceConfig().fill(can_adapt=False),
+    ):
+        assert off.choices == frozenset()
+        assert (off.num_speculative_tokens, off.gamma) == (6, 2)
+        assert off.resolve(32).min_context == 8192
+    assert TriForceConfig(levels="1,3").fill(can_adapt=True).choices == {"context", "length"}
+
+
 @pytest.mark.parametrize(
     "keys, named",
     [
@@ -40,6 +59,9 @@ def test_is_frozen_and_survives_json():
         ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
         ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),
         ({"log_interval": -1}, ["log_interval=-1"]),
+        ({"levels": "1,2"}, ["'1,2'", "1,3"]),
+        ({"adaptive": 1}, ["adaptive=1", "bool", "int"]),
+        ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),
         ({"selection": "h2o"}, ["'h2o'", "'retrieval' or 'streaming'"]),
         (
             {"retrieval_budget": 256, "retrieval_recent_tokens": 256},
@@ -71,5 +93,5 @@ def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
 
 
 def test_window_has_room_to_grow():
-    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100)
+    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).fill(can_adapt=True)
     assert config.window_tokens >= 104 + config.num_speculative_tokens + 1

@@ -10,14 +10,14 @@ PACKAGE = ROOT / "vllm_triforce"
 # From the bottom up; a module may import its own layer and those before it.
 LAYERS = [
     ["config"],
-    ["selection", "metrics"],
+    ["selection", "metrics", "controller"],
     ["cache"],
     ["kernels"],
     ["attention", "verification", "patches"],
     ["speculator"],
     ["worker", "scheduler"],
 ]
-WITHOUT_VLLM = ["cache", "selection", "config/triforce_config.py", "verification/oracle.py"]
+WITHOUT_VLLM = ["cache", "controller", "selection", "config/triforce_config.py", "verification/oracle.py"]
 
 
 def imports(path) -> set[str]:

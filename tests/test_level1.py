@@ -104,6 +104,6 @@ def test_private_state_is_released(engines, pair):
     for _ in range(3):
         generate(llm, [text[: 100 + 10 * i] for i in range(8)], max_tokens=9)
     generate(llm, [text[:50]], max_tokens=12)
-    level1, level2 = built(llm).speculator.level1, built(llm).speculator.level2
+    level1, level2 = built(llm).speculator.level1.model, built(llm).speculator.level2
     assert level1.cache.num_free_slots >= 7
     assert len(level2.cache) <= 1

@@ -121,7 +121,7 @@ def test_planted_needle_is_selected(engines, gqa_pair):
         planted.impl.do_kv_cache_update(
             planted, keys, torch.zeros_like(keys), planted.kv_cache, slots
         )
-    selection = cache.selection("needle", blocks, 60 * 32, query)
+    selection = cache.selection("needle", blocks, 60 * 32, lambda: query)
     cache.release("needle")
     assert selection.num_selected == 512 // 32 - 128 // 32
     assert bool((selection.blocks == needle).any(-1).all()), "missed by a layer or head"

@@ -81,7 +81,7 @@ def test_table_is_first_selected_then_tail():
     blocks = np.random.default_rng(0).permutation(64).astype(np.int32)
     num_tokens = 40 * BLOCK + 5
     query = torch.randn(2, 2, 16)
-    selection = cache.selection("a", blocks, num_tokens, query)
+    selection = cache.selection("a", blocks, num_tokens, lambda: query)
     tables, skipped = cache.block_table([selection], [blocks], [num_tokens + 6])
     for layer in range(2):
         for head in range(2):
@@ -101,7 +101,7 @@ def test_table_is_first_selected_then_tail():
 def test_budget_that_covers_the_context_reads_everything_in_order(num_tokens):
     cache, _ = retrieval_cache()
     blocks = np.arange(20, 50, dtype=np.int32)
-    selection = cache.selection("a", blocks, num_tokens, torch.randn(2, 2, 16))
+    selection = cache.selection("a", blocks, num_tokens, lambda: torch.randn(2, 2, 16))
     tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
     assert int(skipped[0]) == 0
     wanted = blocks[: -(-num_tokens // BLOCK)].tolist()
@@ -114,7 +114,7 @@ def test_new_blocks_stay_covered_until_the_refresh():
     blocks = np.arange(64, dtype=np.int32)
     start = 30 * BLOCK
     for num_tokens in range(start, start + 40 * 7, 7):
-        selection = cache.selection("a", blocks, num_tokens, torch.randn(2, 2, 16))
+        selection = cache.selection("a", blocks, num_tokens, lambda: torch.randn(2, 2, 16))
         tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
         read = blocks_read(tables, skipped, cache, num_tokens)
         newest = -(-num_tokens // BLOCK)
@@ -124,7 +124,10 @@ def test_new_blocks_stay_covered_until_the_refresh():
 def test_refresh_interval_counts_full_passes():
     cache, _ = retrieval_cache(interval=3)
     blocks = np.arange(64, dtype=np.int32)
-    made = [id(cache.selection("a", blocks, 1000, torch.randn(2, 2, 16)).blocks) for _ in range(7)]
+    made = [
+        id(cache.selection("a", blocks, 1000, lambda: torch.randn(2, 2, 16)).blocks)
+        for _ in range(7)
+    ]
     assert made[0] == made[1] == made[2] != made[3]
     assert made[3] == made[4] == made[5] != made[6]
 
@@ -132,10 +135,10 @@ def test_refresh_interval_counts_full_passes():
 def test_moved_blocks_are_summarised_again():
     """After preemption the same request owns other blocks: nothing stale may be scored."""
     cache, keys = retrieval_cache()
-    cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, torch.randn(2, 2, 16))
+    cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     keys.copy_(torch.randn_like(keys))
     moved = np.arange(63, 23, -1, dtype=np.int32)
-    cache.selection("a", moved, 40 * BLOCK, torch.randn(2, 2, 16))
+    cache.selection("a", moved, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     found = cache.chunk_mean_keys.gather(torch.from_numpy(moved.astype(np.int64)))
     torch.testing.assert_close(found, keys[:, moved].mean(3).transpose(1, 2))
     cache.release("a")
@@ -147,7 +150,7 @@ def test_requests_of_unequal_size_share_a_table():
     long, short = np.arange(63, 13, -1, dtype=np.int32), np.arange(5, dtype=np.int32)
     lengths = [45 * BLOCK + 3, 2 * BLOCK + 1]
     selections = [
-        cache.selection(name, blocks, n, torch.randn(2, 2, 16))
+        cache.selection(name, blocks, n, lambda: torch.randn(2, 2, 16))
         for name, blocks, n in zip("ab", (long, short), lengths)
     ]
     tables, skipped = cache.block_table(selections, [long, short], lengths)

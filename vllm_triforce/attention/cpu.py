@@ -167,6 +167,7 @@ class CPURetrievalAttention:
         self._group = first.num_heads // first.num_kv_heads
         for index, layer in enumerate(layers):
             RetrievalCPUAttentionImpl.attach(layer, index, recorder)
+        self.query_shape = (len(layers), first.num_heads, first.head_size)
         self._has_sinks = first.impl.sinks is not None
         self._layout: KeyLayout | None = None
 

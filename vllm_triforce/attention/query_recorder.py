@@ -1,5 +1,8 @@
 """Keeps, of each full pass, the queries that the next selection may need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -21,6 +24,15 @@ class QueryRecorder:
         self.paused = False
         self._queries: list[torch.Tensor | None] = [None] * num_layers
         self._rows: torch.Tensor | None = None
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around passes whose queries are not the full pass's."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def record(
         self,

@@ -5,6 +5,7 @@ subset of blocks is the ordinary paged kernel on a shortened block table: the fi
 the selected blocks, then everything from the recent blocks to the one being written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,9 +79,9 @@ class RetrievalCache:
         request_id: str,
         block_ids: np.ndarray,  # [>= num_full_blocks], the request's block table
         num_computed_tokens: int,
-        query: torch.Tensor,  # [num_layers, num_heads, head_dim]
+        query: Callable[[], torch.Tensor],  # gives [num_layers, num_heads, head_dim]
     ) -> Selection:
-        """The request's selection, refreshed when it is due."""
+        """The request's selection, refreshed when it is due; only then the query is asked for."""
         num_full = num_computed_tokens // self.block_size
         state = self._requests.get(request_id)
         known = 0 if state is None else len(state.block_ids)
@@ -102,7 +103,7 @@ class RetrievalCache:
         state.selection = self._select(state.block_ids, query)
         return state.selection
 
-    def _select(self, full_blocks: np.ndarray, query: torch.Tensor) -> Selection:
+    def _select(self, full_blocks: np.ndarray, query: Callable[[], torch.Tensor]) -> Selection:
         means = self.chunk_mean_keys.means
         ids = torch.from_numpy(full_blocks.astype(np.int64)).to(means.device)
         num_layers, num_kv_heads = means.shape[:2]
@@ -118,7 +119,7 @@ class RetrievalCache:
             candidate_means = self.chunk_mean_keys.gather(candidates)
         else:
             candidate_means = means.new_empty(num_layers, num_kv_heads, len(candidates), 0)
-        chosen = self.policy.select(query, candidate_means, num_selected)
+        chosen = self.policy.select(query(), candidate_means, num_selected)
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
         return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)
 

@@ -142,10 +142,14 @@ def check_draft_kind(draft_config) -> None:
         )
 
 
-def check_vllm_config(vllm_config) -> None:
+def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
+    if config.levels != "1,2,3" and vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"levels={config.levels!r}: Model Runner V2 has no levels switched off; leave it out"
+        )
     if not is_cpu() and not vllm_config.use_v2_model_runner:
         raise ValueError(
             "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "
@@ -210,6 +214,16 @@ def default_block_size() -> int | None:
     vLLM's default on the CPU is 128; its kernels need multiples of 32. Elsewhere vLLM's own.
     """
     return 32 if is_cpu() else None
+
+
+def has_controller() -> bool:
+    """Whether the model runner will be V1, whose loop runs on the host.
+
+    Runner V2's passes have fixed shapes (CUDA graphs), and its host does not see what is accepted.
+    """
+    from vllm import envs
+
+    return is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER
 
 
 def is_cpu() -> bool:

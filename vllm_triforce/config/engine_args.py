@@ -109,7 +109,8 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
             f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given; "
             "name one or leave them out"
         )
-    return TriForceConfig.from_speculative_config(keys), draft
+    config = TriForceConfig.from_speculative_config(keys)
+    return config.fill(can_adapt=compatibility.has_controller()), draft
 
 
 def _wrap_create_engine_config(original, when_asked_for):
@@ -179,7 +180,7 @@ def _wrap_create_speculative_config(original):
 
 def _finish(vllm_config, config: TriForceConfig):
     resolved = config.resolve(vllm_config.cache_config.block_size)
-    compatibility.check_vllm_config(vllm_config)
+    compatibility.check_vllm_config(vllm_config, resolved)
     vllm_config.additional_config[METHOD].update(resolved.to_dict())
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:

@@ -12,6 +12,16 @@ METHOD = "triforce"
 # step (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
 
+# Which levels take part (LEVELS), and what the controller may choose (CHOICES).
+LEVELS = ("1,2,3", "1,3", "2,3")
+CHOICES = ("context", "gamma", "length")
+
+# The paper's gamma 2 and gamma 1, used where nothing is chosen from measurements.
+_FIXED_LENGTH, _FIXED_GAMMA = 6, 2
+# Bounds of what the controller chooses. Past 16 tokens an acceptance of 0.96 a token gives less
+# than half a token for each one more.
+_MOST_LENGTH, _MOST_GAMMA = 16, 4
+
 
 @dataclass(frozen=True)
 class TriForceConfig:
@@ -22,11 +32,26 @@ class TriForceConfig:
             reason and the remedy.
     """
 
-    num_speculative_tokens: int = 6
-    """Tokens that level 2 hands to the full pass per step (the paper's gamma 2)."""
+    num_speculative_tokens: int | None = None
+    """Tokens that level 2 hands to the full pass per step (the paper's gamma 2).
+    Default: chosen by the controller, at most 16; 6 where it is off."""
 
-    gamma: int = 2
-    """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1)."""
+    gamma: int | None = None
+    """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).
+    Default: chosen by the controller, at most 4, with prompt lookup beside the draft model; 2
+    where it is off."""
+
+    levels: str = "1,2,3"
+    """Levels that take part, for comparisons: ``1,3`` hands level 1's tokens straight to the full
+    pass, ``2,3`` has the target draft for itself over its retrieval cache."""
+
+    adaptive: bool = True
+    """Whether the controller (``controller/``) chooses what is left open of ``min_context``,
+    ``num_speculative_tokens`` and ``gamma``, from measured times and acceptance. A value that is
+    given is never changed."""
+
+    adapts: str | None = None
+    """What the controller chooses of CHOICES, separated by commas; filled in by ``fill()``."""
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
@@ -54,7 +79,7 @@ class TriForceConfig:
 
     min_context: int | None = None
     """Tokens of context below which a request is not speculated on; 0 is always.
-    Default: twice ``retrieval_budget``."""
+    Default: chosen by the controller; twice ``retrieval_budget`` where it is off."""
 
     prompt_lookup_max: int = 4
     """Longest n-gram, in tokens, that level 1 looks up where there is no draft model."""
@@ -81,6 +106,10 @@ class TriForceConfig:
         self._check_range("prompt_lookup_max", 1)
         self._check_range("max_speculating_seqs", 1)
         self._check_range("log_interval", 0)
+        if self.levels not in LEVELS:
+            raise ValueError(
+                f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
+            )
         if self.selection not in ("retrieval", "streaming"):
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
@@ -104,7 +133,7 @@ class TriForceConfig:
             ValueError: a key is unknown (the nearest known one is suggested) or a
                 value is out of range.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "adapts"]
         for key in keys:
             if key not in known:
                 near = difflib.get_close_matches(key, [*known, "model"], n=1)
@@ -114,6 +143,34 @@ class TriForceConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def fill(self, can_adapt: bool) -> "TriForceConfig":
+        """Fills in how many tokens are proposed and drafted, and who chooses.
+
+        Args:
+            can_adapt: whether the model runner in use has a controller.
+        """
+        if self.adapts is not None:
+            return self
+        open_ = {
+            "context": self.min_context is None,
+            "gamma": self.gamma is None and self.levels == "1,2,3",
+            "length": self.num_speculative_tokens is None,
+        }
+        adapts = [name for name in CHOICES if open_[name]] if self.adaptive and can_adapt else []
+        length, gamma = self.num_speculative_tokens, self.gamma
+        if length is None:
+            length = _MOST_LENGTH if "length" in adapts else _FIXED_LENGTH
+        if gamma is None:
+            gamma = _MOST_GAMMA if "gamma" in adapts else _FIXED_GAMMA
+        return dataclasses.replace(
+            self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
+        )
+
+    @property
+    def choices(self) -> frozenset[str]:
+        """What the controller chooses, of CHOICES."""
+        return frozenset(filter(None, (self.adapts or "").split(",")))
 
     def resolve(self, block_size: int) -> "TriForceConfig":
         """Fills in what depends on vLLM's KV block and checks that the sizes fit it.
@@ -147,16 +204,20 @@ class TriForceConfig:
                 f"one retrieved chunk of {chunk} tokens and {recent} recent tokens; "
                 f"use at least {recent + 2 * chunk}"
             )
-        context = 2 * self.retrieval_budget if self.min_context is None else self.min_context
+        filled = self.fill(can_adapt=False)
+        context = filled.min_context
+        if context is None:
+            context = 0 if "context" in filled.choices else 2 * self.retrieval_budget
         return dataclasses.replace(
-            self, retrieval_chunk_size=chunk, retrieval_recent_tokens=recent, min_context=context
+            filled, retrieval_chunk_size=chunk, retrieval_recent_tokens=recent, min_context=context
         )
 
     @property
     def window_tokens(self) -> int:
         """Tokens of level 1's private cache: sinks, recent tokens and room to grow before the
         window is rebuilt (half of the recent tokens, so that a rebuild is rare)."""
-        growth = max(self.num_recent_tokens // 2, self.num_speculative_tokens + self.gamma + 2)
+        filled = self.fill(can_adapt=True)
+        growth = max(self.num_recent_tokens // 2, filled.num_speculative_tokens + filled.gamma + 2)
         return self.num_sink_tokens + self.num_recent_tokens + growth
 
     def _check_type(self, name: str) -> None:
@@ -165,11 +226,13 @@ class TriForceConfig:
         if value is None and default is None:
             return
         wanted: tuple[type, ...] = (int,)
-        if isinstance(default, str):
+        if isinstance(default, str) or name == "adapts":
             wanted = (str,)
+        elif isinstance(default, bool):
+            wanted = (bool,)
         elif isinstance(default, float):
             wanted = (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        if isinstance(value, bool) != (wanted == (bool,)) or not isinstance(value, wanted):
             raise ValueError(
                 f"{name}={value!r} must be of type {wanted[-1].__name__}, "
                 f"not {type(value).__name__}"

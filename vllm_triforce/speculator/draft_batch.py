@@ -1,5 +1,6 @@
 """What a model runner hands to TriForce and gets back: tensors and arrays, no runner."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,40 @@ class DraftBatch:
     """Longest proposal that fits the slots which the scheduler reserved; at least 1."""
     block_tables: list[list[np.ndarray]]
     """For each KV cache group, each request's allocated block ids."""
-    queries: list[torch.Tensor]
-    """[num_layers, num_heads, head_dim], the last accepted token's at level 3."""
+    queries: list[Callable[[], torch.Tensor]]
+    """Each gives [num_layers, num_heads, head_dim], the last accepted token's at level 3."""
     sampling: SamplingRows
+    num_plain: int = 0
+    """Further requests of the engine's step, which cannot be speculated on."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    def context(self, proposal: "Proposal", row: int) -> np.ndarray:
+        """[num_tokens], int32: a request's tokens with those proposed for it."""
+        proposed = proposal.token_ids[row]
+        if not proposed:
+            return self.token_ids[row]
+        return np.concatenate([self.token_ids[row], np.asarray(proposed, dtype=np.int32)])
+
+    def has_seed(self, row: int) -> bool:
+        return bool(self.sampling.seeds) and self.sampling.seeds[row] is not None
+
+    def take(self, rows: list[int], max_num_tokens: list[int]) -> "DraftBatch":
+        """Some of the requests, with other limits."""
+
+        def pick(values):
+            return [values[row] for row in rows]
+
+        return DraftBatch(
+            pick(self.request_ids),
+            pick(self.token_ids),
+            pick(self.num_computed_tokens),
+            max_num_tokens,
+            [pick(tables) for tables in self.block_tables],
+            pick(self.queries),
+            self.sampling.take(rows),
+        )
 
 
 @dataclass
@@ -34,8 +63,9 @@ class Proposal:
     """Tokens handed up, and the distribution each was drawn from."""
 
     token_ids: list[list[int]]
-    probs: list[list[torch.Tensor]] | None
-    """Per request and token [vocab_size], float32; None where every request is greedy."""
+    probs: list[list[torch.Tensor | None]] | None
+    """Per request and token [vocab_size], float32, or None where it was certain; None as a whole
+    where every request is greedy."""
 
     @classmethod
     def empty(cls, num_reqs: int, greedy: bool) -> "Proposal":

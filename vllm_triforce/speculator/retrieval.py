@@ -52,6 +52,11 @@ class RetrievalLevel:
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
         """Called before each pass with the requests and the number of tokens of each."""
 
+    @property
+    def query_shape(self) -> tuple[int, int, int]:
+        """[num_layers, num_heads, head_dim] of the queries that chunks are selected by."""
+        return self._attention.query_shape
+
     def begin(self, batch: DraftBatch) -> None:
         """Refreshes what is due and lays out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]

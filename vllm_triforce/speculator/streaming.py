@@ -1,6 +1,5 @@
 """Level 1: a small draft model that sees sink tokens and recent tokens (paper, section 4.1)."""
 
-import numpy as np
 import torch
 from vllm.model_executor.layers.attention import Attention
 
@@ -54,8 +53,7 @@ class StreamingLevel(Level1):
         feed, first_positions = [], []
         for i in active:
             row = rows[i]
-            proposed = np.asarray(proposal.token_ids[row], dtype=np.int32)
-            token_ids = np.concatenate([batch.token_ids[row], proposed])
+            token_ids = batch.context(proposal, row)
             position, tokens = self._window(batch.request_ids[row]).advance(token_ids, wanted[i])
             feed.append(tokens.tolist())
             first_positions.append(position)

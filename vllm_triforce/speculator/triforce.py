@@ -4,10 +4,13 @@ import time
 
 from vllm.logger import init_logger
 
+from vllm_triforce.controller import Candidate, Controller
+from vllm_triforce.controller.planner import Choice, Route
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
-from vllm_triforce.speculator.level1 import Level1
+from vllm_triforce.speculator.prompt_lookup import Match
 from vllm_triforce.speculator.retrieval import RetrievalLevel
+from vllm_triforce.speculator.sources import Level1Sources
 from vllm_triforce.verification.inner import verify
 from vllm_triforce.verification.noise import InnerNoise
 
@@ -18,20 +21,20 @@ class TriForceSpeculator:
     """Level 1 drafts, level 2 verifies, until the proposal is long enough.
 
     Args:
-        gamma: tokens that level 1 drafts for a pass of level 2.
+        controller: says who proposes how much, and which source level 1 takes.
     """
 
     def __init__(
         self,
-        level1: Level1,
+        level1: Level1Sources,
         level2: RetrievalLevel,
-        gamma: int,
+        controller: Controller,
         noise: InnerNoise,
         counters: LevelCounters,
     ) -> None:
         self.level1 = level1
         self.level2 = level2
-        self.gamma = gamma
+        self.controller = controller
         self.noise = noise
         self.counters = counters
         self.set_aside: set[str] = set()
@@ -40,11 +43,39 @@ class TriForceSpeculator:
 
     def propose(self, batch: DraftBatch) -> Proposal:
         """Proposes up to ``batch.max_num_tokens`` tokens for each request."""
+        proposal = Proposal.empty(len(batch), batch.sampling.all_greedy)
+        matches = self.level1.matches(batch, proposal, list(range(len(batch))))
+        choices = self._choose(batch, matches)
+        rows = [row for row, choice in enumerate(choices) if choice.route is Route.LEVELS]
+        if rows:
+            self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
+        self._propose_directly(batch, proposal, choices, matches)
+        self.counters.add_proposal([tokens for tokens in proposal.token_ids if tokens])
+        return proposal
+
+    def _choose(self, batch: DraftBatch, matches: list[Match | None]) -> list[Choice]:
+        candidates = [
+            Candidate(
+                request_id,
+                batch.num_computed_tokens[row],
+                batch.max_num_tokens[row],
+                match.length if match else 0,
+                batch.has_seed(row),
+            )
+            for row, (request_id, match) in enumerate(zip(batch.request_ids, matches))
+        ]
+        return self.controller.choose(candidates, batch.num_plain)
+
+    def _propose_by_levels(
+        self, whole: DraftBatch, whole_proposal: Proposal, places: list[int], lengths: list[int]
+    ) -> None:
+        """Levels 1 and 2, for the requests at ``places``."""
         start = time.perf_counter()
-        greedy = batch.sampling.all_greedy
+        batch = whole.take(places, lengths)
+        greedy = whole_proposal.probs is None
         proposal = Proposal.empty(len(batch), greedy)
         self.level2.begin(batch)
-        self.counters.add_time("selection", time.perf_counter() - start)
+        self._add_time("selection", time.perf_counter() - start, len(batch))
 
         def unfinished() -> list[int]:
             return [
@@ -55,15 +86,13 @@ class TriForceSpeculator:
 
         while rows := unfinished():
             # Each pass of level 2 adds a token of its own, hence one less to draft.
-            wanted = [min(self.gamma, _missing(batch, proposal, r) - 1) for r in rows]
+            most = [_missing(batch, proposal, row) - 1 for row in rows]
             sampling = batch.sampling.take(rows)
-            self.noise.begin(
-                sampling.seeds,
-                [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows],
-            )
+            self._begin_noise(batch, proposal, rows)
 
             start = time.perf_counter()
-            drafted = self.level1.draft(batch, proposal, rows, wanted, sampling, self.noise)
+            sourced = self.level1.draft(batch, proposal, rows, most, sampling, self.noise)
+            drafted = sourced.drafted
             drafted_at = time.perf_counter()
             logits = self.level2.forward(batch, proposal, rows, drafted.token_ids)
             forwarded_at = time.perf_counter()
@@ -78,17 +107,77 @@ class TriForceSpeculator:
             for i in verified.nan_rows:
                 self.level2.clean(batch, rows[i])
                 self._set_aside(batch.request_ids[rows[i]], "level 2's (the sparse target's)")
+            verified_at = time.perf_counter()
             self.counters.add_time("level 1", drafted_at - start)
             self.counters.add_time("level 2", forwarded_at - drafted_at)
-            self.counters.add_time("verification", time.perf_counter() - forwarded_at)
+            self.counters.add_time("verification", verified_at - forwarded_at)
             self.counters.num_level2_passes += 1
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
-        self.counters.add_proposal(proposal.token_ids)
-        return proposal
+            seconds = (drafted_at - start, forwarded_at - drafted_at, verified_at - forwarded_at)
+            self._observe_round(batch, rows, sourced, verified.num_accepted, seconds)
+        for row, place in enumerate(places):
+            whole_proposal.token_ids[place] = proposal.token_ids[row]
+            if not greedy:
+                whole_proposal.probs[place] = proposal.probs[row]
+
+    def _propose_directly(
+        self,
+        batch: DraftBatch,
+        proposal: Proposal,
+        choices: list[Choice],
+        matches: list[Match | None],
+    ) -> None:
+        """Level 1 alone, for the requests that level 2 is not worth its time for."""
+        with_draft = []
+        for row, choice in enumerate(choices):
+            if choice.route is Route.LOOKUP and matches[row] is not None:
+                self.level1.looked_up(batch, proposal, row, matches[row], choice.num_tokens)
+            elif choice.route is Route.DRAFT:
+                with_draft.append(row)
+        if not with_draft:
+            return
+        start = time.perf_counter()
+        lengths = [choices[row].num_tokens for row in with_draft]
+        self._begin_noise(batch, proposal, with_draft)
+        sampling = batch.sampling.take(with_draft)
+        drafted = self.level1.model.draft(
+            batch, proposal, with_draft, lengths, sampling, self.noise
+        )
+        for i, row in enumerate(with_draft):
+            proposal.token_ids[row] = drafted.token_ids[i]
+            if proposal.probs is not None:
+                proposal.probs[row] = drafted.probs[i]
+        for i in drafted.nan_rows:
+            self.level1.clean(batch.request_ids[with_draft[i]])
+            self._set_aside(batch.request_ids[with_draft[i]], "level 1's (the draft's)")
+        self.counters.add_time("level 1", time.perf_counter() - start)
+
+    def _begin_noise(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
+        seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
+        self.noise.begin(
+            seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows]
+        )
+
+    def _add_time(self, part: str, seconds: float, num_rows: int) -> None:
+        self.counters.add_time(part, seconds)
+        if self.controller.measured is not None:
+            self.controller.measured.observe_begin(num_rows, seconds)
+
+    def _observe_round(self, batch, rows, sourced, num_accepted, seconds) -> None:
+        controller, tokens = self.controller, sourced.drafted.token_ids
+        if not controller.chooses:
+            return
+        for row, source, length, drafted, accepted in zip(
+            rows, sourced.sources, sourced.match_lengths, tokens, num_accepted
+        ):
+            controller.observe_round(batch.request_ids[row], source, length, len(drafted), accepted)
+        num_drafts = [len(t) for t, s in zip(tokens, sourced.sources) if s is Route.DRAFT]
+        controller.observe_times(len(rows), max(map(len, tokens)), num_drafts, *seconds)
 
     def release(self, request_id: str) -> None:
         """Forgets a request that has left the engine."""
         self.set_aside.discard(request_id)
+        self.controller.release(request_id)
         self.level1.release(request_id)
         self.level2.release(request_id)
 
@@ -97,6 +186,7 @@ class TriForceSpeculator:
         return {
             "level 1": self.level1.num_requests,
             "level 2": len(self.level2.cache),
+            "controller": self.controller.num_requests,
             "set aside": len(self.set_aside),
         }
 

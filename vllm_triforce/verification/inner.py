@@ -33,7 +33,7 @@ class Verified:
 
 def verify(
     drafted: list[list[int]],
-    drafted_probs: list[list[torch.Tensor]] | None,
+    drafted_probs: list[list[torch.Tensor] | None] | None,
     logits: torch.Tensor,  # [sum(len(drafted) + 1), vocab_size], level 2's, row after row
     sampling: SamplingRows,  # [num_rows]
     noise: InnerNoise,
@@ -42,7 +42,8 @@ def verify(
 
     Args:
         drafted: level 1's tokens, a list per row.
-        drafted_probs: what each was drawn from, [vocab_size]; None where each was certain.
+        drafted_probs: what each was drawn from, [vocab_size]; None, as a whole or for a row,
+            where each was certain.
     """
     lengths = [len(tokens) + 1 for tokens in drafted]
     if sampling.all_greedy:

@@ -12,11 +12,11 @@ from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.controller import Controller
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.selection import POLICIES
-from vllm_triforce.speculator.level1 import Level1
-from vllm_triforce.speculator.prompt_lookup import PromptLookupLevel
 from vllm_triforce.speculator.retrieval import KVGroup, RetrievalLevel
+from vllm_triforce.speculator.sources import Level1Sources
 from vllm_triforce.speculator.streaming import StreamingLevel
 from vllm_triforce.speculator.triforce import TriForceSpeculator
 from vllm_triforce.verification.noise import InnerNoise
@@ -50,6 +50,7 @@ class BuiltSpeculator:
         device,
     ) -> None:
         self.counters = LevelCounters()
+        self.config = config
         backend, _ = attention_backend()
         groups, sparse_layers, sparse_builder = group_layers(
             kv_cache_config, attn_groups, block_sizes, target_layers, backend, config
@@ -71,13 +72,14 @@ class BuiltSpeculator:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        level1: Level1 = PromptLookupLevel(config.prompt_lookup_max)
+        streaming = None
         if draft is not None:
-            level1 = _streaming_level(draft, draft_layers, vllm_config, config, device)
+            streaming = _streaming_level(draft, draft_layers, vllm_config, config, device)
+        controller = Controller(config, has_draft=streaming is not None)
         self.speculator = TriForceSpeculator(
-            level1,
+            Level1Sources(streaming, config.prompt_lookup_max, controller),
             RetrievalLevel(target, vllm_config, groups, attention, cache, device),
-            config.gamma,
+            controller,
             InnerNoise(vllm_config.model_config.seed, device),
             self.counters,
         )

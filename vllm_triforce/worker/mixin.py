@@ -49,6 +49,11 @@ class TriForceWorkerMixin:
         self.triforce.allocate(kv_cache_config)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 
+    def compile_or_warm_up_model(self):
+        # Before vLLM sets the seed anew, which it does last.
+        self.triforce.calibrate()
+        return super().compile_or_warm_up_model()
+
     def execute_model(self, *args, **kwargs):
         return self._with_counters(super().execute_model(*args, **kwargs))
 

@@ -5,21 +5,31 @@ per step: ``prepare_next_token_ids_padded``, ``prepare_inputs_padded``, ``propos
 ``take_last_draft_probs``.
 """
 
+import time
+from functools import partial
+
 import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.controller import CostModel
+from vllm_triforce.controller.report import describe
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.worker.adapters_v1 import AdapterSwitch
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
+from vllm_triforce.worker.calibration import Calibration
 from vllm_triforce.worker.draft_loading import loading_draft
-from vllm_triforce.worker.off_v1 import skip_when_off
+from vllm_triforce.worker.plain_steps_v1 import PlainSteps
+from vllm_triforce.worker.ranks import first_ranks
 from vllm_triforce.worker.rejection_v1 import answer_all_parameters
 
 logger = init_logger("vllm.triforce")
+
+# Steps until a batch that has nobody to speculate on is looked at again.
+_REST = 8
 
 
 class TriForceProposer(DraftModelProposer):
@@ -35,7 +45,6 @@ class TriForceProposer(DraftModelProposer):
         runner.effective_drafter_max_model_len = (
             runner.max_model_len + config.num_speculative_tokens + 1
         )
-        skip_when_off(runner, config.min_context, self._forget_finished)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
@@ -43,6 +52,7 @@ class TriForceProposer(DraftModelProposer):
         self._outcome: tuple[list[int], list[list[int]]] | None = None
         self._num_scheduled_drafts: list[int] = []
         self._report = IntervalReport(config.log_interval)
+        self._steps: PlainSteps | None = None
 
     # Start-up, in the order of the calls.
 
@@ -83,11 +93,34 @@ class TriForceProposer(DraftModelProposer):
             },
             kv_cache_config=kv_cache_config,
             attn_groups=self._runner.attn_groups,
-            block_sizes=[t.block_size for t in self._runner.input_batch.block_table.block_tables],
+            block_sizes=self._block_sizes(),
             device=self.device,
         )
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
+        self._num_blocks = kv_cache_config.num_blocks
+
+    def calibrate(self) -> None:
+        """Measures the passes, where the controller has something to choose, and begins."""
+        controller = self._built.speculator.controller
+        if self.config.choices:
+            calibration = Calibration(
+                self._built,
+                self._target,
+                self.vllm_config,
+                self._runner.attn_groups,
+                self._block_sizes(),
+                self._num_blocks,
+                self.device,
+                first_ranks,
+            )
+            with self._built.recorder.pausing(), torch.inference_mode():
+                controller.start(CostModel(calibration.run()), adopt=first_ranks)
+            logger.info("%s", describe(controller))
+        self._steps = PlainSteps(self._runner, controller, self._built.recorder)
+
+    def _block_sizes(self) -> list[int]:
+        return [t.block_size for t in self._runner.input_batch.block_table.block_tables]
 
     @property
     def counters(self):
@@ -138,6 +171,8 @@ class TriForceProposer(DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         rows = [row for row, most in enumerate(room) if most > 0]
+        if not rows:
+            self._rest(computed)
         for row in rows:
             request_id = self._runner.input_batch.req_ids[row]
             self._requests[request_id] = self._runner.requests[request_id]
@@ -145,17 +180,20 @@ class TriForceProposer(DraftModelProposer):
         if rows:
             sampling = self._sampling(rows, sampling_metadata)
             batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts, sampling)
-            self._built.recorder.paused = True
+            start = time.perf_counter()
             try:
-                proposal = self._built.speculator.propose(batch)
+                with self._built.recorder.pausing():
+                    proposal = self._built.speculator.propose(batch)
             finally:
-                self._built.recorder.paused = False
                 if self._adapters is not None:
                     self._adapters.restore()
+            self._steps.add_propose_seconds(time.perf_counter() - start)
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
-            if proposal.probs is not None and any(proposal.probs):
-                self._last_draft_probs = _dense_probs(len(counts), rows, proposal.probs)
+            if proposal.probs is not None:
+                self._last_draft_probs = _dense_probs(
+                    len(counts), rows, proposal.token_ids, proposal.probs
+                )
         self._report.log_if_due(lambda: self.counters, logger)
         return result
 
@@ -178,9 +216,17 @@ class TriForceProposer(DraftModelProposer):
                 [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
                 for table in tables
             ],
-            queries=[self._built.recorder.last_accepted(row, num_rejected[row]) for row in rows],
+            queries=[
+                partial(self._built.recorder.last_accepted, row, num_rejected[row]) for row in rows
+            ],
             sampling=sampling,
+            num_plain=len(counts) - len(rows),
         )
+
+    def _rest(self, computed: list[int]) -> None:
+        """Nobody in the batch can be speculated on: plain steps until somebody may."""
+        missing = min(self.config.min_context - n for n in computed)
+        self._built.speculator.controller.rest(min(missing, _REST) if missing > 0 else _REST)
 
     def _room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
@@ -244,17 +290,29 @@ class TriForceProposer(DraftModelProposer):
                 del self._requests[request_id]
 
     def _count_full_pass(self, counts: list[int]) -> None:
-        for drafted, count in zip(self._num_scheduled_drafts, counts):
+        observe = self._built.speculator.controller.observe_full_pass
+        request_ids = self._runner.input_batch.req_ids
+        for request_id, drafted, count in zip(request_ids, self._num_scheduled_drafts, counts):
             if drafted and count:
+                observe(request_id, drafted, count - 1)
                 self.counters.add_full_pass(drafted, count - 1)
 
 
-def _dense_probs(num_reqs: int, rows: list[int], probs) -> torch.Tensor:
-    """[num_reqs, longest proposal, vocab_size], zeros where nothing was proposed."""
-    longest = max(map(len, probs))
-    first = next(p for row in probs for p in row)
-    dense = first.new_zeros(num_reqs, longest, len(first))
-    for row, row_probs in zip(rows, probs):
-        for place, p in enumerate(row_probs):
-            dense[row, place] = p
+def _dense_probs(
+    num_reqs: int, rows: list[int], token_ids: list[list[int]], probs
+) -> torch.Tensor | None:
+    """[num_reqs, longest proposal, vocab_size], zeros where nothing was proposed.
+
+    None where every token was certain, as vLLM has it for proposals without distributions.
+    """
+    first = next((p for row in probs for p in row if p is not None), None)
+    if first is None:
+        return None
+    dense = first.new_zeros(num_reqs, max(map(len, probs)), len(first))
+    for row, tokens, row_probs in zip(rows, token_ids, probs):
+        for place, (token, p) in enumerate(zip(tokens, row_probs)):
+            if p is None:
+                dense[row, place, token] = 1.0
+            else:
+                dense[row, place] = p
     return dense

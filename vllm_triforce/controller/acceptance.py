@@ -1,0 +1,140 @@
+"""How often a level's tokens are accepted: exponentially weighted, per request and engine-wide."""
+
+from dataclasses import dataclass, field
+
+# Matches longer than this are counted together: what followed a long match is nearly certain.
+LONGEST_MATCH = 8
+
+
+@dataclass
+class Rate:
+    """Share of tested tokens that were accepted, the newer ones weighing more.
+
+    Tokens behind a rejected one are not tested. With ``a`` accepted and ``r`` rejected tests, both
+    forgotten exponentially, and a prior worth ``weight`` tests, the estimate is
+    ``(a + weight * prior) / (a + r + weight)``.
+
+    Args:
+        prior: the estimate before anything was tested.
+        weight: tests that the prior is worth.
+        memory: tests after which one counts 1/e.
+    """
+
+    prior: float
+    weight: float
+    memory: float
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    @property
+    def value(self) -> float:
+        tests = self.accepted + self.rejected + self.weight
+        return (self.accepted + self.weight * self.prior) / tests
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Of one draft: its accepted prefix, and a rejection if there is more of it."""
+        num_rejected = int(num_accepted < num_drafted)
+        keep = max(0.0, 1 - (num_accepted + num_rejected) / self.memory)
+        self.accepted = self.accepted * keep + num_accepted
+        self.rejected = self.rejected * keep + num_rejected
+
+    def fade(self) -> None:
+        """Forgets a little of a rate that is not tested, so that it is tried again some time."""
+        self.accepted *= 1 - 1 / (8 * self.memory)
+        self.rejected *= 1 - 1 / (8 * self.memory)
+
+
+# Before the first test, acceptance per test as docs/results/2026-11-21-cpu.md found it: level 3 of
+# level 2's tokens 0.96, level 2 of the draft's 0.5. Of looked-up tokens by the length of the match
+# (docs/results/2026-11-21-cpu.md: 0.62 in all); they only decide what is tried first.
+LEVEL2_PRIOR = 0.95
+DRAFT_PRIOR = 0.5
+LOOKUP_PRIORS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
+ROUND_PRIOR = 2.0
+"""Tokens that a round of level 1 and level 2 adds."""
+
+# Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
+_REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
+# Tests that the engine's estimate is worth to a new request.
+_ENGINE_WEIGHT = 4.0
+
+
+@dataclass
+class Rates:
+    """The estimates that choices are made by."""
+
+    level2: Rate
+    """Level 3 of level 2's tokens."""
+    draft: Rate
+    """Level 2 of the draft's tokens."""
+    lookup: list[Rate]
+    """Level 2 of looked-up tokens, by the length of the match."""
+    direct: list[Rate]
+    """Level 3 of looked-up tokens that level 2 did not see."""
+    direct_draft: Rate
+    """Level 3 of the draft's tokens that level 2 did not see."""
+    round_tokens: float = ROUND_PRIOR
+    """Tokens that a round adds."""
+
+    def add_round(self, num_tokens: int) -> None:
+        self.round_tokens += (num_tokens - self.round_tokens) / 16
+
+    @classmethod
+    def of_engine(cls) -> "Rates":
+        def rate(prior: float) -> Rate:
+            return Rate(prior, _ENGINE_WEIGHT, _ENGINE_MEMORY)
+
+        return cls(
+            rate(LEVEL2_PRIOR),
+            rate(DRAFT_PRIOR),
+            [rate(prior) for prior in LOOKUP_PRIORS],
+            [rate(prior * LEVEL2_PRIOR) for prior in LOOKUP_PRIORS],
+            rate(DRAFT_PRIOR * LEVEL2_PRIOR),
+        )
+
+    @classmethod
+    def of_request(cls, engine: "Rates") -> "Rates":
+        def rate(of: Rate) -> Rate:
+            return Rate(of.value, _ENGINE_WEIGHT, _REQUEST_MEMORY)
+
+        return cls(
+            rate(engine.level2),
+            rate(engine.draft),
+            [rate(of) for of in engine.lookup],
+            [rate(of) for of in engine.direct],
+            rate(engine.direct_draft),
+            engine.round_tokens,
+        )
+
+
+@dataclass
+class Acceptance:
+    """Everybody's estimates; a request begins with the engine's."""
+
+    engine: Rates = field(default_factory=Rates.of_engine)
+    requests: dict[str, Rates] = field(default_factory=dict)
+
+    def of(self, request_id: str) -> Rates:
+        found = self.requests.get(request_id)
+        if found is None:
+            found = self.requests[request_id] = Rates.of_request(self.engine)
+        return found
+
+    def both(self, request_id: str) -> tuple[Rates, Rates]:
+        return self.of(request_id), self.engine
+
+    def release(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+
+
+def match_index(match_length: int) -> int:
+    """Index into ``lookup`` and ``direct`` of a match of at least one token."""
+    return min(match_length, LONGEST_MATCH) - 1
+
+
+def expected_accepted(rate: float, num_tokens: int) -> float:
+    """Tokens accepted of a draft of ``num_tokens``, each with probability ``rate`` while none was
+    rejected: rate + rate**2 + ... (arXiv 2211.17192, equation 1, without the bonus token)."""
+    if rate >= 1:
+        return float(num_tokens)
+    return rate * (1 - rate**num_tokens) / (1 - rate)

@@ -1,0 +1,37 @@
+"""What the controller decided, for the log."""
+
+from vllm_triforce.controller.acceptance import LEVEL2_PRIOR
+from vllm_triforce.controller.controller import Candidate, Controller
+from vllm_triforce.controller.planner import Route
+
+
+def describe(controller: Controller) -> str:
+    """One line: what was measured, and from which context on a request is speculated on."""
+    model, config = controller.model, controller.config
+    table = dict(model.measured.full_by_tokens)
+    contexts = [context for context, _ in table[1]]
+    shortest, longest = contexts[0], contexts[-1]
+    most = max(table)
+    chosen = {
+        context: controller.preview(Candidate("preview", context, config.num_speculative_tokens))
+        for context in contexts
+    }
+    wins = [context for context, choice in chosen.items() if choice.route is not Route.PLAIN]
+    decided = "no context is long enough for speculation to pay here"
+    if wins:
+        length = chosen[wins[-1]].num_tokens
+        decided = (
+            f"a request alone is speculated on from {wins[0]} tokens of context on (of the sizes "
+            f"measured), with {length} tokens a step at {wins[-1]}"
+        )
+    one, many = dict(table[1]), dict(table[most])
+    return (
+        f"TriForce measured: full pass of 1 and {most} tokens {_ms(one[shortest])} and "
+        f"{_ms(many[shortest])} without context, {_ms(one[longest])} and {_ms(many[longest])} at "
+        f"{longest} tokens; level 2 {_ms(model.level2(1, 3))}; level 1 {_ms(model.draft(1))}. "
+        f"At an acceptance of {LEVEL2_PRIOR:.2f} {decided}. Times and acceptance are measured on."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"

@@ -1,0 +1,183 @@
+"""Measures the passes at start-up, for the controller's cost model (``controller/cost_model.py``).
+
+The passes are the real ones, over the KV cache that was just allocated and holds nothing yet.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_triforce.controller.cost_model import Measurements
+from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
+from vllm_triforce.speculator.model_pass import PassInput, run_model
+from vllm_triforce.verification.sampling_rows import SamplingRows
+
+# Next to no context: what is measured there is the pass without its attention.
+_NO_CONTEXT = 16
+_CONTEXTS = (_NO_CONTEXT, 1024, 4096, 16384, 65536)
+_TOKENS = (1, 2, 4, 8, 16)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Seconds that the whole may take; a slow model is measured at fewer places.
+_MOST_SECONDS = 10.0
+
+
+class Calibration:
+    """The passes that can be measured.
+
+    Args:
+        built: the speculator (``worker/build.py``).
+        attn_groups: vLLM's attention groups per KV cache group.
+        block_sizes: tokens in a block of each KV cache group's block table.
+        agree: gives every rank the first rank's value; each rank must run the same passes.
+    """
+
+    def __init__(
+        self,
+        built,
+        target,
+        vllm_config,
+        attn_groups,
+        block_sizes: list[int],
+        num_blocks: int,
+        device: torch.device,
+        agree: Callable[[object], object],
+    ) -> None:
+        self._speculator = built.speculator
+        self._target = target
+        self._vllm_config = vllm_config
+        self._attn_groups = attn_groups
+        self._block_sizes = block_sizes
+        self._num_blocks = num_blocks
+        self._device = device
+        self._agree = agree
+        config = built.config
+        scheduler = vllm_config.scheduler_config
+        self._length = config.num_speculative_tokens
+        self._budget = config.retrieval_budget
+        self._most_rows = min(scheduler.max_num_batched_tokens, 128)
+        self._most_reqs = scheduler.max_num_seqs
+        room = vllm_config.model_config.max_model_len - self._length - 2
+        self._most_context = max(1, min(room, (num_blocks - 2) * min(block_sizes)))
+
+    def run(self) -> Measurements:
+        contexts = [c for c in _CONTEXTS if c < self._most_context] + [self._most_context]
+        tokens = sorted({*(q for q in _TOKENS if q <= self._length), self._length + 1})
+        rows = [n for n in _ROWS if n <= self._most_rows]
+        repeats = 3
+        slowest = self._timed(lambda: self._full_pass(1, tokens[-1], contexts[-1]), 1)
+        num_passes = (repeats + 1) * (len(contexts) * len(tokens) + len(rows))
+        if self._agree(slowest) * num_passes > _MOST_SECONDS:
+            contexts, tokens, rows, repeats = (
+                [contexts[0], contexts[-1]],
+                [1, tokens[-1]],
+                rows[::3],
+                1,
+            )
+        by_rows = [
+            (n, self._timed(lambda n=n: self._full_pass(n, 1, _NO_CONTEXT), repeats)) for n in rows
+        ]
+        by_tokens = [
+            (
+                q,
+                [
+                    (c, self._timed(lambda q=q, c=c: self._full_pass(1, q, c), repeats))
+                    for c in contexts
+                ],
+            )
+            for q in tokens
+        ]
+        level2 = [(q, self._level2(1, q, repeats)) for q in sorted({1, 3, 7, self._length + 1})]
+        level2_per_row = draft = draft_per_row = 0.0
+        several = min(4, self._most_reqs)
+        if several > 1:
+            more = self._level2(several, 3, repeats) - level2[1][1]
+            level2_per_row = max(0.0, more / (several - 1))
+        if self._speculator.level1.model is not None:
+            draft = self._draft(1, repeats)
+            if several > 1:
+                draft_per_row = max(0.0, (self._draft(several, repeats) - draft) / (several - 1))
+        return Measurements(by_rows, by_tokens, level2, level2_per_row, draft, draft_per_row)
+
+    def _timed(self, run: Callable[[], object], repeats: int) -> float:
+        """The fastest of a few runs after a first one: what disturbs only makes it slower."""
+        run()
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> np.ndarray:
+        """[num_rows, width], int32: block 0 is vLLM's null block."""
+        width = -(-num_tokens // block_size) + 1
+        ids = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+        return 1 + ids % (self._num_blocks - 1)
+
+    def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
+        context = min(context, self._most_context)
+        feed, positions = [[0] * num_tokens] * num_rows, [context] * num_rows
+        inputs = PassInput.from_rows(feed, positions, self._device)
+        metadata: dict = {}
+        slots: dict[str, torch.Tensor] = {}
+        for groups, block_size in zip(self._attn_groups, self._block_sizes):
+            tables = self._tables(num_rows, context + num_tokens, block_size)
+            table = torch.from_numpy(tables).to(self._device)
+            mapping = inputs.slot_mapping(table, block_size)
+            common = inputs.common_metadata(table, mapping)
+            for group in groups:
+                built = group.get_metadata_builder().build(0, common)
+                metadata |= dict.fromkeys(group.layer_names, built)
+                slots |= dict.fromkeys(group.layer_names, mapping)
+        hidden = run_model(self._target, self._vllm_config, inputs, metadata, slots)
+        self._target.compute_logits(hidden)
+
+    def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
+        batch, proposal = self._batch(num_rows, min(self._budget, self._most_context))
+        level2, rows = self._speculator.level2, list(range(num_rows))
+        level2.begin(batch)
+        drafted = [[0] * (num_tokens - 1)] * num_rows
+        seconds = self._timed(lambda: level2.forward(batch, proposal, rows, drafted), repeats)
+        for request_id in batch.request_ids:
+            level2.release(request_id)
+        return seconds
+
+    def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
+        batch, proposal = self._batch(num_rows, min(self._budget, self._most_context))
+        model, rows, wanted = (
+            self._speculator.level1.model,
+            range(num_rows),
+            [num_passes] * num_rows,
+        )
+
+        def draft():
+            model.draft(batch, proposal, list(rows), wanted, batch.sampling, self._speculator.noise)
+
+        seconds = self._timed(draft, repeats) / num_passes
+        for request_id in batch.request_ids:
+            model.release(request_id)
+        return seconds
+
+    def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
+        """Requests that do not exist, of zeros."""
+        first = self._attention_shape()
+        tables = [
+            list(self._tables(num_rows, context + self._length + 1, block_size))
+            for block_size in self._block_sizes
+        ]
+        batch = DraftBatch(
+            request_ids=[f"calibration {row}" for row in range(num_rows)],
+            token_ids=[np.zeros(context + 1, dtype=np.int32)] * num_rows,
+            num_computed_tokens=[context] * num_rows,
+            max_num_tokens=[self._length] * num_rows,
+            block_tables=tables,
+            queries=[lambda: torch.zeros(first, device=self._device)] * num_rows,
+            sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
+        )
+        return batch, Proposal.empty(num_rows, greedy=True)
+
+    def _attention_shape(self) -> tuple[int, int, int]:
+        """(layers, heads, head_dim) of the queries that level 2 selects by."""
+        return self._speculator.level2.query_shape

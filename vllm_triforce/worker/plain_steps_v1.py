@@ -1,0 +1,105 @@
+"""Steps in which nothing is speculated on: on Model Runner V1 they are stock vLLM's, untouched.
+
+Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
+drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
+configured; it then takes the path that it takes without TriForce. The same place sees how long
+steps take, which the controller needs.
+"""
+
+import time
+from dataclasses import dataclass
+
+from vllm_triforce.controller import Controller
+
+
+@dataclass
+class _Step:
+    """A step of decoding whose time can be measured: the next one begins when it has ended."""
+
+    start: float
+    request_ids: frozenset[str]
+    tokens: list[int]
+    contexts: list[int]
+    with_drafts: bool
+    propose_seconds: float = 0.0
+
+
+class PlainSteps:
+    """Wraps a runner's two methods of a step.
+
+    Args:
+        recorder: of the full pass's queries, which a plain step does not need.
+    """
+
+    def __init__(self, runner, controller: Controller, recorder) -> None:
+        self._runner = runner
+        self._controller = controller
+        self._recorder = recorder
+        self._speculative_config = runner.speculative_config
+        self._execute_model = runner.execute_model
+        self._sample_tokens = runner.sample_tokens
+        self._last: _Step | None = None
+        runner.execute_model = self.execute_model
+        runner.sample_tokens = self.sample_tokens
+
+    def add_propose_seconds(self, seconds: float) -> None:
+        """What of the present step is the proposal's time."""
+        if self._last is not None:
+            self._last.propose_seconds += seconds
+
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        controller = self._controller
+        controller.begin_step()
+        changed = bool(
+            scheduler_output.scheduled_new_reqs
+            or scheduler_output.finished_req_ids
+            or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        )
+        if changed:
+            controller.wake()
+        self._measure(scheduler_output, changed)
+        is_plain = (
+            controller.is_resting
+            and not scheduler_output.scheduled_spec_decode_tokens
+            and scheduler_output.total_num_scheduled_tokens
+            == len(scheduler_output.num_scheduled_tokens)
+        )
+        self._recorder.paused = is_plain
+        if is_plain:
+            self._runner.speculative_config = None
+        output = self._execute_model(scheduler_output, *args, **kwargs)
+        if output is not None:  # no tokens will be sampled
+            self._restore()
+        return output
+
+    def sample_tokens(self, *args, **kwargs):
+        try:
+            return self._sample_tokens(*args, **kwargs)
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        self._runner.speculative_config = self._speculative_config
+        self._recorder.paused = False
+
+    def _measure(self, scheduler_output, changed: bool) -> None:
+        """Hands the time of the step before to the controller, and begins this one's."""
+        measured = self._controller.measured
+        if measured is None:
+            return
+        now = time.perf_counter()
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        last, self._last = self._last, None
+        if changed or not scheduled:
+            return
+        if last is not None and last.request_ids == scheduled.keys():
+            seconds = now - last.start - last.propose_seconds
+            measured.observe_step(last.with_drafts, last.tokens, last.contexts, seconds)
+        cached = scheduler_output.scheduled_cached_reqs
+        tokens = [scheduled[request_id] for request_id in cached.req_ids]
+        expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
+        if tokens == expected:
+            self._last = _Step(
+                now, frozenset(cached.req_ids), tokens, cached.num_computed_tokens, bool(drafts)
+            )
