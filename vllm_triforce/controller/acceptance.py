@@ -55,8 +55,8 @@ ROUND_PRIOR = 2.0
 
 # Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
-# Tests that the engine's estimate is worth to a new request.
-_ENGINE_WEIGHT = 4.0
+# Tests that the estimate it begins with is worth to a request, and to the engine.
+_ENGINE_WEIGHT = 2.0
 
 
 @dataclass

@@ -25,7 +25,7 @@ from vllm_triforce.controller.planner import (
 )
 
 # Share of the time that may go into trying requests again for which speculation did not pay.
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 # Steps after which plain decoding is looked at again where nothing can be gained: contexts grow.
 _LOOK_AGAIN = 32
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.

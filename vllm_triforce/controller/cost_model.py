@@ -49,6 +49,8 @@ class CostModel:
     """
 
     measured: Measurements
+    speed: float = 1.0
+    """Factor on full passes: below 1 where the machine was slower while it was measured."""
     overheads: dict[tuple[bool, int], float] = field(default_factory=dict)
     """Seconds by (with drafts, size of the batch in powers of two)."""
     factors: dict[str, float] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class CostModel:
             tokens: of each request.
             contexts: tokens of each request.
         """
-        seconds = interpolate(self.measured.full_by_rows, sum(tokens))
+        seconds = self.speed * interpolate(self.measured.full_by_rows, sum(tokens))
         return seconds + sum(self.attention(q, c) for q, c in zip(tokens, contexts))
 
     def attention(self, num_tokens: int, context: int) -> float:
@@ -75,8 +77,10 @@ class CostModel:
 
     def attention_by_tokens(self, context: int) -> list[tuple[float, float]]:
         """(tokens, seconds) that a context adds to a pass of one request."""
-        table = self.measured.full_by_tokens
-        return [(q, interpolate(points, context) - points[0][1]) for q, points in table]
+        return [
+            (q, self.speed * (interpolate(points, context) - points[0][1]))
+            for q, points in self.measured.full_by_tokens
+        ]
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
         """A pass of level 2 of ``num_tokens`` a request."""
@@ -123,7 +127,10 @@ class CostModel:
     ) -> None:
         """A step without its ``propose()``."""
         key = (with_drafts, len(tokens).bit_length())
-        beside = seconds - self.full_pass(tokens, contexts)
+        predicted = self.full_pass(tokens, contexts)
+        if seconds < predicted:
+            self.speed = self._moved(self.speed, self.speed * seconds / predicted, self.speed)
+        beside = max(0.0, seconds - predicted)
         self.overheads[key] = self._moved(self.overheads.get(key), beside, seconds)
 
     def observe(self, part: str, predicted: float, seconds: float) -> None:
