@@ -1,0 +1,143 @@
+"""Promise: whatever the controller decides, the output is stock vLLM's.
+
+Its decisions hang on times, so here they are drawn at random: every route, every length, every
+source of level 1, for each request and step by itself.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.conftest import triforce
+from tests.generation import assert_same_tokens, generate
+from tests.models import held_out_tokens
+from tests.test_level2 import built
+from tests.test_sampling import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
+from vllm_triforce.controller.planner import PLAIN, Choice, Route
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+__all__ = ["exact", "models", "prompt"]  # fixtures
+
+
+class Dice:
+    """Decides in the place of a controller, and remembers what it decided."""
+
+    def __init__(self, controller, has_draft: bool, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.decided: Counter[str] = Counter()
+        self._routes = [Route.PLAIN, Route.LOOKUP, Route.LEVELS, Route.LEVELS]
+        self._sources = [Route.PLAIN, Route.LOOKUP]
+        if has_draft:
+            self._routes.append(Route.DRAFT)
+            self._sources += [Route.DRAFT, Route.DRAFT]
+        controller.choose = self.choose
+        controller.level1 = self.level1
+        self._controller = controller
+
+    def choose(self, candidates, num_plain=0):
+        if self.draw.random() < 0.2:
+            self._controller.rest(self.draw.randint(1, 4))
+            self.decided["rest"] += 1
+            return [PLAIN] * len(candidates)
+        return [self._choose(candidate) for candidate in candidates]
+
+    def _choose(self, candidate):
+        route = self.draw.choice(self._routes)
+        if route is Route.LOOKUP and not candidate.match_length:
+            route = Route.LEVELS
+        self.decided[route.value] += 1
+        if route is Route.PLAIN:
+            return PLAIN
+        return Choice(route, self.draw.randint(1, candidate.most), candidate.match_length)
+
+    def level1(self, request_id, has_seed, match_length, num_rows, most):
+        source = self.draw.choice(self._sources)
+        self.decided[f"level 1: {source.value}"] += 1
+        return source, self.draw.randint(0, most)
+
+
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+def test_random_decisions_greedy(engines, pair, with_draft):
+    keys = triforce(retrieval_budget=256, adaptive=True, gamma=None)
+    if with_draft:
+        keys["model"] = pair["draft"]
+    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
+    speculator = built(llm).speculator
+    original = speculator.controller.choose, speculator.controller.level1
+    dice = Dice(speculator.controller, with_draft, seed=11 + with_draft)
+    text = held_out_tokens(llm.get_tokenizer(), 6000)
+    prompts = [text[i * 150 :][: 40 + 300 * i] for i in range(12)]
+    prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
+    before = counters_of(llm)
+    found = generate(llm, prompts, max_tokens=64)
+    speculator.controller.choose, speculator.controller.level1 = original
+    counted = counters_of(llm).since(before)
+    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
+        assert_same_tokens(stock, p, wanted, tokens)
+    assert counted.num_level2_accepted > 100 and counted.num_level3_rejections > 10
+    wanted = {"rest", "plain", "prompt lookup", "levels 1 and 2", "level 1: plain"}
+    wanted |= {"draft", "level 1: draft"} if with_draft else set()
+    assert all(dice.decided[name] > 2 for name in wanted), dice.decided
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_random_decisions_sampled(engines, models, prompt, exact, setting):  # noqa: F811
+    """The exact joint distribution of two tokens, as in tests/test_sampling.py."""
+    keys = triforce(
+        model=models["draft"],
+        adaptive=True,
+        num_speculative_tokens=3,
+        retrieval_budget=96,
+        retrieval_recent_tokens=32,
+        num_sink_tokens=4,
+        num_recent_tokens=28,
+    )
+    llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
+    controller = built(llm).speculator.controller
+    original = controller.choose, controller.level1
+    dice = Dice(controller, True, seed=7)
+    before = counters_of(llm)
+    samples = sample(llm, prompt, **SETTINGS[setting])
+    controller.choose, controller.level1 = original
+    counted = counters_of(llm).since(before)
+    assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
+    assert 0.05 < counted.level2_acceptance_rate < 0.98
+    assert all(count > 50 for count in dice.decided.values()), dice.decided
+
+
+def test_its_own_decisions(engines, pair):
+    """Defaults, lengths from 20 to 8,000 tokens in one batch: same output, and it did speculate."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
+    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
+    text = held_out_tokens(llm.get_tokenizer(), 9000)
+    prompts = [text[:length] for length in (20, 300, 2000, 8000)]
+    before = counters_of(llm)
+    found = generate(llm, prompts, max_tokens=64)
+    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
+        assert_same_tokens(stock, p, wanted, tokens)
+    assert counters_of(llm).since(before).num_level2_accepted > 0
+
+
+def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
+    """At rest the runner is told of no speculation at all, and is told again afterwards."""
+    keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
+    llm = engines.get(pair["target"], keys)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    seen = []
+    prepare = runner._prepare_inputs
+
+    def spy(*args, **kwargs):
+        seen.append(runner.speculative_config is None)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "_prepare_inputs", spy)
+    text = held_out_tokens(llm.get_tokenizer(), 500)
+    generate(llm, [text[:100]], max_tokens=64)
+    assert sum(seen) > 0.7 * len(seen)  # every eighth step looks around
+    assert runner.speculative_config is not None
+    seen.clear()
+    generate(llm, [text[:490]], max_tokens=40)
+    # From 500 tokens on only the last, which has nothing to propose.
+    assert any(seen[:11]) and not any(seen[11:-1])
