@@ -17,7 +17,13 @@ LAYERS = [
     ["speculator"],
     ["worker", "scheduler"],
 ]
-WITHOUT_VLLM = ["cache", "controller", "selection", "config/triforce_config.py", "verification/oracle.py"]
+WITHOUT_VLLM = [
+    "cache",
+    "controller",
+    "selection",
+    "config/triforce_config.py",
+    "verification/oracle.py",
+]
 
 
 def imports(path) -> set[str]:

@@ -8,7 +8,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
 MIXIN, BUILD = "worker/mixin.py", "worker/build.py"
 V1, V2 = "worker/runner_v1.py", "worker/runner_v2.py"
-OFF, HANDED = "worker/off_v1.py", "worker/proposal_v2.py"
+OFF, HANDED = "worker/plain_steps_v1.py", "worker/proposal_v2.py"
 GRAPHS = "speculator/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
@@ -33,6 +33,10 @@ WORKERS: list[Surface] = [
     overrides(CPU_WORKER, "CPUWorker.init_device", "self", "worker/cpu.py"),
     overrides(WORKER, "Worker.get_kv_cache_spec", "self", MIXIN),
     overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
+    overrides(CPU_WORKER, "CPUWorker.compile_or_warm_up_model", "self", MIXIN),
+    overrides(WORKER, "Worker.compile_or_warm_up_model", "self", MIXIN),
+    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "worker/ranks.py"),
+    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "worker/ranks.py"),
     derives(CPU_WORKER, "CPUWorker", "Worker", "worker/cpu.py"),
     has(WORKER, "Worker", "_make_model_runner", "worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
@@ -65,9 +69,12 @@ RUNNER_V1: list[Surface] = [
     does(RUNNER, "GPUModelRunner.initialize_metadata_builders", "self.drafter.initialize_attn_backend(", V1),
     does(RUNNER, "GPUModelRunner.load_model", "self.drafter.load_model(", V1),
     does(RUNNER, "GPUModelRunner._dummy_run", "self.drafter.dummy_run(", V1),
-    overrides(RUNNER, "GPUModelRunner._sample", "self, logits, spec_decode_metadata", OFF),
-    overrides(RUNNER, "GPUModelRunner.propose_draft_token_ids", "self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, slot_mappings", OFF),
-    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "max_spec_len num_draft_tokens", OFF),
+    # A step that takes the path without speculation: what is asked of the config, and when.
+    overrides(RUNNER, "GPUModelRunner.execute_model", "self, scheduler_output, intermediate_tensors=", OFF),
+    overrides(RUNNER, "GPUModelRunner.sample_tokens", "self, grammar_output", OFF),
+    has(RUNNER, "GPUModelRunner", "speculative_config", OFF),
+    has("v1/core/sched/output.py", "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs finished_req_ids num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens", OFF),
+    has("v1/core/sched/output.py", "CachedRequestData", "req_ids resumed_req_ids num_computed_tokens", OFF),
     has("v1/worker/gpu_input_batch.py", "InputBatch", "token_ids_cpu req_ids block_table", V1),
     has("v1/worker/gpu_input_batch.py", "CachedRequestState", "sampling_params num_prompt_tokens", V1),
     has("v1/worker/block_table.py", "MultiGroupBlockTable", "block_tables", V1),

@@ -39,6 +39,9 @@ class LevelCounters:
     """Requests times full passes that verified a proposal."""
     num_proposed: int = 0
     """Tokens handed up by level 2, scheduled or not."""
+    num_direct_proposals: int = 0
+    """Proposals of level 1 that went to the full pass without level 2; among ``num_proposals``,
+    and their tokens among ``num_proposed`` and ``num_level2_drafted``."""
     num_nan_requests: int = 0
     """Requests that went on without speculation because a level's logits had a NaN."""
     time_seconds: dict[str, float] = field(default_factory=dict)

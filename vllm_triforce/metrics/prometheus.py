@@ -20,6 +20,10 @@ _COUNTERS = {
     "num_level2_accepted": ("level2_accepted_tokens", "Level 2's tokens that level 3 accepted."),
     "num_level3_steps": ("level3_steps", "Full passes that verified a proposal, times requests."),
     "num_level3_rejections": ("level3_rejections", "Proposals of which level 3 rejected a token."),
+    "num_direct_proposals": (
+        "direct_proposals",
+        "Proposals of level 1 that level 2 did not see, among vllm:triforce_proposals.",
+    ),
     "num_nan_requests": (
         "nan_requests",
         "Requests that went on without speculation because a level's logits had a NaN.",

@@ -50,6 +50,10 @@ class TriForceSpeculator:
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
         self._propose_directly(batch, proposal, choices, matches)
+        self.counters.num_direct_proposals += sum(
+            bool(tokens) and choice.route is not Route.LEVELS
+            for tokens, choice in zip(proposal.token_ids, choices)
+        )
         self.counters.add_proposal([tokens for tokens in proposal.token_ids if tokens])
         return proposal
 
