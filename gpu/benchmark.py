@@ -97,7 +97,7 @@ def parts_ms(counters, num_steps: int, step_ms: float) -> dict:
     """
     from vllm_triforce.config import TriForceConfig
 
-    gamma = TriForceConfig().gamma
+    gamma = TriForceConfig().fill(can_adapt=False).gamma
     spent = {part: 1e3 * seconds for part, seconds in counters.time_seconds.items()}
     rounds = max(counters.num_level2_passes, 1)
     level1_steps = rounds * gamma

@@ -83,7 +83,7 @@ def test_random_decisions_greedy(engines, pair, with_draft):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_random_decisions_sampled(engines, models, prompt, exact, setting):  # noqa: F811
+def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     """The exact joint distribution of two tokens, as in tests/test_sampling.py."""
     keys = triforce(
         model=models["draft"],

@@ -87,10 +87,10 @@ def test_plan_finds_the_best_of_all_combinations():
         ]
         plain, extra = draw.uniform(0.5, 3), draw.choice([0.0, 0.3])
 
-        def speed(chosen, plain=plain, extra=extra, count=len(requests)):
+        def speed(chosen, plain=plain, extra=extra, requests=requests):
             taken = [option for option in chosen if option]
             seconds = plain + bool(taken) * extra + sum(o.seconds for o in taken)
-            return (count + sum(o.tokens for o in taken)) / seconds
+            return (len(requests) + sum(o.tokens for o in taken)) / seconds
 
         everything = itertools.product(*([None, *options] for options in requests))
         best = max(map(speed, everything))

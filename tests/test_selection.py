@@ -138,11 +138,27 @@ def test_moved_blocks_are_summarised_again():
     cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     keys.copy_(torch.randn_like(keys))
     moved = np.arange(63, 23, -1, dtype=np.int32)
+    cache.forget_means(moved.tolist())
     cache.selection("a", moved, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     found = cache.chunk_mean_keys.gather(torch.from_numpy(moved.astype(np.int64)))
     torch.testing.assert_close(found, keys[:, moved].mean(3).transpose(1, 2))
     cache.release("a")
     assert len(cache) == 0
+
+
+def test_known_blocks_bring_their_means_along():
+    """Another request over the same blocks (a cached prefix): only what is new is summarised."""
+    cache, _ = retrieval_cache()
+    updated = []
+    update = cache.chunk_mean_keys.update
+    cache.chunk_mean_keys.update = lambda ids: (updated.append(ids.tolist()), update(ids))
+    blocks = np.arange(64, dtype=np.int32)
+    cache.selection("a", blocks, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.release("a")
+    cache.selection("b", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.forget_means([3, 7])
+    cache.selection("c", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
+    assert updated == [list(range(40)), [40, 41], [3, 7]]
 
 
 def test_requests_of_unequal_size_share_a_table():

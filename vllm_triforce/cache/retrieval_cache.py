@@ -34,7 +34,7 @@ class Selection:
 @dataclass
 class _Request:
     block_ids: np.ndarray
-    """Full blocks whose means are known; compared with the table, since preemption moves them."""
+    """Full blocks at the last selection; compared with the table, since preemption moves them."""
     selection: Selection | None = None
 
 
@@ -67,6 +67,15 @@ class RetrievalCache:
         self.recent_blocks = recent_blocks
         self.refresh_interval = refresh_interval
         self._requests: dict[str, _Request] = {}
+        self._has_mean = np.zeros(chunk_mean_keys.means.shape[2], dtype=bool)
+
+    def forget_means(self, block_ids: list[int]) -> None:
+        """Blocks that were allocated anew, and will be written.
+
+        All other blocks keep their contents, so a prompt that vLLM finds in its prefix cache
+        brings its means along.
+        """
+        self._has_mean[block_ids] = False
 
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -90,18 +99,23 @@ class RetrievalCache:
         )
         if state is None or moved:
             state = self._requests[request_id] = _Request(block_ids[:0].copy())
-            known = 0
         selection = state.selection
         if selection is not None:
             selection.age += 1
             if selection.age < self.refresh_interval:
                 return selection
-        if self.policy.needs_scores and num_full > known:
-            fresh = torch.from_numpy(block_ids[known:num_full].astype(np.int64))
-            self.chunk_mean_keys.update(fresh.to(self.chunk_mean_keys.means.device))
         state.block_ids = block_ids[:num_full].copy()
+        if self.policy.needs_scores:
+            self._update_means(state.block_ids)
         state.selection = self._select(state.block_ids, query)
         return state.selection
+
+    def _update_means(self, full_blocks: np.ndarray) -> None:
+        fresh = full_blocks[~self._has_mean[full_blocks]]
+        if len(fresh):
+            ids = torch.from_numpy(fresh.astype(np.int64))
+            self.chunk_mean_keys.update(ids.to(self.chunk_mean_keys.means.device))
+            self._has_mean[fresh] = True
 
     def _select(self, full_blocks: np.ndarray, query: Callable[[], torch.Tensor]) -> Selection:
         means = self.chunk_mean_keys.means

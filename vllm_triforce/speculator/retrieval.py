@@ -57,6 +57,10 @@ class RetrievalLevel:
         """[num_layers, num_heads, head_dim] of the queries that chunks are selected by."""
         return self._attention.query_shape
 
+    def forget_means(self, block_ids: tuple[list[int], ...]) -> None:
+        """Blocks that will be written anew, by KV cache group."""
+        self.cache.forget_means(block_ids[self._sparse_group])
+
     def begin(self, batch: DraftBatch) -> None:
         """Refreshes what is due and lays out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]

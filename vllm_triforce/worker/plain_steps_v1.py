@@ -7,6 +7,7 @@ steps take, which the controller needs.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller
@@ -29,16 +30,26 @@ class PlainSteps:
 
     Args:
         recorder: of the full pass's queries, which a plain step does not need.
+        on_new_blocks: told of blocks that a step will write anew, by KV cache group.
     """
 
-    def __init__(self, runner, controller: Controller, recorder) -> None:
+    def __init__(
+        self,
+        runner,
+        controller: Controller,
+        recorder,
+        on_new_blocks: Callable[[tuple[list[int], ...]], None],
+    ) -> None:
         self._runner = runner
         self._controller = controller
         self._recorder = recorder
+        self._on_new_blocks = on_new_blocks
         self._speculative_config = runner.speculative_config
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
         self._last: _Step | None = None
+        tables = runner.input_batch.block_table.block_tables
+        self._block_sizes = [table.block_size for table in tables]
         runner.execute_model = self.execute_model
         runner.sample_tokens = self.sample_tokens
 
@@ -58,6 +69,7 @@ class PlainSteps:
         if changed:
             controller.wake()
         self._measure(scheduler_output, changed)
+        self._announce_new_blocks(scheduler_output)
         is_plain = (
             controller.is_resting
             and not scheduler_output.scheduled_spec_decode_tokens
@@ -81,6 +93,21 @@ class PlainSteps:
     def _restore(self) -> None:
         self._runner.speculative_config = self._speculative_config
         self._recorder.paused = False
+
+    def _announce_new_blocks(self, scheduler_output) -> None:
+        for request in scheduler_output.scheduled_new_reqs:
+            # Those of a prefix that was found in the cache are not written, unless a connector
+            # fills them from elsewhere.
+            from_elsewhere = scheduler_output.kv_connector_metadata is not None
+            found = 0 if from_elsewhere else request.num_computed_tokens
+            self._on_new_blocks(
+                tuple(
+                    ids[found // size :] for ids, size in zip(request.block_ids, self._block_sizes)
+                )
+            )
+        for block_ids in scheduler_output.scheduled_cached_reqs.new_block_ids:
+            if block_ids is not None:
+                self._on_new_blocks(block_ids)
 
     def _measure(self, scheduler_output, changed: bool) -> None:
         """Hands the time of the step before to the controller, and begins this one's."""

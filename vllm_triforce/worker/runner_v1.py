@@ -117,7 +117,12 @@ class TriForceProposer(DraftModelProposer):
             with self._built.recorder.pausing(), torch.inference_mode():
                 controller.start(CostModel(calibration.run()), adopt=first_ranks)
             logger.info("%s", describe(controller))
-        self._steps = PlainSteps(self._runner, controller, self._built.recorder)
+        self._steps = PlainSteps(
+            self._runner,
+            controller,
+            self._built.recorder,
+            on_new_blocks=self._built.speculator.level2.forget_means,
+        )
 
     def _block_sizes(self) -> list[int]:
         return [t.block_size for t in self._runner.input_batch.block_table.block_tables]
