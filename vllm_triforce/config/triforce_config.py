@@ -81,7 +81,7 @@ class TriForceConfig:
     """Tokens of context below which a request is not speculated on; 0 is always.
     Default: chosen by the controller; twice ``retrieval_budget`` where it is off."""
 
-    prompt_lookup_max: int = 4
+    prompt_lookup_max: int = 8
     """Longest n-gram, in tokens, that level 1 looks up where there is no draft model."""
 
     max_speculating_seqs: int = 64
