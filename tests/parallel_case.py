@@ -1,4 +1,4 @@
-"""Runs TriForce over two processes through AsyncLLM and prints what it saw as JSON.
+"""Runs TriForce over two ranks or two engines through AsyncLLM and prints what it saw as JSON.
 
 ``python -m tests.parallel_case tensor|data``
 """
@@ -33,6 +33,23 @@ async def answers(engine, prompts) -> list[list[int]]:
     return (await asyncio.gather(*tasks))[: len(prompts)]
 
 
+def counters_by_engine() -> list[dict[str, float]]:
+    """Level 2's, from Prometheus: a remote call answers for the first engine only."""
+    from prometheus_client import REGISTRY
+
+    names = {
+        "vllm:triforce_level2_draft_tokens_total": "num_level2_drafted",
+        "vllm:triforce_level2_accepted_tokens_total": "num_level2_accepted",
+    }
+    found: dict[str, dict[str, float]] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name in names:
+                engine = found.setdefault(sample.labels["engine"], {})
+                engine[names[sample.name]] = sample.value
+    return [found[engine] for engine in sorted(found)]
+
+
 async def main(case: str) -> None:
     from transformers import AutoTokenizer
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -48,7 +65,11 @@ async def main(case: str) -> None:
     )
     try:
         tokens = await answers(engine, prompts)
-        counters = await engine.collective_rpc("triforce_counters")
+        counters = (
+            counters_by_engine()
+            if case == "data"
+            else await engine.collective_rpc("triforce_counters")
+        )
     finally:
         engine.shutdown()
     print("RESULTS " + json.dumps({"tokens": tokens, "counters": counters}), flush=True)

@@ -1,8 +1,10 @@
 """Promise: installed but not asked for, vLLM is as if we were not there; asked for badly, it
 says so before any weights are loaded."""
 
+import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,22 @@ def test_flag_alone_and_with_settings(gqa_pair):
     with pytest.raises(ValueError, match="exclude each other"):
         parse("--speculative-model", "triforce", "--speculative-config", '{"method": "ngram"}')
     assert parse().speculative_config is None
+
+
+def test_flag_reaches_api_servers_of_their_own(gqa_pair):
+    """Each makes its engine arguments with stock vLLM's method, for plugins are not loaded yet,
+    from those that the first process parsed."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--speculative-model", "triforce", "--speculative-config", '{"gamma": 3}']
+    args = parser.parse_args(["--model", gqa_pair["target"], *flags])
+    EngineArgs.from_cli_args(args)
+    stock = inspect.getattr_static(EngineArgs, "from_cli_args").__func__.__wrapped__
+    sent = pickle.loads(pickle.dumps(args))
+    assert stock(EngineArgs, sent).speculative_config == {"method": "triforce", "gamma": 3}
+    assert EngineArgs.from_cli_args(sent).speculative_config == {"method": "triforce", "gamma": 3}
 
 
 def test_config_becomes_a_stock_one_plus_ours(gqa_pair):

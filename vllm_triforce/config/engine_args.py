@@ -84,6 +84,9 @@ def _wrap_from_cli_args(original):
                     f"method={given['method']!r} exclude each other; drop one of them"
                 )
             engine_args.speculative_config = {"method": METHOD, **given}
+            # Where there are several API servers, each makes its engine arguments from these in
+            # a process of its own, and loads plugins, this one too, only while it does so.
+            args.speculative_config = engine_args.speculative_config
         return engine_args
 
     return from_cli_args
