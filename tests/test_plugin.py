@@ -93,6 +93,9 @@ def test_flag_reaches_api_servers_of_their_own(gqa_pair):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_triforce.plugin import register
+
+    register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = ["--speculative-model", "triforce", "--speculative-config", '{"gamma": 3}']
     args = parser.parse_args(["--model", gqa_pair["target"], *flags])
