@@ -1,12 +1,14 @@
 """Runs TriForce over two ranks or two engines through AsyncLLM and prints what it saw as JSON.
 
-``python -m tests.parallel_case tensor|data``
+``python -m tests.parallel_case tensor|data|ray``; ray is two tensor-parallel ranks that are Ray's
+actors, see tests/ray_on_cpu, and needs ``pip install ray``.
 """
 
 import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 # vLLM's binding wants a NUMA node for each worker.
@@ -50,6 +52,16 @@ def counters_by_engine() -> list[dict[str, float]]:
     return [found[engine] for engine in sorted(found)]
 
 
+def use_ray_on_the_cpu() -> None:
+    """Two of what vLLM asks Ray for, and a platform that asks for it, here and in all children."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.ray_device_key = "GPU"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "ray_on_cpu")
+    os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"GPU": 2, "CPU": 2})
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+
+
 async def main(case: str) -> None:
     from transformers import AutoTokenizer
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -57,8 +69,12 @@ async def main(case: str) -> None:
 
     text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 4000)
     prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
-    arguments = {**ENGINE, "max_model_len": 4096, f"{case}_parallel_size": 2}
+    kind = "data" if case == "data" else "tensor"
+    arguments = {**ENGINE, "max_model_len": 4096, f"{kind}_parallel_size": 2}
     arguments["distributed_executor_backend"] = "mp"
+    if case == "ray":
+        use_ray_on_the_cpu()
+        arguments["distributed_executor_backend"] = "ray"
     keys = triforce(model=str(PAIR / "draft"), retrieval_budget=256)
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(str(PAIR / "target"), speculative_config=keys, **arguments)
