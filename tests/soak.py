@@ -315,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-growth-mib", type=float, default=64)
+    parser.add_argument("--max-growth-mib", type=float, default=32)
     parser.add_argument("--log", type=Path, help="where the server's log goes; else a temporary")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
