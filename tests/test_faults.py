@@ -115,7 +115,7 @@ def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
     """Both of ours: the mean keys of level 2 and the windows of level 1."""
     _, llm = nan_engines
     parts = built(llm)
-    level1, level2 = parts.speculator.level1, parts.speculator.level2
+    level1, level2 = parts.speculator.level1.model, parts.speculator.level2
     memory = type("Memory", (), {"available": 1 << 10})
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
     device = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_nan_costs_a_request_its_speculation_and_nothing_else(
     speculator._has_warned = False
     warnings: list[str] = []
     monkeypatch.setattr(triforce_module.logger, "warning", lambda *a: warnings.append(a[0] % a[1:]))
-    broken = getattr(speculator, f"level{level}")
+    broken = speculator.level1.model if level == 1 else speculator.level2
     layer = broken._model.model.layers[0 if level == 1 else 2]
     with Poison(broken, layer, at_pass) as poison:
         found = generate_mixed(llm, prompts, params, kind)

@@ -135,7 +135,7 @@ def test_chunk_means_are_small(engines, pair):
     layers = level2._attention._layers
     key_bytes = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() for layer in layers) / 2
     assert level2.cache.chunk_mean_keys.num_bytes <= key_bytes / 32
-    window = parts.speculator.level1.cache
+    window = parts.speculator.level1.model.cache
     assert window.blocks_per_slot * window.block_size < 512
 
 
