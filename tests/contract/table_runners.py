@@ -73,6 +73,8 @@ RUNNER_V1: list[Surface] = [
     overrides(RUNNER, "GPUModelRunner.execute_model", "self, scheduler_output, intermediate_tensors=", OFF),
     overrides(RUNNER, "GPUModelRunner.sample_tokens", "self, grammar_output", OFF),
     has(RUNNER, "GPUModelRunner", "speculative_config", OFF),
+    overrides(RUNNER, "GPUModelRunner._sample", "self, logits, spec_decode_metadata", OFF),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "max_spec_len", OFF),
     has("v1/core/sched/output.py", "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs finished_req_ids num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens kv_connector_metadata", OFF),
     has("v1/core/sched/output.py", "CachedRequestData", "req_ids resumed_req_ids num_computed_tokens new_block_ids", OFF),
     has("v1/core/sched/output.py", "NewRequestData", "block_ids num_computed_tokens", OFF),

@@ -26,7 +26,7 @@ class _Step:
 
 
 class PlainSteps:
-    """Wraps a runner's two methods of a step.
+    """Wraps a runner's methods of a step.
 
     Args:
         recorder: of the full pass's queries, which a plain step does not need.
@@ -50,6 +50,8 @@ class PlainSteps:
         self._last: _Step | None = None
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
+        self._sample = runner._sample
+        runner._sample = self.sample
         runner.execute_model = self.execute_model
         runner.sample_tokens = self.sample_tokens
 
@@ -83,6 +85,13 @@ class PlainSteps:
         if output is not None:  # no tokens will be sampled
             self._restore()
         return output
+
+    def sample(self, logits, spec_decode_metadata):
+        """A batch that has no drafts, but may get some, needs no rejection sampler (which fails
+        on a batch with top-k and no drafts at all)."""
+        if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
+            spec_decode_metadata = None
+        return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, *args, **kwargs):
         try:
