@@ -27,7 +27,7 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
     """The controller chooses what the user left open, and nothing else; off, it is the paper's."""
     open_ = TriForceConfig().fill(can_adapt=True)
     assert open_.choices == {"context", "gamma", "length"}
-    assert (open_.num_speculative_tokens, open_.gamma) == (16, 4)
+    assert (open_.num_speculative_tokens, open_.gamma) == (32, 4)
     assert open_.resolve(32).min_context == 0
     given = TriForceConfig(num_speculative_tokens=5, gamma=1, min_context=7).fill(can_adapt=True)
     assert given.choices == frozenset()

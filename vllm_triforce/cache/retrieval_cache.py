@@ -83,6 +83,9 @@ class RetrievalCache:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def selection(
         self,
         request_id: str,

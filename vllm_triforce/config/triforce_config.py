@@ -18,9 +18,9 @@ CHOICES = ("context", "gamma", "length")
 
 # The paper's gamma 2 and gamma 1, used where nothing is chosen from measurements.
 _FIXED_LENGTH, _FIXED_GAMMA = 6, 2
-# Bounds of what the controller chooses. Past 16 tokens an acceptance of 0.96 a token gives less
-# than half a token for each one more.
-_MOST_LENGTH, _MOST_GAMMA = 16, 4
+# Bounds of what the controller chooses. Past 32 tokens an acceptance of 0.97 a token gives less
+# than 0.4 of a token for each one more.
+_MOST_LENGTH, _MOST_GAMMA = 32, 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TriForceConfig:
 
     num_speculative_tokens: int | None = None
     """Tokens that level 2 hands to the full pass per step (the paper's gamma 2).
-    Default: chosen by the controller, at most 16; 6 where it is off."""
+    Default: chosen by the controller, at most 32; 6 where it is off."""
 
     gamma: int | None = None
     """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).

@@ -30,8 +30,8 @@ PROBE_SHARE = 0.005
 _LOOK_AGAIN = 32
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
-# Lengths of a proposal that are compared.
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+# Lengths of a proposal that are always compared; longer ones where their full pass was measured.
+_SHORT_LENGTHS = range(1, 9)
 
 
 @dataclass
@@ -149,7 +149,9 @@ class Controller:
         most = min(candidate.most, self.config.num_speculative_tokens)
         lengths = [most]
         if "length" in self.chooses:
-            lengths = [length for length in _LENGTHS if length <= most]
+            measured = [q - 1 for q, _ in model.measured.full_by_tokens]
+            lengths = sorted({*_SHORT_LENGTHS, *measured, most})
+            lengths = [length for length in lengths if 0 < length <= most]
         # The linear part of the pass, as the straight line from all plain to all at full length.
         longest = num_reqs * (self.config.num_speculative_tokens + 1)
         rows = [model.full_pass([n], [0]) for n in (num_reqs, longest)]

@@ -61,6 +61,10 @@ class RetrievalLevel:
         """Blocks that will be written anew, by KV cache group."""
         self.cache.forget_means(block_ids[self._sparse_group])
 
+    def knows(self, request_id: str) -> bool:
+        """Whether something was selected for a request before."""
+        return request_id in self.cache
+
     def begin(self, batch: DraftBatch) -> None:
         """Refreshes what is due and lays out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]

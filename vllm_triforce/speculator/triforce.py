@@ -78,8 +78,12 @@ class TriForceSpeculator:
         batch = whole.take(places, lengths)
         greedy = whole_proposal.probs is None
         proposal = Proposal.empty(len(batch), greedy)
+        is_first = not all(self.level2.knows(request_id) for request_id in batch.request_ids)
         self.level2.begin(batch)
-        self._add_time("selection", time.perf_counter() - start, len(batch))
+        seconds = time.perf_counter() - start
+        self.counters.add_time("selection", seconds)
+        if self.controller.measured is not None and not is_first:  # which summarises the prompt
+            self.controller.measured.observe_begin(len(batch), seconds)
 
         def unfinished() -> list[int]:
             return [
@@ -161,11 +165,6 @@ class TriForceSpeculator:
         self.noise.begin(
             seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows]
         )
-
-    def _add_time(self, part: str, seconds: float, num_rows: int) -> None:
-        self.counters.add_time(part, seconds)
-        if self.controller.measured is not None:
-            self.controller.measured.observe_begin(num_rows, seconds)
 
     def _observe_round(self, batch, rows, sourced, num_accepted, seconds) -> None:
         controller, tokens = self.controller, sourced.drafted.token_ids

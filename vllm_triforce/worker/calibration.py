@@ -5,6 +5,7 @@ The passes are the real ones, over the KV cache that was just allocated and hold
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +17,28 @@ from vllm_triforce.verification.sampling_rows import SamplingRows
 
 # Next to no context: what is measured there is the pass without its attention.
 _NO_CONTEXT = 16
-_CONTEXTS = (_NO_CONTEXT, 1024, 4096, 16384, 65536)
-_TOKENS = (1, 2, 4, 8, 16)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Seconds that the whole may take; a slow model is measured at fewer places.
-_MOST_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Where full passes of one request are measured, and how often."""
+
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int
+
+
+# From the finest to the coarsest. Attention kernels work on tiles of queries, so that a token more
+# may cost nothing, or a tile, or less than nothing where another kernel takes over.
+_GRIDS = (
+    _Grid((1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24, 25, 32, 33), (1024, 4096, 16384), 2),
+    _Grid((1, 2, 4, 8, 12, 16, 17, 24, 33), (2048, 16384), 2),
+    _Grid((1, 4, 8, 16, 17), (), 1),
+    _Grid((1,), (), 1),
+)
+# Seconds that the full passes may take; a slow model is measured at fewer places.
+_MOST_SECONDS = 6.0
 
 
 class Calibration:
@@ -62,19 +80,9 @@ class Calibration:
         self._most_context = max(1, min(room, (num_blocks - 2) * min(block_sizes)))
 
     def run(self) -> Measurements:
-        contexts = [c for c in _CONTEXTS if c < self._most_context] + [self._most_context]
-        tokens = sorted({*(q for q in _TOKENS if q <= self._length), self._length + 1})
+        slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._most_context), 1)
+        tokens, contexts, repeats = self._grid(self._agree(slowest))
         rows = [n for n in _ROWS if n <= self._most_rows]
-        repeats = 3
-        slowest = self._timed(lambda: self._full_pass(1, tokens[-1], contexts[-1]), 1)
-        num_passes = (repeats + 1) * (len(contexts) * len(tokens) + len(rows))
-        if self._agree(slowest) * num_passes > _MOST_SECONDS:
-            contexts, tokens, rows, repeats = (
-                [contexts[0], contexts[-1]],
-                [1, tokens[-1]],
-                rows[::3],
-                1,
-            )
         by_rows = [
             (n, self._timed(lambda n=n: self._full_pass(n, 1, _NO_CONTEXT), repeats)) for n in rows
         ]
@@ -88,7 +96,7 @@ class Calibration:
             )
             for q in tokens
         ]
-        level2 = [(q, self._level2(1, q, repeats)) for q in sorted({1, 3, 7, self._length + 1})]
+        level2 = [(q, self._level2(1, q, repeats)) for q in sorted({1, 3, 8, self._length + 1})]
         level2_per_row = draft = draft_per_row = 0.0
         several = min(4, self._most_reqs)
         if several > 1:
@@ -99,6 +107,18 @@ class Calibration:
             if several > 1:
                 draft_per_row = max(0.0, (self._draft(several, repeats) - draft) / (several - 1))
         return Measurements(by_rows, by_tokens, level2, level2_per_row, draft, draft_per_row)
+
+    def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
+        """The finest grid that can be measured in time, if a pass takes its share of ``slowest``
+        by its context, and a tenth of it without one."""
+        for grid in _GRIDS:
+            tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
+            inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._most_context]
+            contexts = [min(_NO_CONTEXT, self._most_context - 1), *inner, self._most_context]
+            shares = sum(0.1 + 0.9 * c / self._most_context for c in contexts)
+            if slowest * (grid.repeats + 1) * len(tokens) * shares < _MOST_SECONDS:
+                break
+        return tokens, contexts, grid.repeats
 
     def _timed(self, run: Callable[[], object], repeats: int) -> float:
         """The fastest of a few runs after a first one: what disturbs only makes it slower."""
