@@ -1,5 +1,6 @@
 """Promise: the controller takes what is fastest by what it measured, and never pays for a guess."""
 
+import copy
 import itertools
 import random
 from dataclasses import dataclass
@@ -253,7 +254,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
 
     def adopt(rank, mine):
         if rank == 0:
-            box["model"] = mine
+            box["model"] = copy.deepcopy(mine)  # as a broadcast does
         return box["model"]
 
     ranks = []
