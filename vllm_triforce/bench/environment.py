@@ -1,0 +1,41 @@
+"""What a reader must know to compare figures: versions, machine, date, command line."""
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+
+def describe() -> dict[str, str]:
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    import vllm_triforce
+
+    is_cpu = current_platform.is_cpu()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
+        "vllm-triforce": vllm_triforce.__version__,
+        "vLLM": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "Python": platform.python_version(),
+        "device": _cpu_name() if is_cpu else torch.cuda.get_device_name(),
+        "cores": f"{len(os.sched_getaffinity(0))}",
+        "threads of torch": f"{torch.get_num_threads()}",
+        "load when it ended": f"{os.getloadavg()[0]:.2f}",
+        "preloaded": " ".join(Path(p).name for p in os.environ.get("LD_PRELOAD", "").split(":"))
+        or "no",
+        "command": shlex.join(["vllm-triforce", *sys.argv[1:]]),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
