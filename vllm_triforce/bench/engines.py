@@ -14,6 +14,7 @@ from vllm_triforce.bench.model_facts import ModelFacts, kv_cache_bytes
 from vllm_triforce.bench.settings import Settings
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
 
 # Of an engine beside its weights and KV cache: buffers and compiled code (measured: 0.3 to 0.8).
 OVERHEAD_BYTES = 1 << 30
@@ -104,6 +105,7 @@ def start(
         distributed_executor_backend="uni",
         disable_log_stats=False,
     )
+    mend_kernel_rebinding()
     before = _memory_bytes()
     llm = LLM(
         settings.target,
