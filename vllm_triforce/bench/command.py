@@ -79,6 +79,8 @@ def _measure_and_report(asked_for, variants, left_out: dict[str, str], folder: P
     from vllm_triforce.bench.store import Store
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     for name, reason in left_out.items():
         console.print(f"[yellow]{name} is left out: {reason}")
     trust = bool(asked_for.engine_keys.get("trust_remote_code", False))

@@ -4,6 +4,7 @@ import json
 
 from vllm_triforce.bench import summary
 from vllm_triforce.bench.environment import describe
+from vllm_triforce.bench.page import render
 from vllm_triforce.bench.settings import Settings
 from vllm_triforce.bench.store import Store
 
@@ -22,4 +23,5 @@ def write_reports(
     }
     (store.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     summary.table(rows).to_csv(store.folder / "results.csv", index=False)
+    (store.folder / "report.html").write_text(render(results))
     return rows

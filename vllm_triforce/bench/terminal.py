@@ -1,5 +1,6 @@
 """What is seen while it runs, and the table at its end."""
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -33,47 +34,53 @@ def time_left(seconds: float | None) -> str:
 
 
 def table(rows: list[dict]) -> Table:
-    found = Table(title="Decode speed against stock vLLM", header_style="bold")
-    for name, justify in (
-        ("dtype", "left"),
-        ("context", "right"),
-        ("batch", "right"),
-        ("T", "right"),
-        ("method", "left"),
-        ("tokens/s", "right"),
-        ("ratio (least to greatest)", "right"),
-        ("first token, ms", "right"),
-        ("ITL p50/p99, ms", "right"),
-        ("accepted a step", "right"),
-        ("greedy", "left"),
+    found = Table(box=box.SIMPLE, pad_edge=False)
+    for name in (
+        "",
+        "tokens/s",
+        "ratio",
+        "spread",
+        "TTFT ms",
+        "ITL p50",
+        "p99",
+        "length",
+        "greedy",
     ):
-        found.add_column(name, justify=justify, no_wrap=name in ("tokens/s", "method"))
+        found.add_column(name, justify="right" if name not in ("", "greedy") else "left")
     last = None
     for row in rows:
-        cell = (row["dtype"], row["context"], row["batch_size"], row["temperature"])
-        if last not in (None, cell):
-            found.add_section()
-        shown = [""] * 4 if cell == last else [str(cell[0]), *(f"{value:g}" for value in cell[1:])]
+        cell = cell_text(row)
+        if cell != last:
+            if last is not None:
+                found.add_section()
+            found.add_row(f"[bold]{cell}")
         last = cell
-        found.add_row(*shown, *_values(row))
+        found.add_row(*_values(row))
     return found
+
+
+def cell_text(row: dict) -> str:
+    return (
+        f"{row['batch_size']} x {row['context']:,} tokens, T={row['temperature']:g}, {row['dtype']}"
+    )
 
 
 def _values(row: dict) -> list[str]:
     length = row["mean_acceptance_length"]
-    ratio = "1" if row["method"] == "stock" else ratio_text(row)
+    is_stock = row["method"] == "stock"
     return [
-        row["label"],
+        f"  {row['label']}",
         f"{row['decode_tokens_per_second']:.1f}",
-        ratio,
+        "1" if is_stock else _coloured(row["ratio"]),
+        "" if is_stock else f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
         f"{row['time_to_first_token_ms']:.0f}",
-        f"{row['inter_token_latency_p50_ms']:.1f} / {row['inter_token_latency_p99_ms']:.1f}",
+        f"{row['inter_token_latency_p50_ms']:.1f}",
+        f"{row['inter_token_latency_p99_ms']:.1f}",
         "" if length is None else f"{length:.2f}",
         _GREEDY.get(row["greedy"], ""),
     ]
 
 
-def ratio_text(row: dict) -> str:
-    ratio = row["ratio"]
+def _coloured(ratio: float) -> str:
     colour = "green" if ratio >= 1.03 else "red" if ratio < 0.97 else "default"
-    return f"[{colour}]{ratio:.2f}x[/] ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+    return f"[{colour}]{ratio:.2f}x[/]"
