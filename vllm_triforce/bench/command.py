@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import warnings
 from pathlib import Path
 
 from vllm_triforce.bench import methods
@@ -72,6 +73,10 @@ def _measure_and_report(asked_for, variants, left_out: dict[str, str], folder: P
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Nothing but errors beside the progress bar: of torch's C++ side, and of OpenMP.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KMP_WARNINGS", "0")
+    warnings.simplefilter("ignore", FutureWarning)
     from rich.console import Console
 
     from vllm_triforce.bench import grid, model_facts, prompts, terminal

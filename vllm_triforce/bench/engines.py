@@ -104,6 +104,7 @@ def start(
         enable_prefix_caching=True,
         distributed_executor_backend="uni",
         disable_log_stats=False,
+        use_tqdm_on_load=False,
     )
     mend_kernel_rebinding()
     before = _memory_bytes()

@@ -76,6 +76,11 @@ class Measurement:
             self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
             # vLLM registers its own kernel again with every engine.
             mend_expand_kernel()
+        longest = grid.Prompts(dtype, group, max(self._settings.contexts), 1, 0)
+        for engine in self._engines:
+            self._say(f"warming up {engine.variant.label}, {dtype}")
+            for temperature in sorted({0.0, max(self._settings.temperatures)}):
+                self._decode_a_little(engine, self._cut(longest), temperature)
 
     def _cut(self, prompts: grid.Prompts) -> list[list[int]]:
         return cut(
@@ -94,20 +99,30 @@ class Measurement:
         for engine in grid.rotated(self._engines, turn):
             self._say(f"{engine.variant.label} reads {size} tokens")
             engine.llm.reset_prefix_cache()
-            cold[engine.variant] = stream(
-                engine.llm, texts, WARM_UP_TOKENS, 0.0, 1.0, self._settings.seed
-            )
+            cold[engine.variant] = self._decode_a_little(engine, texts, 0.0)
         return cold
+
+    def _decode_a_little(
+        self, engine: Engine, texts: list[list[int]], temperature: float
+    ) -> Streamed:
+        return stream(
+            engine.llm,
+            texts,
+            WARM_UP_TOKENS,
+            temperature,
+            self._settings.top_p,
+            self._settings.seed,
+        )
 
     def _measure(
         self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Streamed]
     ) -> list[dict]:
-        cell, settings = paired.cell, self._settings
+        cell = paired.cell
         order = grid.rotated(self._engines, paired.repetition)
         shape = (cell.context, cell.batch_size, bool(cell.temperature))
         if cell.temperature and shape not in self._warm:
             for engine in order:
-                stream(engine.llm, texts, WARM_UP_TOKENS, cell.temperature, settings.top_p, 0)
+                self._decode_a_little(engine, texts, cell.temperature)
         self._warm.add(shape)
         found: dict[Variant, dict] = {}
         tokens: dict[Variant, list[list[int]]] = {}
