@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
-from vllm import LLM
+from vllm.entrypoints.llm import LLM
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 
 # Between stock's two best log-probabilities, up to which a rounding may choose: float32 attention
 # over thousands of tokens rounds to about 1e-5; two steps of a bfloat16 logit between 8 and 16

@@ -5,8 +5,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass
