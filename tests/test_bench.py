@@ -160,8 +160,11 @@ def test_rows_against_figures_computed_by_hand():
         records.append(record(stock, repetition=repetition))
         records.append(record(ours, method="triforce", repetition=repetition))
     # Another group has its own stock to be compared with.
+    records += [record(9, temperature=0.6), record(9, method="triforce", temperature=0.6)]
     records += [record(10, group=1), record(30, method="ngram", group=1)]
-    rows = {row["method"]: row for row in summary.summarize(records)}
+    found = summary.summarize(records)
+    assert [row["temperature"] for row in found] == [0, 0, 0, 0.6, 0.6]  # cells stay together
+    rows = {row["method"]: row for row in found if not row["temperature"]}
     ours = rows["triforce"]
     assert (ours["ratio"], ours["ratio_min"], ours["ratio_max"]) == (1.5, 1.0, 2.5)
     assert ours["decode_tokens_per_second"] == 150
@@ -253,7 +256,7 @@ MISTAKES = [
     (["--methods", "stock,eagle"], "method 'eagle' is unknown; known: stock, draft_model"),
     (["--contexts", "16000000"], "has 65536 positions"),
     (["--contexts", "4Q"], "'4Q' is not a number of tokens"),
-    (["--contexts", "60000"], "has 71166 tokens|positions|need"),
+    (["--contexts", "40K", "--prompts", str(PROMPTS / "typing.txt")], "prompts of 40960 need"),
     (["--dtypes", "int8"], "'int8' is unknown"),
     (["--triforce", "{gamma: 3}"], "is not JSON"),
     (["--triforce", '{"gama": 3}'], "did you mean 'gamma'"),

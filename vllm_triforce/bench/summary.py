@@ -10,7 +10,7 @@ REST = "full pass and vLLM"
 
 
 def summarize(records: list[dict]) -> list[dict]:
-    """One row for each cell and variant, in the order in which they were measured.
+    """One row for each cell and variant; cells in order, variants as they were named.
 
     The ratio is of decode tokens per second to stock vLLM's of the same set (same prompts, one
     right after the other); the row has the median, the least and the greatest over repetitions.
@@ -25,9 +25,19 @@ def summarize(records: list[dict]) -> list[dict]:
     grouped: dict[tuple, list[dict]] = {}
     for record in records:
         grouped.setdefault(tuple(record[name] for name in CELL + VARIANT), []).append(record)
-    return [
+    rows = [
         dict(zip(CELL + VARIANT, key)) | _row(repetitions) for key, repetitions in grouped.items()
     ]
+    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
+    labels = list(dict.fromkeys(record["label"] for record in records))
+    rows.sort(
+        key=lambda row: (
+            dtypes.index(row["dtype"]),
+            *(row[name] for name in CELL[1:]),
+            labels.index(row["label"]),
+        )
+    )
+    return rows
 
 
 def _set(record: dict) -> tuple:
