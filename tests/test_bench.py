@@ -314,7 +314,7 @@ def test_help_loads_neither_vllm_nor_the_extra():
 def measured(pair, tmp_path_factory):
     """One run of the command, as a user gives it."""
     folder = tmp_path_factory.mktemp("bench")
-    more = ["--methods", "ngram,triforce", "--repetitions", "2", "--temperatures", "0,0.6"]
+    more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
     more += ["--budgets", "128", "--triforce", '{"min_context": 0}', "--output", str(folder)]
     given = arguments(pair, *more, "--engine", '{"enforce_eager": true}')
     done = subprocess.run(
@@ -332,7 +332,7 @@ def measured(pair, tmp_path_factory):
 def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measured):
     folder, _, shown = measured
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == 2 * ["stock", "ngram", "triforce"]
+    assert [row["method"] for row in rows] == 2 * ["stock", "ngram", "triforce:all"]
     ours = rows[2]
     assert ours["greedy"] in ("identical", "tie") and ours["ratio"] > 0
     # With all but one of 16 tokens from proposals it cannot be 1; at most 6 and the bonus.

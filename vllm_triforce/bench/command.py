@@ -8,6 +8,9 @@ from pathlib import Path
 from vllm_triforce.bench import methods
 from vllm_triforce.bench.errors import BadInput
 
+INTERRUPTED = 130
+"""Exit code, as of a command that a shell interrupts."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is compared")
@@ -61,14 +64,16 @@ def run(args: argparse.Namespace) -> int:
         )
         from vllm_triforce.bench import preload
 
-        preload.restart_if_needed()
-        return _measure_and_report(asked_for, variants, left_out, Path(args.output))
+        preload.restart_if_needed(args.argv)
+        return _measure_and_report(asked_for, variants, left_out, Path(args.output), args.argv)
     except BadInput as error:
         args.fail(str(error))
         raise
 
 
-def _measure_and_report(asked_for, variants, left_out: dict[str, str], folder: Path) -> int:
+def _measure_and_report(
+    asked_for, variants, left_out: dict[str, str], folder: Path, argv: list[str]
+) -> int:
     # All engines in this process; set before vLLM is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -116,11 +121,8 @@ def _measure_and_report(asked_for, variants, left_out: dict[str, str], folder: P
     todo = [paired for paired in sets if paired.key() not in done]
     if done:
         console.print(f"{len(sets) - len(todo)} of {len(sets)} sets are in {folder} already")
-    with terminal.progress(console) as bar:
-        task = bar.add_task(
-            "", total=len(sets), completed=len(sets) - len(todo), title="bench", left=""
-        )
-        Measurement(
+    with terminal.Progress(console, len(sets), len(sets) - len(todo)) as progress:
+        measurement = Measurement(
             asked_for,
             groups,
             store,
@@ -128,13 +130,17 @@ def _measure_and_report(asked_for, variants, left_out: dict[str, str], folder: P
             tokenizer.bos_token_id,
             target,
             draft,
-            say=lambda text: bar.update(task, description=text),
-            advance=lambda remaining, seconds: bar.update(
-                task, completed=len(sets) - remaining, left=terminal.time_left(seconds)
-            ),
-        ).run(todo)
-        bar.update(task, description="drawing")
-        rows = write_reports(store, asked_for, left_out, peak_memory_kind())
+            say=progress.say,
+            advance=progress.advance,
+        )
+        try:
+            measurement.run(todo)
+        except KeyboardInterrupt:
+            progress.say("stopped")
+            console.print(f"stopped; the same command goes on from what is in {folder}")
+            return INTERRUPTED
+        progress.say("drawing")
+        rows = write_reports(store, asked_for, left_out, peak_memory_kind(), argv)
     console.print(terminal.table(rows))
     console.print(f"the page: {folder / 'report.html'}", highlight=False)
     different = [row for row in rows if row["greedy"] == "different"]

@@ -4,12 +4,16 @@ import datetime
 import os
 import platform
 import shlex
-import sys
 from importlib import metadata
 from pathlib import Path
 
 
-def describe() -> dict[str, str]:
+def describe(argv: list[str]) -> dict[str, str]:
+    """In the order in which it is shown.
+
+    Args:
+        argv: of ``vllm-triforce``.
+    """
     import torch
     import vllm
     from vllm.platforms import current_platform
@@ -30,7 +34,7 @@ def describe() -> dict[str, str]:
         "load when it ended": f"{os.getloadavg()[0]:.2f}",
         "preloaded": " ".join(Path(p).name for p in os.environ.get("LD_PRELOAD", "").split(":"))
         or "no",
-        "command": shlex.join(["vllm-triforce", *sys.argv[1:]]),
+        "command": shlex.join(["vllm-triforce", *argv]),
     }
 
 

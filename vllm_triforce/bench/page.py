@@ -3,6 +3,8 @@
 import html
 from collections.abc import Sequence
 
+import numpy
+
 from vllm_triforce.bench import figures
 from vllm_triforce.bench.page_style import STYLE
 from vllm_triforce.bench.page_table import cells_table, overview_table
@@ -81,11 +83,13 @@ def _cards(rows: Sequence[dict]) -> str:
         note += f"; {ties} part where stock itself is undecided"
     if different:
         note += f"; {different} DIFFERENT"
+    middle = float(numpy.median([row["ratio"] for row in ours]))
     cards = [
-        (f"{best['ratio']:.2f}x", f"fastest cell of {best['label']}: {_cell(best)}", "good"),
+        (f"{middle:.2f}x", f"median of {ours[0]['label']} over its {len(ours)} cells", "plain"),
+        (f"{best['ratio']:.2f}x", f"fastest: {_cell(best)}", "good"),
         (
             f"{worst['ratio']:.2f}x",
-            f"its slowest cell: {_cell(worst)}",
+            f"slowest: {_cell(worst)}",
             "bad" if worst["ratio"] < 0.97 else "plain",
         ),
         (greedy, note, "bad" if different else "good" if judged else "plain"),

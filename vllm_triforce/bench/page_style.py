@@ -16,7 +16,7 @@ h3{font-size:16px;margin:0 0 4px}
 header p{margin:0;color:var(--faint)}
 header b{color:var(--ink);font-weight:600}
 .dot{opacity:.5;padding:0 4px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(240px,1fr));
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(220px,1fr));
 gap:16px;margin:26px 0 8px}
 .stat,.card{background:var(--paper);border:1px solid var(--grid);border-radius:12px}
 .stat{padding:18px 20px}

@@ -24,12 +24,16 @@ def libraries() -> list[str]:
     return found
 
 
-def restart_if_needed() -> None:
-    """Replaces this process by itself with the libraries preloaded, once."""
+def restart_if_needed(argv: list[str]) -> None:
+    """Replaces this process by the command with the libraries preloaded, once.
+
+    Args:
+        argv: of ``vllm-triforce``.
+    """
     found = libraries()
     if not found or os.environ.get(_AGAIN) or not sys.platform.startswith("linux"):
         return
     preload = ":".join([*found, os.environ.get("LD_PRELOAD", "")]).strip(":")
     environment = {**os.environ, "LD_PRELOAD": preload, _AGAIN: "1"}
-    command = [sys.executable, "-m", "vllm_triforce.cli", *sys.argv[1:]]
+    command = [sys.executable, "-m", "vllm_triforce.cli", *argv]
     os.execve(sys.executable, command, environment)

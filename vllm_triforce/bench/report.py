@@ -10,12 +10,16 @@ from vllm_triforce.bench.store import Store
 
 
 def write_reports(
-    store: Store, settings: Settings, left_out: dict[str, str], memory_kind: str
+    store: Store,
+    settings: Settings,
+    left_out: dict[str, str],
+    memory_kind: str,
+    argv: list[str],
 ) -> list[dict]:
     """Returns the rows of ``summary.summarize``."""
     rows = summary.summarize(store.records)
     results = {
-        "environment": describe(),
+        "environment": describe(argv),
         "settings": settings.to_dict(),
         "left_out": left_out,
         "memory": memory_kind,

@@ -1,8 +1,9 @@
 """What is seen while it runs, and the table at its end."""
 
 from rich import box
+from rich import progress as bar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 _GREEDY = {
@@ -12,17 +13,38 @@ _GREEDY = {
 }
 
 
-def progress(console: Console) -> Progress:
-    """A bar over sets, the time left as ``fields["left"]``, a line of what goes on."""
-    return Progress(
-        TextColumn("[bold]{task.fields[title]}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("[dim]{task.description}"),
-        console=console,
-    )
+class Progress:
+    """A bar over sets with the time left and what goes on; lines where there is no terminal."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console, self._total = console, total
+        self._bar = bar.Progress(
+            TextColumn("[bold]bench"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("[dim]{task.description}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, left="")
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+    def advance(self, remaining: int, seconds_left: float | None) -> None:
+        left = time_left(seconds_left)
+        self._bar.update(self._task, completed=self._total - remaining, left=left)
+        if not self._console.is_terminal:
+            self._console.print(f"{self._total - remaining} of {self._total} sets, {left}")
 
 
 def time_left(seconds: float | None) -> str:
