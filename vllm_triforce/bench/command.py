@@ -85,6 +85,7 @@ def _measure_and_report(
     from rich.console import Console
 
     from vllm_triforce.bench import grid, model_facts, prompts, terminal
+    from vllm_triforce.bench.environment import machine
     from vllm_triforce.bench.report import write_reports
     from vllm_triforce.bench.store import Store
 
@@ -102,7 +103,8 @@ def _measure_and_report(
 
         tokenizer = get_tokenizer(asked_for.target, trust_remote_code=trust)
         tokens = prompts.token_stream(asked_for, tokenizer)
-    store = Store(folder, asked_for.to_dict() | {"variants": [v.keys for v in variants]})
+    about = {"variants": [variant.keys for variant in variants], **machine()}
+    store = Store(folder, asked_for.to_dict() | about)
 
     from vllm_triforce.bench.engines import fit_at_once, peak_memory_kind
     from vllm_triforce.bench.measure import Measurement

@@ -16,7 +16,8 @@ from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
 
-# Of an engine beside its weights and KV cache: buffers and compiled code (measured: 0.3 to 0.8).
+# Of an engine beside its weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
+# embedded pair on the CPU), and room for what a larger model activates.
 OVERHEAD_BYTES = 1 << 30
 # Of the memory that is free, what engines may take.
 SHARE_OF_FREE_MEMORY = 0.7

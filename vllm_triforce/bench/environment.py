@@ -8,6 +8,22 @@ from importlib import metadata
 from pathlib import Path
 
 
+def machine() -> dict[str, str]:
+    """What measurements must have in common to be compared."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    import vllm_triforce
+
+    return {
+        "vllm-triforce": vllm_triforce.__version__,
+        "vLLM": vllm.__version__,
+        "device": _cpu_name() if current_platform.is_cpu() else torch.cuda.get_device_name(),
+        "cores": f"{len(os.sched_getaffinity(0))}",
+    }
+
+
 def describe(argv: list[str]) -> dict[str, str]:
     """In the order in which it is shown.
 
@@ -15,25 +31,17 @@ def describe(argv: list[str]) -> dict[str, str]:
         argv: of ``vllm-triforce``.
     """
     import torch
-    import vllm
-    from vllm.platforms import current_platform
 
-    import vllm_triforce
-
-    is_cpu = current_platform.is_cpu()
+    preloaded = os.environ.get("LD_PRELOAD", "").split(":")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
-        "vllm-triforce": vllm_triforce.__version__,
-        "vLLM": vllm.__version__,
+        **machine(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "Python": platform.python_version(),
-        "device": _cpu_name() if is_cpu else torch.cuda.get_device_name(),
-        "cores": f"{len(os.sched_getaffinity(0))}",
         "threads of torch": f"{torch.get_num_threads()}",
         "load when it ended": f"{os.getloadavg()[0]:.2f}",
-        "preloaded": " ".join(Path(p).name for p in os.environ.get("LD_PRELOAD", "").split(":"))
-        or "no",
+        "preloaded": " ".join(Path(path).name for path in preloaded if path) or "nothing",
         "command": shlex.join(["vllm-triforce", *argv]),
     }
 

@@ -108,7 +108,7 @@ def step_time(rows: Sequence[dict], name: str) -> str:
         for axis in axes[-1]:
             axis.set_xlabel("milliseconds a step")
         axes[0][0].invert_yaxis()
-        handles = [plt.Rectangle((0, 0), 1, 1, color=_part_colour(part)) for part in parts]
+        handles = [plt.Rectangle((0, 0), 1, 1, color=part_colour(part)) for part in parts]
         figure.tight_layout()
         figure.legend(
             handles, parts, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(6, len(parts))
@@ -124,7 +124,7 @@ def _stack(axis, here: dict[str, dict], shown: list[str], parts: list[str]) -> N
         row, left = here[label], 0.0
         for part in parts:
             width = row["step_parts_ms"].get(part, 0.0)
-            axis.barh(place, width, left=left, height=0.62, color=_part_colour(part))
+            axis.barh(place, width, left=left, height=0.62, color=part_colour(part))
             left += width
         axis.text(
             left + 0.02 * longest,
@@ -190,7 +190,7 @@ def _parts(rows: Sequence[dict]) -> list[str]:
     return list(dict.fromkeys(part for row in rows for part in row["step_parts_ms"]))
 
 
-def _part_colour(part: str) -> str:
+def part_colour(part: str) -> str:
     return REST_COLOUR if part == REST else colour_of_part(part)
 
 

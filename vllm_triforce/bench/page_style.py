@@ -8,7 +8,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:1240px;margin:0 auto;padding:36px 24px 64px}
+main{max-width:1300px;margin:0 auto;padding:36px 24px 64px}
 svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:30px;line-height:1.2;margin:0 0 6px;letter-spacing:-.02em}
 h2{font-size:21px;margin:40px 0 14px;letter-spacing:-.01em}
@@ -29,7 +29,9 @@ gap:16px;margin:26px 0 8px}
 margin:8px 0}
 .figure{overflow-x:auto;padding:4px 0 10px}
 .figure svg{display:block}
+.card.wide{padding-bottom:26px}
 .beside{display:flex;flex-wrap:wrap;gap:8px 32px;align-items:flex-start}
+.beside .figure{flex:1 1 540px}
 .beside .scroll{flex:0 1 auto}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums}
@@ -47,6 +49,8 @@ th.n{text-align:right}
 .all tr.cell th{padding-top:18px;font-weight:650}
 .facts th{color:var(--faint);padding-right:26px}
 .facts td{white-space:normal;overflow-wrap:anywhere}
+.bar{display:flex;width:130px;height:11px;margin-top:5px;border-radius:3px;overflow:hidden}
+.bar i{display:block;height:100%}
 .identical{color:var(--good)}.tie{color:var(--warn)}
 .different{color:var(--bad);font-weight:700}
 pre{background:var(--page);border:1px solid var(--grid);border-radius:8px;padding:12px 14px;

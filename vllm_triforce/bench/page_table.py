@@ -3,6 +3,7 @@
 import html
 from collections.abc import Sequence
 
+from vllm_triforce.bench import figures
 from vllm_triforce.bench.figures import labels, tokens_text, values
 
 
@@ -53,8 +54,8 @@ _COLUMNS = (
     "p99",
     "length",
     "level 1",
-    "level 2",
-    "share of time",
+    "accepted",
+    "time by part",
     "memory",
     "greedy",
 )
@@ -63,7 +64,7 @@ _COLUMNS = (
 def cells_table(rows: Sequence[dict]) -> str:
     """Every cell and method."""
     head = "".join(
-        f"<th{'' if name in ('method', 'share of time', 'greedy') else ' class=n'}>{name}</th>"
+        f"<th{'' if name in ('method', 'time by part', 'greedy') else ' class=n'}>{name}</th>"
         for name in _COLUMNS
     )
     lines, last = [], None
@@ -105,15 +106,21 @@ def _line(row: dict) -> list[str]:
     return [
         f"<th>{html.escape(row['label'])}</th>",
         *(f"<td class=n>{number}</td>" for number in numbers),
-        f"<td>{html.escape(_shares(row))}</td>",
+        f"<td>{_shares(row)}</td>",
         f"<td class=n>{row['memory_mib']:,.0f} MiB</td>",
         _greedy(row),
     ]
 
 
 def _shares(row: dict) -> str:
+    """A small bar; the figures are shown where the pointer rests."""
     shares = row["time_shares"]
-    return ", ".join(f"{part} {share:.0%}" for part, share in shares.items()) if shares else ""
+    text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+    pieces = "".join(
+        f"<i style='width:{100 * share:.1f}%;background:{figures.part_colour(part)}'></i>"
+        for part, share in shares.items()
+    )
+    return f"<span class=bar title='{html.escape(text)}'>{pieces}</span>"
 
 
 def _greedy(row: dict) -> str:
