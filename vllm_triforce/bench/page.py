@@ -161,7 +161,7 @@ def _reading(results: dict) -> str:
         "engine does not know. Inter-token: between two outputs of a request, tokens that come "
         "together counting once. Length: mean acceptance length, with the bonus token. Level 1: "
         "share of its tokens that level 2 accepted. Accepted: share of all proposed tokens that "
-        "the full pass accepted. Time by part: in the colours of the figures; rest the pointer on it. "
+        "the full pass accepted. Time by part: in the figures' colours; rest the pointer on it. "
         f"Memory: {results['memory']}."
     )
 
