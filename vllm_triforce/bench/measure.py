@@ -98,7 +98,8 @@ class Measurement:
         cold = {}
         for engine in grid.rotated(self._engines, turn):
             self._say(f"{engine.variant.label} reads {size} tokens")
-            engine.llm.reset_prefix_cache()
+            if not engine.llm.reset_prefix_cache():
+                raise RuntimeError(f"{engine.variant.label}: the prefix cache could not be emptied")
             cold[engine.variant] = self._decode_a_little(engine, texts, 0.0)
         return cold
 
