@@ -23,7 +23,7 @@ class Progress:
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[left]} "),
             TextColumn("[dim]{task.description}"),
             console=console,
             transient=True,
