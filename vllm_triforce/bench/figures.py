@@ -17,6 +17,9 @@ from vllm_triforce.bench.style import (
 )
 from vllm_triforce.bench.summary import REST
 
+_LEAST_WIDTH = 6.6
+"""Of a figure, in inches: a legend of three columns."""
+
 
 def values(rows: Sequence[dict], name: str) -> list:
     """What a column holds, each once, in order."""
@@ -38,7 +41,11 @@ def speed_up(rows: Sequence[dict], name: str) -> str:
     with styled():
         width = max(4.2, min(5.2, 1.1 * len(contexts) + 2.4))
         figure, axes = plt.subplots(
-            1, len(batches), figsize=(width * len(batches), 3.6), sharey=True, squeeze=False
+            1,
+            len(batches),
+            figsize=(max(_LEAST_WIDTH, width * len(batches)), 3.6),
+            sharey=True,
+            squeeze=False,
         )
         for axis, batch in zip(axes[0], batches):
             axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -91,7 +98,10 @@ def step_time(rows: Sequence[dict], name: str) -> str:
         figure, axes = plt.subplots(
             len(batches),
             len(contexts),
-            figsize=(3.9 * len(contexts) + 1.2, (0.42 * len(shown) + 1.0) * len(batches)),
+            figsize=(
+                max(_LEAST_WIDTH, 3.9 * len(contexts) + 1.2),
+                (0.42 * len(shown) + 1.0) * len(batches),
+            ),
             sharey=True,
             squeeze=False,
         )
@@ -152,7 +162,7 @@ def acceptance_by_position(rows: Sequence[dict], name: str) -> str | None:
         figure, axes = plt.subplots(
             len(batches),
             len(contexts),
-            figsize=(3.7 * len(contexts) + 0.6, 2.7 * len(batches)),
+            figsize=(max(_LEAST_WIDTH, 3.7 * len(contexts) + 0.6), 2.7 * len(batches)),
             sharex=True,
             sharey=True,
             squeeze=False,

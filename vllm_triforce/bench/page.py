@@ -22,7 +22,8 @@ _STEP = (
 )
 _POSITION = (
     "Of the steps that verified a proposal, the share that accepted its token at each position, "
-    "as vLLM counts. A token is only reached where those before it were accepted."
+    "as vLLM counts. A token is only reached where those before it were accepted; a proposal that "
+    "is shorter than the longest counts as one that did not reach it."
 )
 
 
