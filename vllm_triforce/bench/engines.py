@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
@@ -115,7 +116,8 @@ def start(
         **{**arguments, **settings.engine_keys},
     )
     recorder = SpeculationRecorder()
-    llm.llm_engine.logger_manager.stat_loggers.append(recorder)
+    loggers: Any = llm.llm_engine.logger_manager
+    loggers.stat_loggers.append(recorder)
     return Engine(variant, llm, recorder, max(0, _memory_bytes() - before))
 
 

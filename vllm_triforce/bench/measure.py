@@ -150,7 +150,7 @@ class Measurement:
             engine.llm, texts, settings.tokens, cell.temperature, settings.top_p, seed
         )
         levels = engine.levels()
-        if levels is not None:
+        if levels is not None and levels_before is not None:
             levels = levels.since(levels_before)
         _check_cached(streamed, texts)
         record = {

@@ -17,7 +17,7 @@ def libraries() -> list[str]:
     if "omp" not in present and openmp.exists():
         found.append(str(openmp))
     spec = importlib.util.find_spec("vllm")
-    for folder in spec.submodule_search_locations if spec else []:
+    for folder in (spec and spec.submodule_search_locations) or []:
         for library in sorted(Path(folder, "libs").glob("libtcmalloc*.so*"))[:1]:
             if "libtcmalloc" not in present:
                 found.append(str(library))

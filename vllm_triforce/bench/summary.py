@@ -45,7 +45,7 @@ def _set(record: dict) -> tuple:
 
 
 def _row(repetitions: list[dict]) -> dict:
-    row = {"measurements": len(repetitions)}
+    row: dict = {"measurements": len(repetitions)}
     for name in ("decode_tokens_per_second", "ratio"):
         values = [record[name] for record in repetitions]
         row |= {

@@ -16,7 +16,7 @@ def mend_kernel_rebinding() -> None:
     """
     from vllm.triton_utils import dispatcher
 
-    dispatcher.vars = _vars
+    dispatcher.vars = _vars  # type: ignore[attr-defined]
 
 
 def _vars(value: Any) -> dict:
