@@ -16,6 +16,7 @@ LAYERS = [
     ["attention", "verification", "patches"],
     ["speculator"],
     ["worker", "scheduler"],
+    ["bench"],
 ]
 WITHOUT_VLLM = [
     "cache",

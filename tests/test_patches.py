@@ -77,3 +77,24 @@ def test_ledger_names_every_patch():
     ledger = (ROOT / "patches" / "README.md").read_text()
     for path in [*DIFFS, *(ROOT / "vllm_triforce" / "patches").glob("[!_]*.py")]:
         assert path.name in ledger
+
+
+def test_an_engine_can_start_beside_llvmlite(monkeypatch):
+    """As it is loaded where ngram ran: the host's scan of all modules fails, and then does not."""
+    import llvmlite.binding  # noqa: F401
+    from vllm.triton_utils import dispatcher
+
+    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+
+    class Kernel:
+        pass
+
+    original, wrapper = Kernel(), Kernel()
+    monkeypatch.setattr(dispatcher, "a_kernel", original, raising=False)
+    monkeypatch.delattr(dispatcher, "vars", raising=False)
+    with pytest.raises(AttributeError, match="_lib_fn_wrapper"):
+        dispatcher._rebind_kernels([(original, wrapper)])
+    for _ in range(2):
+        mend_kernel_rebinding()
+    dispatcher._rebind_kernels([(original, wrapper)])
+    assert dispatcher.a_kernel is wrapper

@@ -9,11 +9,11 @@ import importlib.util
 import json
 from pathlib import Path
 
-from tests.contract import source, table_attention, table_config, table_runners
+from tests.contract import source, table_attention, table_bench, table_config, table_runners
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_triforce"
-TABLE = table_config.TABLE + table_runners.TABLE + table_attention.TABLE
+TABLE = table_config.TABLE + table_runners.TABLE + table_attention.TABLE + table_bench.TABLE
 
 
 def kept_facts(version: str) -> Path:

@@ -1,0 +1,30 @@
+"""Surfaces that the benchmark drives: engines step by step, statistics, datasets."""
+
+# One entry a line.
+# ruff: noqa: E501
+# fmt: off
+
+from tests.contract.surface import Surface, calls, does, has
+
+ENGINES, STREAM, IDENTITY = "bench/engines.py", "bench/stream.py", "bench/identity.py"
+
+TABLE: list[Surface] = [
+    has("entrypoints/llm.py", "LLM", "llm_engine reset_prefix_cache generate", ENGINES),
+    has("v1/engine/llm_engine.py", "LLMEngine", "logger_manager add_request step has_unfinished_requests", STREAM),
+    calls("v1/engine/llm_engine.py", "LLMEngine.add_request", "request_id, prompt, params", STREAM),
+    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers", ENGINES),
+    has("v1/metrics/loggers.py", "StatLoggerBase", "record log_engine_initialized", ENGINES),
+    does("v1/metrics/loggers.py", "StatLoggerManager.record", "stat_logger.record(", ENGINES),
+    has("v1/metrics/stats.py", "SchedulerStats", "spec_decoding_stats", ENGINES),
+    has("v1/spec_decode/metrics.py", "SpecDecodingStats", "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos", ENGINES),
+    has("engine/arg_utils.py", "EngineArgs", "kv_cache_memory_bytes enable_prefix_caching distributed_executor_backend disable_log_stats use_tqdm_on_load max_num_seqs seed", ENGINES),
+    has("sampling_params.py", "SamplingParams", "temperature top_p max_tokens ignore_eos output_kind", STREAM),
+    has("sampling_params.py", "SamplingParams", "logprobs detokenize", IDENTITY),
+    has("outputs.py", "RequestOutput", "num_cached_tokens outputs request_id", STREAM),
+    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=", "bench/model_facts.py"),
+    calls("tokenizers/registry.py", "get_tokenizer", "tokenizer_name, trust_remote_code=", "bench/command.py"),
+    calls("benchmarks/datasets/datasets.py", "add_dataset_parser", "parser", "bench/dataset.py"),
+    calls("benchmarks/datasets/datasets.py", "get_samples", "args, tokenizer", "bench/dataset.py"),
+    has("benchmarks/datasets/datasets.py", "SampleRequest", "prompt", "bench/dataset.py"),
+    does("triton_utils/dispatcher.py", "_rebind_kernels", "vars(", "patches/kernel_rebinding.py"),
+]

@@ -1,0 +1,238 @@
+"""Promise: what the benchmark says is what it measured."""
+
+import pytest
+
+from vllm_triforce import cli
+from vllm_triforce.bench import command, grid, methods, prompts, store, summary
+from vllm_triforce.bench.errors import BadInput
+from vllm_triforce.bench.page import render
+
+
+def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
+    triforce = method == "triforce"
+    speculation = {
+        "num_drafts": 4 if triforce else 0,
+        "num_draft_tokens": 8 if triforce else 0,
+        "num_accepted_tokens": 6 if triforce else 0,
+        "num_accepted_tokens_per_pos": [4, 2] if triforce else [],
+    }
+    levels = {
+        "num_level1_drafted": 10,
+        "num_level1_accepted": 5,
+        "num_level2_drafted": 8,
+        "num_level2_accepted": 6,
+        "num_level3_rejections": 2,
+        "time_seconds": {"level 1": 0.1, "level 2": 0.3},
+    }
+    return {
+        "dtype": "float32",
+        "context": 300,
+        "batch_size": 1,
+        "temperature": temperature,
+        "group": group,
+        "repetition": repetition,
+        "method": method,
+        "budget": 128 if triforce else None,
+        "label": methods.METHODS[method].title,
+        "decode_tokens_per_second": tokens_per_second,
+        "time_to_first_token_s": [0.5],
+        "inter_token_latency_s": [0.010, 0.020, 0.030],
+        "num_tokens": 10,
+        "num_steps": 5,
+        "seconds": 1.0,
+        "speculation": speculation,
+        "levels": levels if triforce else None,
+        "memory_bytes": 3 << 20,
+        "greedy": None,
+        "num_paired": 2,
+        **more,
+    }
+
+
+# The grid.
+
+
+def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
+    assert [grid.rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    names = ["stock", "ngram", "draft_model", "triforce"]
+    variants = methods.variants(names, [1024, 2048], "DRAFT", {})
+    groups = grid.groups(variants, engines_at_once=3)
+    assert [[v.label for v in group] for group in groups] == [
+        ["stock vLLM", "stock ngram", "stock draft_model"],
+        ["stock vLLM", "TriForce, budget 1024", "TriForce, budget 2048"],
+    ]
+
+
+def test_prompts_are_read_once_for_all_temperatures():
+    sets = grid.paired_sets(["float32"], [300, 500], [1], [0.0, 0.6], 2, 1)
+    assert len(sets) == len({paired.key() for paired in sets}) == 8
+    runs = list(grid.by_prompts(sets))
+    assert len(runs) == 4
+    assert all([p.cell.temperature for p in run] == [0.0, 0.6] for _, run in runs)
+
+
+def test_time_left_is_shared_out_by_tokens():
+    sets = grid.paired_sets(["float32"], [1000, 3000], [1], [0.0], 1, 1)
+    left = grid.TimeLeft(num_tokens=50)  # counts as 1,000 tokens read
+    assert left.seconds(sets) is None
+    left.finished(sets[0], 10.0)
+    assert left.seconds(sets[1:]) == pytest.approx(20.0)
+
+
+# Prompts.
+
+
+def test_a_folder_is_its_texts_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.py").write_text("two")
+    (tmp_path / "a.py").write_text("one")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00\x80")
+    assert prompts.text_of(tmp_path) == "a.py\none\n\nb/x.py\ntwo"
+
+
+class Asked:
+    """Settings as far as prompts need them."""
+
+    batch_sizes, repetitions, contexts = [1, 2], 2, [10]
+    prompts, dataset_name, dataset_path, dataset_args, seed = None, "random", None, "", 0
+
+
+def test_each_request_and_repetition_has_another_stretch():
+    tokens = list(range(100))
+    found = [p for turn in range(2) for p in prompts.cut(tokens, 10, 2, turn, Asked, 0)]
+    assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
+    assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
+    assert prompts.cut(tokens, 10, 1, 1, Asked, None) == [tokens[60:70]]
+
+
+def test_vllms_random_dataset_without_a_network(pair):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair["target"])
+    tokens = prompts.token_stream(Asked, tokenizer)
+    assert len(tokens) >= 4 * 10 and tokens == prompts.token_stream(Asked, tokenizer)
+
+    class Misspelt(Asked):
+        dataset_args = "--random-imput-len 5"
+
+    with pytest.raises(BadInput, match="--random-imput-len"):
+        prompts.token_stream(Misspelt, tokenizer)
+
+
+# Figures.
+
+
+def test_decode_speed_and_latencies_of_a_batch():
+    from vllm_triforce.bench.stream import Streamed
+
+    arrivals = [[(1.0, 1), (1.5, 3), (2.5, 2)], [(1.0, 1), (3.0, 5)]]
+    found = Streamed([[]], arrivals)
+    assert found.decode_tokens_per_second == pytest.approx((3 + 2 + 5) / 2.0)
+    assert found.time_to_first_token_s == [1.0, 1.0]
+    assert found.inter_token_latency_s == [0.5, 1.0, 2.0]
+    with pytest.raises(ValueError, match="more --tokens"):
+        assert Streamed([[]], [[(1.0, 7)]]).decode_tokens_per_second
+
+
+def test_rows_against_figures_computed_by_hand():
+    speeds = [(100, 150), (200, 500), (50, 50)]  # ratios 1.5, 2.5, 1
+    records = []
+    for repetition, (stock, ours) in enumerate(speeds):
+        records.append(record(stock, repetition=repetition))
+        records.append(record(ours, method="triforce", repetition=repetition))
+    # Another group has its own stock to be compared with.
+    records += [record(9, temperature=0.6), record(9, method="triforce", temperature=0.6)]
+    records += [record(10, group=1), record(30, method="ngram", group=1)]
+    found = summary.summarize(records)
+    assert [row["temperature"] for row in found] == [0, 0, 0, 0.6, 0.6]  # cells stay together
+    rows = {row["method"]: row for row in found if not row["temperature"]}
+    ours = rows["triforce"]
+    assert (ours["ratio"], ours["ratio_min"], ours["ratio_max"]) == (1.5, 1.0, 2.5)
+    assert ours["decode_tokens_per_second"] == 150
+    assert rows["ngram"]["ratio"] == 3 and rows["stock"]["measurements"] == 4
+    assert ours["time_to_first_token_ms"] == 500
+    assert ours["inter_token_latency_p50_ms"] == pytest.approx(20)
+    assert ours["inter_token_latency_p99_ms"] == pytest.approx(30)
+    assert ours["mean_acceptance_length"] == pytest.approx(1 + 6 / 4)
+    assert ours["acceptance_by_position"] == [1.0, 0.5]
+    assert ours["level1_acceptance_rate"] == 0.5 and ours["level2_acceptance_rate"] == 0.75
+    assert ours["level2_acceptance_per_test"] == 6 / 8
+    assert ours["step_parts_ms"] == pytest.approx({"level 1": 20, "level 2": 60, summary.REST: 120})
+    assert ours["memory_mib"] == 3 and rows["stock"]["mean_acceptance_length"] is None
+
+
+class Undecided:
+    """A stock engine whose two best tokens are 7 and 8, this far apart."""
+
+    def __init__(self, margin):
+        self.margin = margin
+
+    def generate(self, found, params, use_tqdm):
+        from types import SimpleNamespace as Thing
+
+        assert found == [{"prompt_token_ids": [1, 2, 5]}]  # up to where they part
+        logprobs = [{7: Thing(logprob=-1.0), 8: Thing(logprob=-1.0 - self.margin)}]
+        return [Thing(outputs=[Thing(logprobs=logprobs)])]
+
+
+@pytest.mark.parametrize(
+    "found, dtype, margin, outcome",
+    [
+        ([5, 7], "float32", None, "identical"),
+        ([5, 8], "float32", 1e-4, "tie"),
+        ([5, 8], "float32", 0.1, "different"),
+        ([5, 8], "bfloat16", 0.1, "tie"),
+        ([5, 9], "float32", 1e-4, "different"),  # not one of stock's two best
+    ],
+)
+def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, outcome):
+    from vllm_triforce.bench.identity import judge
+
+    verdict = judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
+    assert verdict.outcome == outcome
+
+
+# Going on, and what is written.
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path):
+    kept = store.Store(tmp_path, {"contexts": [300]})
+    assert kept.settle("engines_at_once", lambda: 5) == 5
+    kept.append([record(1), record(2, method="triforce")])
+    kept.append([record(1, repetition=1), record(2, method="triforce", repetition=1)])
+    path = tmp_path / store.MEASUREMENTS
+    path.write_text(path.read_text()[:-9])  # ended while it wrote
+    again = store.Store(tmp_path, {"contexts": [300]})
+    assert again.done() == {("float32", 300, 1, 0.0, 0, 0)}
+    assert again.settle("engines_at_once", lambda: 2) == 5
+    with pytest.raises(BadInput, match=r"contexts \[300\] there, \[400\] here"):
+        store.Store(tmp_path, {"contexts": [400]})
+
+
+def results(rows) -> dict:
+    asked = dict(target="a/model", draft=None, top_p=0.9, temperatures=[0.0], tokens=16)
+    asked |= dict(repetitions=1, seed=0, prompts="p", dataset_name=None)
+    asked |= dict(engine_keys={}, method_keys={})
+    machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")
+    return dict(environment=machine, settings=asked, left_out={}, memory="RSS", rows=rows)
+
+
+def test_the_page_stands_alone_and_has_the_numbers():
+    rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
+    page = render(results(rows))
+    for number in ("123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;"):
+        assert number in page
+    assert page.count("<svg") == 3 and "prefers-color-scheme:dark" in page
+    outside = page.replace("http://www.w3.org/2000/svg", "").replace(
+        "http://www.w3.org/1999/xlink", ""
+    )
+    for word in ("http:", "https:", "<script", "<link", "src=", "@import", "url(h"):
+        assert word not in outside, word
+
+
+def test_every_method_named_in_the_help_has_a_colour():
+    from vllm_triforce.bench.style import colour_of
+
+    assert len({colour_of(name) for name in methods.METHODS}) == len(methods.METHODS)
+    assert command.add_arguments.__module__ in {c.module for c in cli.COMMANDS.values()}

@@ -1,0 +1,135 @@
+"""Promise: the benchmark's command runs as it is said, and a user's mistake is said at once."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.models import PROMPTS, ROOT
+from vllm_triforce import cli
+from vllm_triforce.bench import store
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """The command would replace the process to preload libraries."""
+    monkeypatch.setenv("VLLM_TRIFORCE_PRELOADED", "1")
+
+
+def arguments(pair, *more: str) -> list[str]:
+    given = ["bench", "--target", pair["target"], "--draft", pair["draft"]]
+    given += ["--prompts", str(PROMPTS / "held_out.txt"), "--contexts", "300", "--tokens", "16"]
+    return [*given, *more]
+
+
+# Arguments.
+
+
+MISTAKES = [
+    (["--methods", "stock,eagle"], "method 'eagle' is unknown; known: stock, draft_model"),
+    (["--contexts", "16000000"], "has 65536 positions"),
+    (["--contexts", "4Q"], "'4Q' is not a number of tokens"),
+    (["--contexts", "40K", "--prompts", str(PROMPTS / "typing.txt")], "prompts of 40960 need"),
+    (["--dtypes", "int8"], "'int8' is unknown"),
+    (["--triforce", "{gamma: 3}"], "is not JSON"),
+    (["--triforce", '{"gama": 3}'], "did you mean 'gamma'"),
+    (["--triforce", '{"retrieval_budget": 64}'], "use --methods, --draft and --budgets"),
+    (["--methods", "draft_model", "--draft", ""], "needs a draft model"),
+    (["--prompts", "/no/such/file"], "there is no such file"),
+    (["--prompts", "/dev/null"], "holds no text"),
+    (["--target", "./nowhere"], "not a folder with a config.json"),
+    (["--tokens", "4"], "must be at least 16"),
+    (["--repetitions", "0"], "must be at least 1"),
+    (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
+]
+
+
+@pytest.mark.parametrize("mistake, says", MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_said_before_any_model_loads(
+    mistake, says, pair, tmp_path, monkeypatch, capsys
+):
+    import vllm
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(vllm.LLM, "__init__", loaded)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments(pair, "--output", str(tmp_path), "--repetitions", "9", *mistake))
+    assert ended.value.code == 2
+    found = capsys.readouterr().err
+    assert re.search(says, found), found
+
+
+@pytest.mark.parametrize("missing, extra", [("pandas", "bench"), ("vllm", "cpu")])
+def test_what_is_not_installed_is_named(missing, extra, pair, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_is_installed", lambda module: module != missing)
+    with pytest.raises(SystemExit):
+        cli.main(arguments(pair))
+    assert f"pip install 'vllm-triforce[{extra}]'" in capsys.readouterr().err
+
+
+def test_help_loads_neither_vllm_nor_the_extra():
+    code = (
+        "import sys\nfrom vllm_triforce import cli\n"
+        "try: cli.main(['bench', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'vllm', 'torch', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--batch-sizes" in done.stdout, done.stderr
+
+
+# The whole way.
+
+
+@pytest.fixture(scope="module")
+def measured(pair, tmp_path_factory):
+    """One run of the command, as a user gives it."""
+    folder = tmp_path_factory.mktemp("bench")
+    more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
+    more += ["--budgets", "128", "--triforce", '{"min_context": 0}', "--output", str(folder)]
+    given = arguments(pair, *more, "--engine", '{"enforce_eager": true}')
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_triforce.cli", *given],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "VLLM_TRIFORCE_PRELOADED"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, given, done.stdout
+
+
+@pytest.mark.engine
+def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measured):
+    folder, _, shown = measured
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == 2 * ["stock", "ngram", "triforce:all"]
+    ours = rows[2]
+    assert ours["greedy"] in ("identical", "tie") and ours["ratio"] > 0
+    # With all but one of 16 tokens from proposals it cannot be 1; at most 6 and the bonus.
+    assert 1 < ours["mean_acceptance_length"] <= 7 and len(ours["acceptance_by_position"]) == 6
+    assert ours["time_shares"]["level 2"] > 0 and sum(ours["time_shares"].values()) < 1.01
+    assert rows[0]["tokens_per_step"] == 1 and rows[0]["ratio"] == 1
+    assert f"{ours['decode_tokens_per_second']:.1f}" in shown
+    assert f"{ours['ratio']:.2f}x" in (folder / "report.html").read_text()
+    assert len((folder / "results.csv").read_text().splitlines()) == 1 + 6
+
+
+@pytest.mark.engine
+def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured, monkeypatch):
+    from vllm_triforce.bench import measure
+
+    folder, given, _ = measured
+    asked = []
+    monkeypatch.setattr(measure.Measurement, "run", lambda self, sets: asked.extend(sets))
+    assert cli.main(given) == 0 and not asked
+    path = folder / store.MEASUREMENTS
+    path.write_text(path.read_text().replace('"identical"', '"different"', 1))
+    assert cli.main(given) == 1
+    assert "differs from stock" in (folder / "report.html").read_text()
+    with pytest.raises(SystemExit):
+        cli.main([*given, "--tokens", "17"])

@@ -1,0 +1,24 @@
+"""vLLM's CPU build cannot start an engine after ``ngram`` ran in the process; patches/README.md.
+
+Remove when the oldest supported vLLM checks that what ``vars()`` gives is a dict.
+"""
+
+import builtins
+from typing import Any
+
+
+def mend_kernel_rebinding() -> None:
+    """Lets vLLM look through all loaded modules where one of them answers anything; idempotent.
+
+    To replace kernels, vLLM reads ``vars(value).get("kernel")`` of every value of every module.
+    numba, which ``ngram`` loads, brings ``llvmlite.binding.ffi.lib``: it makes a foreign function
+    of any name that it is asked for, ``__dict__`` too, and that has no ``get``.
+    """
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.vars = _vars  # type: ignore[attr-defined]
+
+
+def _vars(value: Any) -> dict:
+    found = builtins.vars(value)
+    return found if hasattr(found, "get") else {}
