@@ -23,5 +23,5 @@ else
 fi
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${from[@]}" \
   --overrides tools/cpu-overrides.txt \
-  -e '.[cpu,dev]' ./tools/vllm-alias
+  -e '.[cpu,dev,bench]' ./tools/vllm-alias
 touch "$venv/.ready"

@@ -1,12 +1,13 @@
-"""The full pass: dense attention in pieces of the prompt, and everything that replays need of it."""
+"""The full pass: dense attention piece by piece, and everything that replays need of it."""
 
 import torch
 
 from vllm_triforce.lab.attention import attention_scores, attention_weights, causal_mask
 from vllm_triforce.lab.trace import AttentionOptions, LayerTrace
 
-_SCORES_AT_A_TIME = 1 << 24
-"""Numbers of one head group's scores held at a time: 64 MiB in float32."""
+_SCORES_AT_A_TIME = {"cpu": 1 << 20}
+"""Numbers of one head group's scores held at a time: on a CPU they should stay in its cache."""
+_SCORES_AT_A_TIME_ELSEWHERE = 1 << 25
 
 
 class _Layer:
@@ -65,7 +66,8 @@ class Recording:
             layer.queries.append(query[:, max(0, self.start - 1 - first) :].clone())
         group = query.shape[0] // keys.shape[0]
         output = values.new_empty(*query.shape[:2], values.shape[-1])
-        rows = max(1, _SCORES_AT_A_TIME // (group * end))
+        at_a_time = _SCORES_AT_A_TIME.get(query.device.type, _SCORES_AT_A_TIME_ELSEWHERE)
+        rows = max(1, at_a_time // (group * end))
         for begin in range(first, end, rows):
             positions = torch.arange(begin, min(begin + rows, end), device=query.device)
             reach = int(positions[-1]) + 1

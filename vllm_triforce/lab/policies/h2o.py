@@ -9,11 +9,11 @@ from vllm_triforce.lab.policies.base import LabPolicy
 class H2O(LabPolicy):
     """H2O.
 
-    Mechanism: half of the budget are the newest tokens, half those of the others that have gathered
-    the most attention, summed over all earlier queries of the prompt and of the generated tokens;
-    with grouped-query attention also over the query heads of a group.
-    Paper: arXiv 2306.14048. There a token that falls out is gone and gathers no more; here the sums are
-    those of full attention, which flatters it.
+    Mechanism: half of the budget are the newest tokens, half those of the others that have
+    gathered the most attention, summed over all earlier queries of the prompt and of the generated
+    tokens; with grouped-query attention also over the query heads of a group.
+    Paper: arXiv 2306.14048. There a token that falls out is gone and gathers no more; here the
+    sums are those of full attention, which flatters it.
     Parameters: ``budget``.
     """
 

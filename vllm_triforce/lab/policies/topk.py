@@ -8,9 +8,9 @@ from vllm_triforce.lab.policies.base import LabPolicy
 class TopK(LabPolicy):
     """Exact top-k.
 
-    Mechanism: each query head reads the ``budget`` tokens that its own current query scores highest:
-    no other choice of as many tokens keeps more of its attention. It reads all keys to find them, so it
-    saves nothing: a ceiling, not a method.
+    Mechanism: each query head reads the ``budget`` tokens that its own current query scores
+    highest: no other choice of as many tokens keeps more of its attention. It reads all keys to
+    find them, so it saves nothing: a ceiling, not a method.
     Paper: the ideal of arXiv 2404.11912, table 1 ("Top-K").
     Parameters: ``budget``.
     """

@@ -1,0 +1,74 @@
+"""The command ``vllm-triforce``: finds the sub-command and runs it.
+
+A sub-command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. It is imported
+only when it is asked for, so that ``--help`` answers at once. Bad input goes to
+``args.fail(message)``, which ends the process with exit code 2.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str
+    help: str
+    needs: tuple[str, ...] = ()
+    """Modules beyond those of ``pip install vllm-triforce``."""
+    extra: str = ""
+    """The extra that installs them."""
+
+
+COMMANDS = {
+    "bench": Command(
+        "vllm_triforce.bench.command",
+        "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
+        needs=("rich", "pandas", "matplotlib"),
+        extra="bench",
+    ),
+    "lab": Command(
+        "vllm_triforce.lab.command",
+        "measure how often a sparse cache agrees with the full one, by policy, budget and context",
+        needs=("transformers", "rich", "pandas", "matplotlib"),
+        extra="bench",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, what the sub-command says, or 2 for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="vllm-triforce",
+        description="Tools around TriForce, hierarchical speculative decoding for vLLM.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.help,
+            description=command.help[0].upper() + command.help[1:] + ".",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        subparser.set_defaults(fail=subparser.error)
+        if name in argv[:1]:
+            importlib.import_module(command.module).add_arguments(subparser)
+    args = parser.parse_args(argv)
+    command = COMMANDS[args.command]
+    if missing := [name for name in command.needs if not _is_installed(name)]:
+        parser.error(
+            f"{args.command} needs {', '.join(missing)}, not installed here; "
+            f"pip install 'vllm-triforce[{command.extra}]'"
+        )
+    return importlib.import_module(command.module).run(args)
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
