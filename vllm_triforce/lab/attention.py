@@ -46,21 +46,14 @@ def causal_mask(
 
 
 def attention_weights(
-    scores: torch.Tensor,  # [group, num_queries, num_tokens], overwritten
-    mask: torch.Tensor,  # [1 or group or none, num_queries, num_tokens]
+    scores: torch.Tensor,  # [group, num_queries, num_tokens], -inf where a query may not look
     sinks: torch.Tensor | None,  # [group]
-) -> torch.Tensor:  # [group, num_queries, num_tokens], 0 where masked
-    """Softmax over what the mask shows; every query sees a token at least."""
-    scores = scores.masked_fill_(~mask, float("-inf"))
-    highest = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        sinks = sinks.float()[:, None, None]
-        highest = torch.maximum(highest, sinks)
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sinks - highest).exp()
-    return weights.div_(total)
+) -> torch.Tensor:  # [group, num_queries, num_tokens]
+    """Softmax; sinks take their share of it. Every query sees a token at least."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 def kept_mass(

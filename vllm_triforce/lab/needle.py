@@ -4,7 +4,26 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_SYLLABLES = "bra dov fen gul hix jor kem lun mip nax pol quz ros sib tuv wex yor zil".split()
+_SYLLABLES = [
+    "bra",
+    "dov",
+    "fen",
+    "gul",
+    "hix",
+    "jor",
+    "kem",
+    "lun",
+    "mip",
+    "nax",
+    "pol",
+    "quz",
+    "ros",
+    "sib",
+    "tuv",
+    "wex",
+    "yor",
+    "zil",
+]
 
 
 def _fills(rng: random.Random) -> dict[str, str]:
@@ -34,8 +53,8 @@ class NeedleText:
                 filled = template.format_map(_fills(random.Random(0)))
             except (KeyError, IndexError, ValueError) as error:
                 raise ValueError(
-                    f"needle {part} {template!r} cannot be filled in ({error!r}); use only {{key}}, "
-                    "{a}, {b}, {c}, {d}, and double braces for braces"
+                    f"needle {part} {template!r} cannot be filled in ({error!r}); use only "
+                    "{key}, {a}, {b}, {c}, {d}, and double braces for braces"
                 ) from error
             if not filled:
                 raise ValueError(f"the needle's {part} is empty; give some text")

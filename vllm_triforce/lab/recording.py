@@ -71,13 +71,16 @@ class Recording:
         for begin in range(first, end, rows):
             positions = torch.arange(begin, min(begin + rows, end), device=query.device)
             reach = int(positions[-1]) + 1
-            mask = causal_mask(positions, reach, options.window)
+            # Without a window, all that these queries may not see lies among themselves.
+            low = begin if options.window is None else 0
+            hidden = ~causal_mask(positions, reach, options.window)[:, low:]
             here = slice(begin - first, begin - first + len(positions))
             for head in range(keys.shape[0]):
                 heads = slice(head * group, (head + 1) * group)
                 scores = attention_scores(query[heads, here], layer.keys[head, :reach], options)
                 sinks = None if options.sinks is None else options.sinks[heads]
-                weights = attention_weights(scores, mask, sinks)
+                scores[..., low:].masked_fill_(hidden, float("-inf"))
+                weights = attention_weights(scores, sinks)
                 if self.with_mass and first < self.start:
                     layer.mass[head, :reach] += weights.sum((0, 1))
                 output[heads, here] = weights.to(values.dtype) @ layer.values[head, :reach]

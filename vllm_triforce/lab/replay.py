@@ -53,7 +53,9 @@ class Replay:
                 mask = mask & self._policy.mask(layer, head, scores, visible)
                 self._masses.append(kept_mass(scores, visible, mask).mean())
                 self._reads.append(mask.sum(-1, dtype=torch.float32).mean())
-            weights = attention_weights(scores, mask, layer.sinks(head))
+            weights = attention_weights(
+                scores.masked_fill_(~mask, float("-inf")), layer.sinks(head)
+            )
             own_weights = weights.diagonal(layer.start, 1, 2).clone()
             weights.diagonal(layer.start, 1, 2).zero_()
             attended = weights.to(values.dtype) @ layer.values[head]

@@ -26,18 +26,21 @@ def save_rows(rows: list[dict], folder: Path) -> pd.DataFrame:
 
 def show(frame: pd.DataFrame, console: Console) -> None:
     for table in tables(frame):
-        console.print(rich_table(table))
+        shown = rich_table(table)
+        width = console.measure(shown).maximum
+        # In a file lines may be long, so that the table can be pasted.
+        console.print(shown, width=None if console.is_terminal else width, crop=False)
     if found := needle_found(frame):
-        console.print(found)
+        console.print(found, soft_wrap=True)
 
 
 def rich_table(table: Table) -> RichTable:
     """A table that can be pasted into Markdown."""
     shown = RichTable(title=table.title, box=box.MARKDOWN)
-    shown.add_column("policy")
-    shown.add_column("")
+    shown.add_column("policy", no_wrap=True)
+    shown.add_column("", no_wrap=True)
     for value in table.values:
-        shown.add_column(str(value), justify="right")
+        shown.add_column(str(value), justify="right", no_wrap=True)
     for policy in table.policies:
         for measure, name in table.measures.items():
             cells = [table.cell(policy, value, measure) for value in table.values]
@@ -97,7 +100,7 @@ def _page(sections: list[str], asked: dict, facts: dict[str, str], found: str | 
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <title>Acceptance lab: {html.escape(asked["model"])}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; }}
 img {{ max-width: 100%; }}
 table {{ border-collapse: collapse; margin: 1rem 0; font-size: 13px; }}
 td, th {{ border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right; }}
@@ -108,7 +111,7 @@ td:first-child, th:first-child, td:nth-child(2) {{ text-align: left; }}
 <b>Greedy agreement</b>: same most probable token. <b>Acceptance</b>: the chance that speculative
 sampling accepts it, at temperature {asked["temperature"]} and top-p {asked["top_p"]}.
 <b>Attention kept</b>: the share of full attention that falls on the tokens read. Means over the
-stretches of text, with the lowest and the highest.</p>
+stretches of text, plus or minus half the distance of the extremes.</p>
 <p>{html.escape(found or "")}</p>
 {"".join(sections)}
 <h2>The run</h2><table>{listed}</table></html>

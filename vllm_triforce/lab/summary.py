@@ -56,13 +56,13 @@ class Table:
         return sorted(set(self.figures.index.get_level_values(1)))
 
     def cell(self, policy: str, value, measure: str) -> str:
-        """Mean over the stretches, then the lowest and the highest."""
+        """Mean over the stretches, plus or minus half the distance of the extremes."""
         if (policy, value) not in self.figures.index:
             return ""
         mean, low, high = (
             self.figures.loc[(policy, value), (measure, part)] for part in ("mean", "min", "max")
         )
-        return f"{mean:.3f} ({low:.2f}-{high:.2f})"
+        return f"{mean:.3f} ±{(high - low) / 2:.3f}"
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:

@@ -62,6 +62,7 @@ class Target:
             if "logits_to_keep" in inspect.signature(model.forward).parameters
             else {}
         )
+        model.set_attn_implementation("eager")  # others may leave out soft caps
         wanted = self._own_logits()
         model.set_attn_implementation(ATTENTION)
         self._check(wanted)

@@ -8,4 +8,4 @@ POLICIES: dict[str, type[LabPolicy]] = {
     policy.name: policy for policy in (TopK, Retrieval, H2O, Streaming)
 }
 
-__all__ = ["POLICIES", "H2O", "LabPolicy", "Retrieval", "Sizes", "Streaming", "TopK"]
+__all__ = ["H2O", "POLICIES", "LabPolicy", "Retrieval", "Sizes", "Streaming", "TopK"]

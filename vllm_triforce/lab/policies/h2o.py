@@ -40,7 +40,8 @@ class H2O(LabPolicy):
         """Attention that each token has had from all queries before each replayed token."""
         query = layer.queries[layer.heads(kv_head), 1:]
         scores = attention_scores(query, layer.keys[kv_head], layer.options)
-        rows = attention_weights(scores, visible, layer.sinks(kv_head)).sum(0)
+        scores.masked_fill_(~visible, float("-inf"))
+        rows = attention_weights(scores, layer.sinks(kv_head)).sum(0)
         before = rows.cumsum(0).sub_(rows)
         before[:, : layer.start] += layer.mass[kv_head]
         return before
