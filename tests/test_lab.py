@@ -1,4 +1,4 @@
-"""Promise: the lab measures what it says: the shipped selection, stock attention, true agreement."""
+"""Promise: the lab measures what it says: shipped selection, stock attention, true agreement."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------- the passes
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss"])
 def test_the_full_pass_is_the_models_own(tmp_path, name):
     """Soft caps, sliding windows and sinks too: logits are those of transformers' eager code."""
     from transformers import AutoModelForCausalLM
@@ -262,9 +262,23 @@ def test_h2o_keeps_the_heavy_hitters_of_all_earlier_queries():
             assert set(mask[0, row].nonzero().flatten().tolist()) == wanted
 
 
+def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
+    """The paper's needle case at one layer: keys that only the newest queries ask for."""
+    layer = layer_trace(2, 2)
+    needle = slice(104, 112)  # one chunk
+    direction = torch.nn.functional.normalize(torch.randn(2, 1, DIM), dim=-1)
+    layer.keys[:, needle] = 6 * direction
+    layer.queries[:] = 3 * direction + 0.1 * layer.queries
+    layer.mass[:, needle] = 0
+    for kv_head in range(2):
+        shown = {name: kept(layer, p(SMALL), kv_head)[..., needle] for name, p in POLICIES.items()}
+        assert bool(shown["topk"].all()) and bool(shown["retrieval"].all())
+        assert not bool(shown["streaming"].any()) and not bool(shown["h2o"][:, 0].any())
+
+
 @pytest.mark.parametrize("policy", ["retrieval", "h2o", "streaming"])
 def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
-    """Top-k is a ceiling: given as many tokens, it keeps at least the same share, always in 0..1."""
+    """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
     layer = layer_trace(8, 2)
     visible = causal_mask(layer.positions(), layer.num_tokens)
     for kv_head in range(2):
@@ -283,9 +297,7 @@ def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
 
 
 def test_acceptance_is_the_share_that_both_give():
-    """Against the sum of minima, and vLLM's own order of temperature and top-p."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
+    """Against the sum of minima, over tokens taken one by one until they make up top-p."""
     torch.manual_seed(0)
     full, sparse = torch.randn(2, 50, 97) * 3
     for temperature, top_p in [(1.0, 1.0), (0.6, 0.9), (1.3, 0.5)]:
@@ -293,8 +305,13 @@ def test_acceptance_is_the_share_that_both_give():
         found = acceptance(p, q)
         torch.testing.assert_close(found, torch.minimum(p, q).sum(-1), atol=1e-6, rtol=0)
         assert float(found.min()) >= 0 and float(found.max()) <= 1
-        wanted = apply_top_k_top_p(full / temperature, None, torch.full((50,), top_p)).softmax(-1)
-        torch.testing.assert_close(p, wanted)
+        for row in range(50):
+            probs, taken = (full[row] / temperature).softmax(0), []
+            for token in probs.argsort(descending=True).tolist():
+                if float(probs[taken].sum()) < top_p:
+                    taken.append(token)
+            wanted = torch.zeros(97).index_copy(0, torch.tensor(taken), probs[taken])
+            torch.testing.assert_close(p[row], wanted / wanted.sum())
     greedy = acceptance(next_token_probs(full, 0, 0.9), next_token_probs(sparse, 0, 0.9))
     assert torch.equal(greedy, same_argmax(full, sparse).float())
 
@@ -320,46 +337,12 @@ def test_a_needle_is_where_it_should_be():
 # ------------------------------------------------------------------------------- the command
 
 RUN = [
-    "lab",
-    str(PAIR / "target"),
-    "--text",
-    str(PROMPTS / "held_out.txt"),
-    *[
-        "--context",
-        "512",
-        "--contexts",
-        "256",
-        "512",
-        "--budgets",
-        "64",
-        "128",
-        "--at-budgets",
-        "128",
-        "--chunk-size",
-        "16",
-    ],
-    *[
-        "--chunk-sizes",
-        "8",
-        "16",
-        "--recent-shares",
-        "0.25",
-        "0.5",
-        "--refresh-intervals",
-        "1",
-        "8",
-    ],
-    *[
-        "--replay-tokens",
-        "16",
-        "--stretches",
-        "2",
-        "--needle",
-        "code-line",
-        "--needle-repeats",
-        "1",
-    ],
-    *["--needle-depths", "0.1", "0.9"],
+    *("lab", str(PAIR / "target"), "--text", str(PROMPTS / "held_out.txt")),
+    *("--context", "512", "--contexts", "256", "512", "--chunk-size", "16"),
+    *("--budgets", "64", "128", "--at-budgets", "128", "--chunk-sizes", "8", "16"),
+    *("--recent-shares", "0.25", "0.5", "--refresh-intervals", "1", "8"),
+    *("--replay-tokens", "16", "--stretches", "2"),
+    *("--needle", "code-line", "--needle-repeats", "1", "--needle-depths", "0.1", "0.9"),
 ]
 
 
@@ -388,7 +371,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     "changed, named",
     [
         (["--budgets", "100"], "retrieval_budget=100"),
-        (["--chunk-sizes", "512"], "no room for the first chunk"),
+        (["--chunk-sizes", "64"], "no room for the first chunk"),
         (["--context", "0"], "context=0"),
         (["--context", "70000"], "70000"),
         (["--contexts", "70000", "--text", __file__], "positions"),

@@ -16,6 +16,7 @@ LAYERS = [
     ["attention", "verification", "patches"],
     ["speculator"],
     ["worker", "scheduler"],
+    ["lab"],
 ]
 WITHOUT_VLLM = [
     "cache",
@@ -23,6 +24,8 @@ WITHOUT_VLLM = [
     "selection",
     "config/triforce_config.py",
     "verification/oracle.py",
+    "lab",
+    "lab/policies",
 ]
 
 

@@ -27,6 +27,11 @@ def draw(table: Table, settings: LabSettings) -> Figure:
             axis.fill_between(
                 part.index, part["min"], part["max"], color=line.get_color(), alpha=0.12, lw=0
             )
+        if table.full_hits is not None and measure == "answer_hits_sparse":
+            axis.plot(
+                table.full_hits.index, table.full_hits, color="grey", ls="--", label="full cache"
+            )
+            axis.legend(handles=axis.lines[-1:], fontsize=8)
         if measure == "acceptance":
             name = f"acceptance, T={settings.temperature:g}, top-p {settings.top_p:g}"
         axis.set_title(name, fontsize=11)

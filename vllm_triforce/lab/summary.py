@@ -37,6 +37,8 @@ class Table:
     figures: pd.DataFrame
     """Indexed by policy and the varied value; for each measure its mean, min and max over the
     stretches."""
+    full_hits: pd.Series | None = None
+    """By needle depth, the share of the answer that the full cache itself hits."""
 
     @property
     def name(self) -> str:
@@ -78,7 +80,10 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             figures = chosen.groupby(["policy", column], sort=False)[list(measures)].agg(
                 ["mean", "min", "max"]
             )
-            found.append(Table(experiment, budget, column, label, measures, figures))
+            hits = None
+            if experiment == "needle":
+                hits = chosen.groupby(column)["answer_hits_full"].mean()
+            found.append(Table(experiment, budget, column, label, measures, figures, hits))
     return found
 
 

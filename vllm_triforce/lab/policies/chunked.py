@@ -30,10 +30,11 @@ class ChunkedPolicy(LabPolicy):
             # The full pass has computed all tokens before this one; queries[:, row] is its newest.
             query = layer.queries[None, layer.heads(kv_head), row]
             selected = cache.selection("replay", logical_blocks, layer.start + row, query)
-            rows = keep[row : row + sizes.tokens_per_pass]
-            for block in selected.blocks[0, 0].tolist():
-                rows[:, block * sizes.chunk_size : (block + 1) * sizes.chunk_size] = True
-            rows[:, selected.tail_start * sizes.chunk_size :] = True
+            chosen = keep.new_zeros(len(logical_blocks))
+            chosen[selected.blocks[0, 0]] = True
+            chosen[selected.tail_start :] = True
+            tokens = chosen.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
+            keep[row : row + sizes.tokens_per_pass] = tokens
         return keep[None]
 
     def _cache(self, layer, kv_head: int) -> RetrievalCache:
