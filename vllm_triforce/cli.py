@@ -2,7 +2,7 @@
 
 A sub-command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. It is imported
 only when it is asked for, so that ``--help`` answers at once. Bad input goes to
-``args.fail(message)``, which ends the process with exit code 2.
+``args.fail(message)``, which ends the process with exit code 2; ``args.argv`` is what was given.
 """
 
 import argparse
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if name in argv[:1]:
             importlib.import_module(command.module).add_arguments(subparser)
     args = parser.parse_args(argv)
+    args.argv = list(argv)
     command = COMMANDS[args.command]
     if missing := [name for name in command.needs if not _is_installed(name)]:
         parser.error(
