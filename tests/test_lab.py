@@ -230,7 +230,7 @@ def test_retrieval_is_what_the_engine_selects(refresh_interval, tokens_per_pass)
     masks = [[kept(layer, policy, head)[0] for head in range(2)] for layer in layers]
     for row in range(0, COUNT, tokens_per_pass):
         query = torch.stack([layer.queries[:, row] for layer in layers])
-        selection = engine.selection("a", blocks, START + row, query)
+        selection = engine.selection("a", blocks, START + row, lambda query=query: query)
         last = min(row + tokens_per_pass, COUNT) - 1
         tables, skipped = engine.block_table([selection], [blocks], [START + last + 1])
         for number in range(2):

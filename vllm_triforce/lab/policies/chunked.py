@@ -29,7 +29,9 @@ class ChunkedPolicy(LabPolicy):
         for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
             # The full pass has computed all tokens before this one; queries[:, row] is its newest.
             query = layer.queries[None, layer.heads(kv_head), row]
-            selected = cache.selection("replay", logical_blocks, layer.start + row, query)
+            selected = cache.selection(
+                "replay", logical_blocks, layer.start + row, lambda query=query: query
+            )
             chosen = keep.new_zeros(len(logical_blocks))
             chosen[selected.blocks[0, 0]] = True
             chosen[selected.tail_start :] = True
