@@ -184,16 +184,18 @@ def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
-def test_policies_keep_what_they_may(policy, heads):
+@pytest.mark.parametrize("budget", [64, 208])
+def test_policies_keep_what_they_may(policy, heads, budget):
     """Sink, own token, and no more than the budget and what was written since a selection."""
     layer = layer_trace(*heads)
+    sizes = dataclasses.replace(SMALL, budget=budget, recent_tokens=None)
     for kv_head in range(2):
-        mask = kept(layer, policy(SMALL), kv_head)
+        mask = kept(layer, policy(sizes), kv_head)
         counts = mask.sum(-1)
-        grown = SMALL.refresh_interval * SMALL.tokens_per_pass + SMALL.chunk_size
+        grown = sizes.refresh_interval * sizes.tokens_per_pass + sizes.chunk_size
         exact = policy.name in ("topk", "h2o")
-        assert int(counts.max()) <= 64 + (0 if exact else grown)
-        assert int(counts.min()) >= 64 - (0 if exact else SMALL.chunk_size)
+        assert int(counts.max()) <= budget + (0 if exact else grown)
+        assert int(counts.min()) >= budget - (0 if exact else sizes.chunk_size)
         assert not bool((mask & ~causal_mask(layer.positions(), layer.num_tokens)).any())
         if policy.name != "topk":
             assert bool(mask.diagonal(START, 1, 2).all())

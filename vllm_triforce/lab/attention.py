@@ -59,10 +59,10 @@ def attention_weights(
 def kept_mass(
     scores: torch.Tensor,  # [group, num_queries, num_tokens]
     visible: torch.Tensor,  # [num_queries, num_tokens]
-    kept: torch.Tensor,  # [1 or group, num_queries, num_tokens]
+    kept: torch.Tensor,  # [1 or group, num_queries, num_tokens], of the visible
 ) -> torch.Tensor:  # [group, num_queries], between 0 and 1
     """Share of full attention's softmax that falls on the kept tokens."""
     hidden = float("-inf")
     everything = scores.masked_fill(~visible, hidden).logsumexp(-1)
-    part = scores.masked_fill(~(visible & kept), hidden).logsumexp(-1)
+    part = scores.masked_fill(~kept, hidden).logsumexp(-1)
     return (part - everything).exp().clamp_(max=1.0)
