@@ -45,7 +45,7 @@ def draw(table: Table, settings: LabSettings) -> Figure:
         axis.set_ylim(top=1.005)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=8, loc="lower right")
+    axes[0].legend(fontsize=8, loc="best")
     figure.suptitle(table.title, fontsize=12)
     return figure
 

@@ -28,6 +28,7 @@ def show(frame: pd.DataFrame, console: Console) -> None:
     for table in tables(frame):
         shown = rich_table(table)
         width = console.measure(shown).maximum
+        console.print(f"\n{table.title}")
         # In a file lines may be long, so that the table can be pasted.
         console.print(shown, width=None if console.is_terminal else width, crop=False)
     if found := needle_found(frame):
@@ -36,7 +37,7 @@ def show(frame: pd.DataFrame, console: Console) -> None:
 
 def rich_table(table: Table) -> RichTable:
     """A table that can be pasted into Markdown."""
-    shown = RichTable(title=table.title, box=box.MARKDOWN)
+    shown = RichTable(box=box.MARKDOWN)
     shown.add_column("policy", no_wrap=True)
     shown.add_column("", no_wrap=True)
     for value in table.values:

@@ -14,6 +14,7 @@ NEEDLE_MEASURES = {
     **MEASURES,
     "answer_hits_sparse": "answer tokens hit",
 }
+_PARTS = ["mean", "min", "max", "count"]
 # What each experiment varies.
 VARIED = {
     "budget": ("budget", "budget, tokens"),
@@ -36,7 +37,7 @@ class Table:
     measures: dict[str, str]
     figures: pd.DataFrame
     """Indexed by policy and the varied value; for each measure its mean, min and max over the
-    stretches."""
+    stretches, and their count."""
     full_hits: pd.Series | None = None
     """By needle depth, the share of the answer that the full cache itself hits."""
 
@@ -58,12 +59,14 @@ class Table:
         return sorted(set(self.figures.index.get_level_values(1)))
 
     def cell(self, policy: str, value, measure: str) -> str:
-        """Mean over the stretches, plus or minus half the distance of the extremes."""
+        """Mean over the stretches, plus or minus half the distance of the extremes if several."""
         if (policy, value) not in self.figures.index:
             return ""
-        mean, low, high = (
-            self.figures.loc[(policy, value), (measure, part)] for part in ("mean", "min", "max")
+        mean, low, high, count = (
+            self.figures.loc[(policy, value), (measure, part)] for part in _PARTS
         )
+        if count == 1:
+            return f"{mean:.3f}"
         return f"{mean:.3f} ±{(high - low) / 2:.3f}"
 
 
@@ -77,9 +80,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         budgets = [None] if experiment == "budget" else sorted(set(part["budget"]))
         for budget in budgets:
             chosen = part if budget is None else part[part["budget"] == budget]
-            figures = chosen.groupby(["policy", column], sort=False)[list(measures)].agg(
-                ["mean", "min", "max"]
-            )
+            figures = chosen.groupby(["policy", column], sort=False)[list(measures)].agg(_PARTS)
             hits = None
             if experiment == "needle":
                 hits = chosen.groupby(column)["answer_hits_full"].mean()
