@@ -16,6 +16,7 @@ LAYERS = [
     ["attention", "verification", "patches"],
     ["speculator"],
     ["worker", "scheduler"],
+    ["lab"],
     ["bench"],
 ]
 WITHOUT_VLLM = [
@@ -24,6 +25,8 @@ WITHOUT_VLLM = [
     "selection",
     "config/triforce_config.py",
     "verification/oracle.py",
+    "lab",
+    "lab/policies",
 ]
 
 

@@ -29,6 +29,12 @@ COMMANDS = {
         needs=("rich", "pandas", "matplotlib"),
         extra="bench",
     ),
+    "lab": Command(
+        "vllm_triforce.lab.command",
+        "measure how often a sparse cache agrees with the full one, by policy, budget and context",
+        needs=("transformers", "rich", "pandas", "matplotlib"),
+        extra="bench",
+    ),
 }
 
 

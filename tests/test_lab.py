@@ -1,0 +1,448 @@
+"""Promise: the lab measures what it says: shipped selection, stock attention, true agreement."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import PAIR, PROMPTS, make_architecture, make_llama
+from vllm_triforce import cli
+from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.lab.agreement import acceptance, next_token_probs, same_argmax
+from vllm_triforce.lab.attention import causal_mask, kept_mass
+from vllm_triforce.lab.needle import PRESETS, plant
+from vllm_triforce.lab.policies import H2O, POLICIES, LabPolicy, Sizes
+from vllm_triforce.lab.recording import Recording
+from vllm_triforce.lab.replay import Replay
+from vllm_triforce.lab.target import Target
+from vllm_triforce.lab.trace import AttentionOptions, LayerTrace
+from vllm_triforce.selection import RetrievalPolicy
+
+START, COUNT, DIM = 301, 37, 16
+SMALL = Sizes(budget=64, chunk_size=8, refresh_interval=2, tokens_per_pass=7)
+
+
+def layer_trace(num_heads=4, num_kv_heads=2, seed=0, **options) -> LayerTrace:
+    """A layer of random keys and queries, with H2O's mass by one plain softmax."""
+    torch.manual_seed(seed)
+    total = START + COUNT
+    keys, values = torch.randn(2, num_kv_heads, total, DIM)
+    queries = torch.randn(num_heads, total, DIM) * 2
+    group = num_heads // num_kv_heads
+    options = AttentionOptions(DIM**-0.5, **options)
+    scores = queries @ keys.repeat_interleave(group, 0).mT * DIM**-0.5
+    seen = torch.ones(total, total, dtype=torch.bool).tril()
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)[:, :START, :START]
+    mass = weights.sum(1).view(num_kv_heads, group, START).sum(1)
+    return LayerTrace(keys, values, queries[:, START - 1 :], START, options, mass)
+
+
+def kept(layer: LayerTrace, policy: LabPolicy, kv_head: int, query=None) -> torch.Tensor:
+    """[group, COUNT, tokens]: what a policy shows to the recorded queries."""
+    query = layer.queries[:, 1:] if query is None else query
+    scores = query[layer.heads(kv_head)] @ layer.keys[kv_head].T * DIM**-0.5
+    visible = causal_mask(layer.positions(), layer.num_tokens)
+    return (policy.mask(layer, kv_head, scores, visible) & visible).expand_as(scores)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory):
+    """A random Llama, four query heads to a KV head, that attends here and there."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("lab")
+    path = make_llama(folder, num_heads=8, num_kv_heads=2, std=0.05, query_scale=4)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return Target(model), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# ------------------------------------------------------------------------------- the passes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss"])
+def test_the_full_pass_is_the_models_own(tmp_path, name):
+    """Soft caps, sliding windows and sinks too: logits are those of transformers' eager code."""
+    from transformers import AutoModelForCausalLM
+
+    path = make_architecture(tmp_path, name)
+    ids = tokens(200)
+    stock = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        wanted = stock(torch.tensor([ids])).logits[0, 150:]
+    target = Target(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    found, _ = target.replay(target.record(ids[:150], ids[150:]), None)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_a_greedy_replay_is_the_models_own_continuation(gqa):
+    target, stock = gqa
+    prompt = tokens(90)
+    with torch.inference_mode():
+        out = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    trace = target.record(prompt, 12)
+    assert trace.replayed == out[0, 90:].tolist()
+
+
+def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
+    """Oracle: transformers' own cache and eager attention, one token at a time, where the mask
+    hides what streaming drops. Earlier tokens' KV is the full pass's."""
+    from transformers import DynamicCache
+
+    target, stock = gqa
+    ids = tokens(220)
+    trace = target.record(ids[:190], ids[190:])
+    policy = POLICIES["streaming"](SMALL)
+    found, _ = target.replay(trace, policy)
+    stock.set_attn_implementation("eager")
+    layer = trace.layers[0]
+    visible = causal_mask(layer.positions(), layer.num_tokens)
+    shown = policy.mask(layer, 0, torch.zeros(1, *visible.shape), visible)[0]
+    for row in range(0, 30, 5):
+        position = 190 + row
+        with torch.inference_mode():
+            cache = DynamicCache(config=stock.config)
+            stock(torch.tensor([ids[:position]]), past_key_values=cache)
+            mask = torch.zeros(1, 1, 1, position + 1)
+            mask[..., ~shown[row, : position + 1]] = -1e30
+            wanted = stock(
+                torch.tensor([[ids[position]]]), past_key_values=cache, attention_mask=mask
+            ).logits[0, -1]
+        torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-3)
+        assert not torch.equal(mask, torch.zeros_like(mask))
+
+
+@pytest.mark.parametrize("softcap, sinks", [(None, False), (3.0, False), (None, True)])
+def test_sparse_attention_is_a_loop_over_heads(softcap, sinks):
+    """Oracle: one head and one query at a time, over the kept tokens alone."""
+    sinks = torch.randn(4) if sinks else None
+    layer = layer_trace(softcap=softcap, sinks=sinks)
+    policy = POLICIES["topk"](SMALL)
+    query = torch.randn(4, COUNT, DIM)
+    own_keys, own_values = torch.randn(2, 2, COUNT, DIM)
+    found = Replay([layer], policy)(0, query, own_keys, own_values, layer.options)
+    for head in range(4):
+        for row in range(0, COUNT, 6):
+            length = START + row
+            keys = torch.cat([layer.keys[head // 2, :length], own_keys[head // 2, row][None]])
+            values = torch.cat([layer.values[head // 2, :length], own_values[head // 2, row][None]])
+            scores = keys @ query[head, row] * DIM**-0.5
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            best = scores.topk(64).indices
+            logits = scores[best]
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head][None]])
+            weights = logits.softmax(0)[:64]
+            torch.testing.assert_close(found[head, row], weights @ values[best])
+
+
+def test_recording_in_pieces_sums_up_the_same_mass():
+    """H2O's mass, gathered block by block, is the column sum of the plain softmax."""
+    torch.manual_seed(0)
+    wanted = layer_trace()
+    torch.manual_seed(0)
+    total = START + COUNT
+    keys, values = torch.randn(2, 2, total, DIM)
+    queries = torch.randn(4, total, DIM) * 2
+    recording = Recording(1, total, START, with_mass=True)
+    for begin, end in [(0, 128), (128, 129), (129, START), (START, total)]:
+        piece = slice(begin, end)
+        recording(0, queries[:, piece], keys[:, piece], values[:, piece], wanted.options)
+        recording.position = end
+    (found,) = recording.layer_traces()
+    torch.testing.assert_close(found.mass, wanted.mass)
+    assert torch.equal(found.queries, wanted.queries) and torch.equal(found.keys, wanted.keys)
+
+
+# ------------------------------------------------------------------------------- the policies
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
+    target, _ = gqa
+    ids = tokens(150)
+    trace = target.record(ids[:120], ids[120:], with_mass=policy.needs_mass)
+    full, _ = target.replay(trace, None)
+    found, replay = target.replay(trace, policy(Sizes(budget=160, chunk_size=8)))
+    assert torch.equal(found, full)
+    assert float(same_argmax(full, found).float().mean()) == 1.0
+    probs = next_token_probs(full, 0.6, 0.9)
+    assert float(acceptance(probs, next_token_probs(found, 0.6, 0.9)).min()) == 1.0
+    assert replay.kept_mass == 1.0
+    sparse, _ = target.replay(trace, policy(SMALL))
+    assert not torch.equal(sparse, full)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
+@pytest.mark.parametrize("budget", [64, 208])
+def test_policies_keep_what_they_may(policy, heads, budget):
+    """Sink, own token, and no more than the budget and what was written since a selection."""
+    layer = layer_trace(*heads)
+    sizes = dataclasses.replace(SMALL, budget=budget, recent_tokens=None)
+    for kv_head in range(2):
+        mask = kept(layer, policy(sizes), kv_head)
+        counts = mask.sum(-1)
+        grown = sizes.refresh_interval * sizes.tokens_per_pass + sizes.chunk_size
+        exact = policy.name in ("topk", "h2o")
+        assert int(counts.max()) <= budget + (0 if exact else grown)
+        assert int(counts.min()) >= budget - (0 if exact else sizes.chunk_size)
+        assert not bool((mask & ~causal_mask(layer.positions(), layer.num_tokens)).any())
+        if policy.name != "topk":
+            assert bool(mask.diagonal(START, 1, 2).all())
+
+
+@pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(1, 1), (1, 7), (3, 5)])
+def test_retrieval_is_what_the_engine_selects(refresh_interval, tokens_per_pass):
+    """The lab, head by head over the context in order, reads what the serving class reads with
+    all layers and heads at once and scattered blocks."""
+    sizes = Sizes(64, 8, 24, refresh_interval, tokens_per_pass)
+    layers = [layer_trace(8, 2, seed) for seed in range(2)]
+    num_blocks = layers[0].num_tokens // 8 + 1
+    blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    of_block = {int(block): place for place, block in enumerate(blocks)}
+
+    def block_means(layer):
+        def means(ids):
+            found = [layer.keys[:, 8 * of_block[int(i)] :][:, :8].mean(1) for i in ids]
+            return torch.stack(found)
+
+        return means
+
+    summaries = ChunkMeanKeys(
+        2,
+        num_blocks,
+        2,
+        DIM,
+        torch.float32,
+        torch.device("cpu"),
+        [block_means(layer) for layer in layers],
+    )
+    engine = RetrievalCache(summaries, RetrievalPolicy(), 8, 8, 3, refresh_interval)
+    policy = POLICIES["retrieval"](sizes)
+    masks = [[kept(layer, policy, head)[0] for head in range(2)] for layer in layers]
+    for row in range(0, COUNT, tokens_per_pass):
+        query = torch.stack([layer.queries[:, row] for layer in layers])
+        selection = engine.selection("a", blocks, START + row, lambda query=query: query)
+        last = min(row + tokens_per_pass, COUNT) - 1
+        tables, skipped = engine.block_table([selection], [blocks], [START + last + 1])
+        for number in range(2):
+            for head in range(2):
+                table = (tables[number, head] - head) // 2
+                reads = [8 * of_block[int(b)] + offset for b in table for offset in range(8)]
+                reads = reads[: START + last + 1 - int(skipped[0])]
+                found = masks[number][head][last].nonzero().flatten().tolist()
+                assert found == sorted(reads)
+
+
+def test_h2o_keeps_the_heavy_hitters_of_all_earlier_queries():
+    """Oracle: the column sums of one plain softmax over the whole context."""
+    layer = layer_trace(4, 2)
+    weights = []
+    for head in range(4):
+        scores = layer.queries[head, 1:] @ layer.keys[head // 2].T * DIM**-0.5
+        seen = causal_mask(layer.positions(), layer.num_tokens)
+        weights.append(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    for kv_head in range(2):
+        mask = kept(layer, H2O(SMALL), kv_head)
+        rows = weights[2 * kv_head] + weights[2 * kv_head + 1]
+        for row in range(COUNT):
+            position = START + row
+            sums = rows[:row].sum(0)
+            sums[:START] += layer.mass[kv_head]
+            older = sums[: position + 1 - 32]
+            wanted = set(older.topk(32).indices.tolist()) | set(range(position - 31, position + 1))
+            assert set(mask[0, row].nonzero().flatten().tolist()) == wanted
+
+
+def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
+    """The paper's needle case at one layer: keys that only the newest queries ask for."""
+    layer = layer_trace(2, 2)
+    needle = slice(104, 112)  # one chunk
+    direction = torch.nn.functional.normalize(torch.randn(2, 1, DIM), dim=-1)
+    layer.keys[:, needle] = 6 * direction
+    layer.queries[:] = 3 * direction + 0.1 * layer.queries
+    layer.mass[:, needle] = 0
+    for kv_head in range(2):
+        shown = {name: kept(layer, p(SMALL), kv_head)[..., needle] for name, p in POLICIES.items()}
+        assert bool(shown["topk"].all()) and bool(shown["retrieval"].all())
+        assert not bool(shown["streaming"].any()) and not bool(shown["h2o"][:, 0].any())
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "h2o", "streaming"])
+def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
+    """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
+    layer = layer_trace(8, 2)
+    visible = causal_mask(layer.positions(), layer.num_tokens)
+    for kv_head in range(2):
+        scores = layer.queries[layer.heads(kv_head), 1:] @ layer.keys[kv_head].T * DIM**-0.5
+        mask = kept(layer, POLICIES[policy](SMALL), kv_head)
+        budget = int(mask.sum(-1).max())
+        best = kept(layer, POLICIES["topk"](Sizes(budget, 1, 1)), kv_head)
+        mass, ceiling = kept_mass(scores, visible, mask), kept_mass(scores, visible, best)
+        assert bool((mass <= ceiling).all()) and float(mass.mean()) < float(ceiling.mean())
+        assert float(mass.min()) > 0 and float(ceiling.max()) <= 1
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        torch.testing.assert_close(mass, (weights * mask).sum(-1))
+
+
+# ------------------------------------------------------------------------------ the measures
+
+
+def test_acceptance_is_the_share_that_both_give():
+    """Against the sum of minima, over tokens taken one by one until they make up top-p."""
+    torch.manual_seed(0)
+    full, sparse = torch.randn(2, 50, 97) * 3
+    for temperature, top_p in [(1.0, 1.0), (0.6, 0.9), (1.3, 0.5)]:
+        p, q = (next_token_probs(x, temperature, top_p) for x in (full, sparse))
+        found = acceptance(p, q)
+        torch.testing.assert_close(found, torch.minimum(p, q).sum(-1), atol=1e-6, rtol=0)
+        assert float(found.min()) >= 0 and float(found.max()) <= 1
+        for row in range(50):
+            probs, taken = (full[row] / temperature).softmax(0), []
+            for token in probs.argsort(descending=True).tolist():
+                if float(probs[taken].sum()) < top_p:
+                    taken.append(token)
+            wanted = torch.zeros(97).index_copy(0, torch.tensor(taken), probs[taken])
+            torch.testing.assert_close(p[row], wanted / wanted.sum())
+    greedy = acceptance(next_token_probs(full, 0, 0.9), next_token_probs(sparse, 0, 0.9))
+    assert torch.equal(greedy, same_argmax(full, sparse).float())
+
+
+def test_a_needle_is_where_it_should_be():
+    encode = lambda text: [ord(c) for c in text]  # noqa: E731
+    filler = [1000 + i for i in range(600)]
+    for depth in (0, 0.5, 1):
+        needle = plant(encode, [7], filler, PRESETS["pass-key"], 500, depth, seed=3)
+        fact, question, answer = PRESETS["pass-key"].filled(3)
+        assert len(needle.prompt) == 500 and needle.prompt[0] == 7
+        place = next(i for i, token in enumerate(needle.prompt) if token == encode(fact)[0])
+        assert needle.prompt[place : place + len(fact)] == encode(fact)
+        room = 500 - 1 - len(fact) - len(question) + 1
+        assert place == 1 + round(depth * room)
+        fed = needle.prompt + needle.replayed + needle.answer[-1:]
+        assert "".join(map(chr, fed[-len(question + answer) :])) == question + answer
+        assert needle.answer == encode(answer)
+    other = PRESETS["pass-key"].filled(4)
+    assert other != PRESETS["pass-key"].filled(3)
+
+
+# ------------------------------------------------------------------------------- the command
+
+RUN = [
+    *("lab", str(PAIR / "target"), "--text", str(PROMPTS / "held_out.txt")),
+    *("--context", "512", "--contexts", "256", "512", "--chunk-size", "16"),
+    *("--budgets", "64", "128", "--at-budgets", "128", "--chunk-sizes", "8", "16"),
+    *("--recent-shares", "0.25", "0.5", "--refresh-intervals", "1", "8"),
+    *("--replay-tokens", "16", "--stretches", "2"),
+    *("--needle", "code-line", "--needle-repeats", "1", "--needle-depths", "0.1", "0.9"),
+]
+
+
+def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsys):
+    """From the command line to the page, on the embedded target."""
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    assert cli.main([*RUN, "--output", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "By budget" in shown and "With the full cache" in shown
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    counts = rows.groupby("experiment").size().to_dict()
+    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4, needle=8)
+    shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
+    assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
+    at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")
+    assert at["kept_mass"].mean().idxmax() == "topk"
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert len(document["rows"]) == len(rows) and document["settings"]["context"] == 512
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 6 and "src='http" not in page
+    assert (tmp_path / "budget.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        (["--budgets", "100"], "retrieval_budget=100"),
+        (["--chunk-sizes", "64"], "no room for the first chunk"),
+        (["--context", "0"], "context=0"),
+        (["--context", "70000"], "70000"),
+        (["--contexts", "70000", "--text", __file__], "positions"),
+        (["--text", __file__, "--context", "40000"], "fewer than"),
+        (["--text", "no-such-file"], "'no-such-file' is not a file"),
+        (["--policies", "best"], "best"),
+        (["--top-p", "0"], "top_p=0.0"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--needle", "hay"], "needle 'hay' is unknown"),
+        (["--needle-fact", "x"], "--needle-question"),
+        (["--needle-depths", "1.5"], "needle_depths=1.5"),
+        (["--refresh-intervals", "0"], "refresh_intervals=0"),
+        (["--tokens-per-pass", "0"], "tokens_per_pass=0"),
+        (["--device", "toaster"], "device='toaster'"),
+        (["--output", __file__], "is a file"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_loads(changed, named, capsys, monkeypatch):
+    """Named in one message, exit code 2, and no weights are read."""
+    from vllm_triforce.lab import loading
+
+    monkeypatch.setattr(loading, "load_target", lambda _: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit) as end:
+        cli.main([*RUN, *changed])
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    for model, named in [("no/such/folder/here", "cannot be read"), (str(tmp_path), "encoder")]:
+        with pytest.raises(SystemExit):
+            cli.main(["lab", model, *RUN[2:]])
+        assert named in capsys.readouterr().err
+
+
+def test_attention_that_the_lab_does_not_know_is_noticed(gqa):
+    """A model whose own attention does something else is refused, not measured wrongly."""
+    import copy
+
+    _, stock = gqa
+    model = copy.deepcopy(stock)
+    forward = type(model.model.layers[0].self_attn).forward
+
+    def biased(self, *args, **kwargs):
+        if self.config._attn_implementation != "vllm_triforce_lab":
+            self.scaling = 0.5 * DIM**-0.5
+        else:
+            self.scaling = 32**-0.5
+        return forward(self, *args, **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.forward = biased.__get__(layer.self_attn)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="says something else"):
+        Target(model)
+
+
+def test_settings_name_every_option():
+    """No setting without an option, none without its default."""
+    import argparse
+
+    from vllm_triforce.lab.command import add_arguments, read_settings
+    from vllm_triforce.lab.settings import LabSettings
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["model", "--text", str(PROMPTS / "typing.txt")])
+    settings = read_settings(args)
+    for field in dataclasses.fields(LabSettings):
+        if field.default is not dataclasses.MISSING and field.name != "needle":
+            assert getattr(settings, field.name) == field.default, field.name
