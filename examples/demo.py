@@ -34,8 +34,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="stretches of the text to continue")
     parser.add_argument("--stride", type=int, default=5000, help="tokens between two stretches")
     parser.add_argument("--budget", type=int, default=1024, help="retrieval_budget, tokens")
-    parser.add_argument("--gamma", type=int, default=2)
-    parser.add_argument("--num-speculative-tokens", type=int, default=6)
+    parser.add_argument("--gamma", type=int, help="default: chosen while running")
+    parser.add_argument("--num-speculative-tokens", type=int, help="default: chosen while running")
+    parser.add_argument("--fixed", action="store_true", help="choose nothing while running")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32")
@@ -102,12 +103,12 @@ def main() -> None:
     from vllm_triforce.metrics.counters import LevelCounters
     from vllm_triforce.metrics.report import counters_of
 
-    keys = {
-        "method": "triforce",
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "gamma": args.gamma,
-        "retrieval_budget": args.budget,
-    }
+    keys = {"method": "triforce", "retrieval_budget": args.budget}
+    for name in ("gamma", "num_speculative_tokens"):
+        if getattr(args, name) is not None:
+            keys[name] = getattr(args, name)
+    if args.fixed:
+        keys["adaptive"] = False
     if args.draft:
         keys["model"] = args.draft
     began = time.perf_counter()
@@ -150,6 +151,8 @@ def main() -> None:
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     print(f"{'ratio':28} {statistics.median(ratios):7.2f}x ({spread})")
     print(f"{'mean acceptance length':28} {counted.mean_acceptance_length:7.2f}")
+    print(f"{'proposals without level 2':28} {counted.num_direct_proposals:7d}", end=" ")
+    print(f"of {counted.num_proposals}")
     print(f"{'level 1 acceptance rate':28} {100 * counted.level1_acceptance_rate:6.1f}%")
     print(f"{'level 2 acceptance rate':28} {100 * counted.level2_acceptance_rate:6.1f}%")
     print(f"{'level 2 acceptance per test':28} {100 * counted.level2_acceptance_per_test:6.1f}%")

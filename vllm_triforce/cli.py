@@ -20,6 +20,7 @@ class Command:
     """Modules beyond those of ``pip install vllm-triforce``."""
     extra: str = ""
     """The extra that installs them."""
+    needs_vllm: bool = True
 
 
 COMMANDS = {
@@ -34,6 +35,7 @@ COMMANDS = {
         "measure how often a sparse cache agrees with the full one, by policy, budget and context",
         needs=("transformers", "rich", "pandas", "matplotlib"),
         extra="bench",
+        needs_vllm=False,
     ),
 }
 
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{args.command} needs {', '.join(missing)}, not installed here; "
             f"pip install 'vllm-triforce[{command.extra}]'"
         )
-    if not _is_installed("vllm"):
+    if command.needs_vllm and not _is_installed("vllm"):
         parser.error(
             f"{args.command} needs vLLM, not installed here; pip install 'vllm-triforce[cpu]' on a "
             "machine without a GPU, 'vllm-triforce[gpu]' on one with"
