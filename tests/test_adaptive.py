@@ -141,3 +141,26 @@ def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
     generate(llm, [text[:490]], max_tokens=40)
     # From 500 tokens on only the last, which has nothing to propose.
     assert any(seen[:11]) and not any(seen[11:-1])
+
+
+def test_calibration_stays_within_its_tables(engines, pair, monkeypatch):
+    """Every pass that is measured at start-up reads and writes blocks that its table has: beyond
+    the table's end the kernel would read anything."""
+    from vllm import _custom_ops as ops
+
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
+    llm = engines.get(pair["target"], keys)
+    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    original, seen = ops.cpu_attention_with_kv_cache, []
+
+    def spy(**kwargs):
+        table, cache = kwargs["block_table"], kwargs["key_cache"]
+        capacity = table.shape[1] * cache.shape[2] * cache.shape[3] // kwargs["query"].shape[-1]
+        seen.append((int(kwargs["seq_lens"].max()), capacity))
+        assert int(table.max()) < cache.shape[0]
+        return original(**kwargs)
+
+    monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", spy)
+    adapter.calibrate()
+    assert len(seen) > 500
+    assert all(longest <= capacity for longest, capacity in seen), max(seen)

@@ -191,7 +191,8 @@ class Calibration:
             request_ids=[f"calibration {row}" for row in range(num_rows)],
             token_ids=[np.zeros(context + 1, dtype=np.int32)] * num_rows,
             num_computed_tokens=[context] * num_rows,
-            max_num_tokens=[self._length] * num_rows,
+            # The tables must reach as far as the longest pass that is measured.
+            max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
             queries=[lambda: torch.zeros(first, device=self._device)] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
