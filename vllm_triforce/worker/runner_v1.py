@@ -117,7 +117,7 @@ class TriForceProposer(DraftModelProposer):
             with self._built.recorder.pausing(), torch.inference_mode():
                 controller.start(CostModel(calibration.run()), adopt=first_ranks)
             logger.info("%s", describe(controller))
-        self._steps = PlainSteps(
+        self._steps = self._steps or PlainSteps(
             self._runner,
             controller,
             self._built.recorder,
