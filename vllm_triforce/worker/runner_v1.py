@@ -178,6 +178,8 @@ class TriForceProposer(DraftModelProposer):
         rows = [row for row, most in enumerate(room) if most > 0]
         if not rows:
             self._rest(computed)
+        elif self._built.speculator.controller.chooses and self._gives_first_token(counts):
+            rows = []
         for row in rows:
             request_id = self._runner.input_batch.req_ids[row]
             self._requests[request_id] = self._runner.requests[request_id]
@@ -226,6 +228,15 @@ class TriForceProposer(DraftModelProposer):
             ],
             sampling=sampling,
             num_plain=len(counts) - len(rows),
+        )
+
+    def _gives_first_token(self, counts: list[int]) -> bool:
+        """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
+        request_ids = self._runner.input_batch.req_ids
+        # The new token is not among the outputs yet.
+        return any(
+            count and not self._runner.requests[request_id].output_token_ids
+            for request_id, count in zip(request_ids, counts)
         )
 
     def _rest(self, computed: list[int]) -> None:
