@@ -109,19 +109,28 @@ class Rates:
 
 @dataclass
 class Acceptance:
-    """Everybody's estimates; a request begins with the engine's."""
+    """Everybody's estimates; a request begins with the engine's for its kind: sampled tokens are
+    accepted less often than greedy ones."""
 
-    engine: Rates = field(default_factory=Rates.of_engine)
-    requests: dict[str, Rates] = field(default_factory=dict)
+    greedy: Rates = field(default_factory=Rates.of_engine)
+    sampled: Rates = field(default_factory=Rates.of_engine)
+    requests: dict[str, tuple[Rates, bool]] = field(default_factory=dict)
+    """Each request's, and whether it is greedy."""
 
-    def of(self, request_id: str) -> Rates:
+    def of(self, request_id: str, is_greedy: bool = True) -> Rates:
         found = self.requests.get(request_id)
         if found is None:
-            found = self.requests[request_id] = Rates.of_request(self.engine)
-        return found
+            engine = self.greedy if is_greedy else self.sampled
+            found = self.requests[request_id] = Rates.of_request(engine), is_greedy
+        return found[0]
+
+    def is_greedy(self, request_id: str) -> bool:
+        return self.requests[request_id][1]
 
     def both(self, request_id: str) -> tuple[Rates, Rates]:
-        return self.of(request_id), self.engine
+        """The request's and the engine's."""
+        rates = self.of(request_id)
+        return rates, self.greedy if self.is_greedy(request_id) else self.sampled
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

@@ -46,6 +46,7 @@ class Candidate:
     match_length: int = 0
     """Tokens of the longest n-gram that prompt lookup finds again."""
     has_seed: bool = False
+    is_greedy: bool = True
 
 
 class Controller:
@@ -108,15 +109,10 @@ class Controller:
         self._adopt_measurements()
         model, num_rows = self.model, len(candidates)
         contexts = [c.context for c in candidates]
-        plain = model.full_pass([1] * num_rows, contexts) + model.overhead(
-            False, num_rows + num_plain
-        )
-        drafts = model.overhead(True, num_rows + num_plain) - model.overhead(
-            False, num_rows + num_plain
-        )
+        plain = model.full_pass([1] * num_rows, contexts) + model.overhead(num_rows + num_plain)
         open_ = [[] if c.has_seed else self._options(c, candidates, num_plain) for c in candidates]
         if "context" in self.chooses:
-            chosen = plan(open_, plain, drafts)
+            chosen = plan(open_, plain)
             self._probe(chosen, candidates, open_, plain, num_plain)
         else:
             rate = num_rows / plain
@@ -135,7 +131,7 @@ class Controller:
         """What a new request alone would do, by the times measured so far."""
         found = self._options(candidate, [candidate], 0, Rates.of_engine())
         plain = self.model.full_pass([1], [candidate.context])
-        return plan([found], plain, 0.0)[0]
+        return plan([found], plain)[0]
 
     def _options(
         self,
@@ -158,7 +154,7 @@ class Controller:
         slope = max(0.0, rows[1] - rows[0]) / (longest - num_reqs)
         found = options(
             model,
-            rates or self.acceptance.of(candidate.request_id),
+            rates or self.acceptance.of(candidate.request_id, candidate.is_greedy),
             candidate.context,
             lengths,
             num_rows,
@@ -166,6 +162,7 @@ class Controller:
             candidate.match_length if "gamma" in self.chooses else 0,
             slope,
             route_draft=self.has_draft and "gamma" in self.chooses,
+            is_greedy=candidate.is_greedy,
         )
         if self.config.levels == "1,3":
             wanted = self._fixed(candidate).route
@@ -187,7 +184,7 @@ class Controller:
         for i in idle:
             most_hopeful = self._options(candidates[i], candidates, num_plain, hopeful)
             share = plain / len(candidates)
-            if plan([most_hopeful], share, 0.0)[0] is PLAIN:
+            if plan([most_hopeful], share)[0] is PLAIN:
                 continue  # nothing to be gained whatever is accepted
             trial = _shortest_round(open_[i])
             if trial.seconds <= self._allowance:
@@ -230,16 +227,17 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             gamma = min(self.config.gamma, _FIXED.gamma) if has_seed else self.config.gamma
             return usual, min(gamma, most)
-        rates = self.acceptance.of(request_id)
-        found = (Route.PLAIN, 0, 1 / self.model.level2(num_rows, 1))
+        rates, is_greedy = self.acceptance.of(request_id), self.acceptance.is_greedy(request_id)
+        found = (Route.PLAIN, 0, 0.0)
         if match_length:
             rate = rates.lookup[match_index(match_length)].value
-            count, speed = best_lookup(self.model, rate, num_rows, most)
+            count, speed = best_lookup(self.model, rate, num_rows, most, is_greedy)
             if speed > found[2]:
                 found = (Route.LOOKUP, count, speed)
         if self.has_draft:
             gamma = min(self.config.gamma, most)
-            count, speed = best_gamma(self.model, rates.draft.value, num_rows, gamma)
+            rate = rates.draft.value
+            count, speed = best_gamma(self.model, rate, num_rows, gamma, is_greedy)
             if speed > found[2]:
                 found = (Route.DRAFT, count, speed)
         return found[:2]
@@ -264,6 +262,8 @@ class Controller:
         num_rows: int,
         longest: int,
         num_drafts: list[int],
+        num_tests: int,
+        is_greedy: bool,
         level1_seconds: float,
         level2_seconds: float,
         other_seconds: float,
@@ -273,9 +273,12 @@ class Controller:
         Args:
             longest: most tokens that a request had tested.
             num_drafts: tokens of each request that asked the draft model.
+            num_tests: tokens that level 2 gave logits for.
+            is_greedy: whether all requests are.
         """
         measured = self.measured
         measured.observe_round(num_rows, level1_seconds + level2_seconds + other_seconds)
+        measured.observe_test(num_tests, is_greedy, other_seconds)
         measured.observe("level 2", measured.level2(num_rows, longest + 1), level2_seconds)
         if any(num_drafts):
             predicted = max(num_drafts) * measured.draft(len(num_drafts))

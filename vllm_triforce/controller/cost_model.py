@@ -44,15 +44,20 @@ class CostModel:
 
     A full pass of requests with ``q`` tokens each at contexts ``c`` takes
     ``rows(sum q) + sum attention(q, c) + overhead``: the first two are measured at start-up, the
-    last (scheduler, sampling, output; and whatever the measurement missed) while running, apart
-    for steps with and without drafts and for sizes of the batch.
+    last (scheduler, sampling, output; and whatever the measurement missed) while running, and so
+    is what each draft token costs more.
     """
 
     measured: Measurements
     speed: float = 1.0
     """Factor on full passes: below 1 where the machine was slower while it was measured."""
-    overheads: dict[tuple[bool, int], float] = field(default_factory=dict)
-    """Seconds by (with drafts, size of the batch in powers of two)."""
+    overheads: dict[int, float] = field(default_factory=dict)
+    """Seconds of a step beside its full pass, by size of the batch in powers of two."""
+    per_draft: dict[bool, float] = field(default_factory=dict)
+    """Further seconds for each draft token that a step verifies (penalties, top-p, rejection
+    sampling), by whether the batch is greedy."""
+    per_test: dict[bool, float] = field(default_factory=dict)
+    """Seconds of level 2's test of a token, by whether the batch is greedy."""
     factors: dict[str, float] = field(default_factory=dict)
     """Measured time over predicted time, of level 1's and level 2's passes."""
     begin_seconds: float = 0.0
@@ -111,27 +116,45 @@ class CostModel:
         size = num_rows.bit_length()
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
 
-    def overhead(self, with_drafts: bool, num_rows: int) -> float:
-        """Of a step, beside its full pass; of the nearest kind of step that was seen."""
+    def overhead(self, num_rows: int) -> float:
+        """Of a step, beside its full pass; of the nearest size of the batch that was seen."""
+        if not self.overheads:
+            return 0.0
         size = num_rows.bit_length()
-        found = self.overheads.get((with_drafts, size))
-        if found is None:
-            found = self.overheads.get((not with_drafts, size))
-        if found is None and self.overheads:
-            near = min(self.overheads, key=lambda key: (abs(key[1] - size), key[0] != with_drafts))
-            found = self.overheads[near]
-        return found or 0.0
+        return self.overheads[min(self.overheads, key=lambda other: abs(other - size))]
 
     def observe_step(
-        self, with_drafts: bool, tokens: Sequence[int], contexts: Sequence[int], seconds: float
+        self,
+        num_drafts: int,
+        is_greedy: bool,
+        tokens: Sequence[int],
+        contexts: Sequence[int],
+        seconds: float,
     ) -> None:
         """A step without its ``propose()``."""
-        key = (with_drafts, len(tokens).bit_length())
         predicted = self.full_pass(tokens, contexts)
         if seconds < predicted:
             self.speed = self._moved(self.speed, self.speed * seconds / predicted, self.speed)
-        beside = max(0.0, seconds - predicted)
-        self.overheads[key] = self._moved(self.overheads.get(key), beside, seconds)
+        if not num_drafts:
+            size = len(tokens).bit_length()
+            beside = max(0.0, seconds - predicted)
+            self.overheads[size] = self._moved(self.overheads.get(size), beside, seconds)
+            return
+        more = max(0.0, seconds - predicted - self.overhead(len(tokens))) / num_drafts
+        old = self.per_draft.get(is_greedy)
+        self.per_draft[is_greedy] = self._moved(old, more, seconds / num_drafts)
+
+    def draft_seconds(self, is_greedy: bool) -> float:
+        """What verifying a draft token costs beyond its place in the full pass."""
+        return self.per_draft.get(is_greedy, 0.0)
+
+    def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
+        """Level 2 tested so many tokens."""
+        old, new = self.per_test.get(is_greedy), seconds / num_tokens
+        self.per_test[is_greedy] = self._moved(old, new, 4 * new)
+
+    def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
+        return num_tokens * self.per_test.get(is_greedy, 0.0)
 
     def observe(self, part: str, predicted: float, seconds: float) -> None:
         """Passes of a part that took ``seconds``; ``predicted`` has its present factor in it."""

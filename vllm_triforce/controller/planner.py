@@ -41,7 +41,6 @@ class Option:
 def plan(
     requests: list[list[Option]],  # of each request
     plain_seconds: float,
-    drafts_seconds: float,
 ) -> list[Choice]:
     """Maximises expected tokens per second of the whole step.
 
@@ -50,9 +49,6 @@ def plan(
     Dinkelbach's method: at the present rate ``r`` each request takes the option with the largest
     ``E - r * C``, which gives a better rate, until it no longer rises. So a request with nothing
     to gain decodes plainly whatever the others do.
-
-    Args:
-        drafts_seconds: what a step takes more as soon as one request has a proposal.
     """
     plain_rate = rate = len(requests) / plain_seconds
     best: list[Choice] = [PLAIN] * len(requests)
@@ -63,7 +59,7 @@ def plan(
             worth = option is not None and option.tokens > rate * option.seconds
             chosen.append(option if worth else None)
         taken = [option for option in chosen if option is not None]
-        seconds = plain_seconds + drafts_seconds + sum(option.seconds for option in taken)
+        seconds = plain_seconds + sum(option.seconds for option in taken)
         found = (len(requests) + sum(option.tokens for option in taken)) / seconds
         if not taken or found <= rate * (1 + 1e-6):
             break
@@ -72,29 +68,39 @@ def plan(
     return best if rate > plain_rate else [PLAIN] * len(requests)
 
 
-def best_gamma(model: CostModel, rate: float, num_rows: int, most: int) -> tuple[int, float]:
+def best_gamma(
+    model: CostModel, rate: float, num_rows: int, most: int, is_greedy: bool = True
+) -> tuple[int, float]:
     """How many tokens the draft is worth asking for, for a pass of level 2.
 
     Returns:
         The number, 0 where level 2 is better off alone, and tokens per second of such rounds.
     """
-    best, best_speed = 0, 1 / model.level2(num_rows, 1)
+    best, best_speed = 0, 1 / _round(model, num_rows, 0, is_greedy)
     for gamma in range(1, most + 1):
-        seconds = model.level2(num_rows, gamma + 1) + gamma * model.draft(num_rows)
+        seconds = _round(model, num_rows, gamma, is_greedy) + gamma * model.draft(num_rows)
         speed = (1 + expected_accepted(rate, gamma)) / seconds
         if speed > best_speed:
             best, best_speed = gamma, speed
     return best, best_speed
 
 
-def best_lookup(model: CostModel, rate: float, num_rows: int, most: int) -> tuple[int, float]:
+def best_lookup(
+    model: CostModel, rate: float, num_rows: int, most: int, is_greedy: bool = True
+) -> tuple[int, float]:
     """How many looked-up tokens a pass of level 2 should test; as ``best_gamma``."""
-    best, best_speed = 0, 1 / model.level2(num_rows, 1)
+    best, best_speed = 0, 1 / _round(model, num_rows, 0, is_greedy)
     for count in range(1, most + 1):
-        speed = (1 + expected_accepted(rate, count)) / model.level2(num_rows, count + 1)
+        speed = (1 + expected_accepted(rate, count)) / _round(model, num_rows, count, is_greedy)
         if speed > best_speed:
             best, best_speed = count, speed
     return best, best_speed
+
+
+def _round(model: CostModel, num_rows: int, num_drafts: int, is_greedy: bool) -> float:
+    """Seconds of level 2's pass and test of so many drafts a request."""
+    tests = model.test_seconds(num_rows * (num_drafts + 1), is_greedy)
+    return model.level2(num_rows, num_drafts + 1) + tests
 
 
 def options(
@@ -107,6 +113,7 @@ def options(
     match_length: int,
     slope: float,
     route_draft: bool = False,
+    is_greedy: bool = True,
 ) -> list[Option]:
     """Everything that a request could propose.
 
@@ -119,6 +126,7 @@ def options(
     found = []
     attention = model.attention_by_tokens(context)
     plain_attention = interpolate(attention, 1)
+    slope += model.draft_seconds(is_greedy)
     for length in lengths:
         full = slope * length + interpolate(attention, length + 1) - plain_attention
         tokens = expected_accepted(rates.level2.value, length)

@@ -58,6 +58,7 @@ class TriForceSpeculator:
         return proposal
 
     def _choose(self, batch: DraftBatch, matches: list[Match | None]) -> list[Choice]:
+        greedy = batch.sampling.is_greedy.tolist()
         candidates = [
             Candidate(
                 request_id,
@@ -65,6 +66,7 @@ class TriForceSpeculator:
                 batch.max_num_tokens[row],
                 match.length if match else 0,
                 batch.has_seed(row),
+                greedy[row],
             )
             for row, (request_id, match) in enumerate(zip(batch.request_ids, matches))
         ]
@@ -175,7 +177,11 @@ class TriForceSpeculator:
         ):
             controller.observe_round(batch.request_ids[row], source, length, len(drafted), accepted)
         num_drafts = [len(t) for t, s in zip(tokens, sourced.sources) if s is Route.DRAFT]
-        controller.observe_times(len(rows), max(map(len, tokens)), num_drafts, *seconds)
+        num_tests = sum(map(len, tokens)) + len(rows)
+        is_greedy = batch.sampling.all_greedy
+        controller.observe_times(
+            len(rows), max(map(len, tokens)), num_drafts, num_tests, is_greedy, *seconds
+        )
 
     def release(self, request_id: str) -> None:
         """Forgets a request that has left the engine."""

@@ -21,7 +21,8 @@ class _Step:
     request_ids: frozenset[str]
     tokens: list[int]
     contexts: list[int]
-    with_drafts: bool
+    num_drafts: int
+    is_greedy: bool
     propose_seconds: float = 0.0
 
 
@@ -131,11 +132,18 @@ class PlainSteps:
             return
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start - last.propose_seconds
-            measured.observe_step(last.with_drafts, last.tokens, last.contexts, seconds)
+            measured.observe_step(
+                last.num_drafts, last.is_greedy, last.tokens, last.contexts, seconds
+            )
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
         if tokens == expected:
             self._last = _Step(
-                now, frozenset(cached.req_ids), tokens, cached.num_computed_tokens, bool(drafts)
+                now,
+                frozenset(cached.req_ids),
+                tokens,
+                cached.num_computed_tokens,
+                sum(map(len, drafts.values())),
+                self._runner.input_batch.all_greedy,
             )
