@@ -288,4 +288,7 @@ def test_measured_times_replace_the_prediction():
         model.observe_step(6, True, [7], [16], 0.005)
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
     assert model.overhead(1) > 0.015
+    for _ in range(100):
+        model.observe_proposal(4, shares=0.010, seconds=0.015)
+    assert model.stretch(4) == pytest.approx(1.5, rel=0.01) and model.stretch(1) == 1.0
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up

@@ -171,7 +171,8 @@ class Controller:
 
     def round_seconds(self, num_rows: int) -> float:
         """A request's share of a round of level 1 and level 2."""
-        return self.model.round_seconds(num_rows, self.has_draft) / num_rows
+        seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
+        return seconds * self.model.stretch(num_rows)
 
     def _probe(self, chosen, candidates, open_, plain: float, num_plain: int) -> None:
         """Tries requests again that decode plainly, within PROBE_SHARE of the time."""
@@ -283,6 +284,16 @@ class Controller:
         if any(num_drafts):
             predicted = max(num_drafts) * measured.draft(len(num_drafts))
             measured.observe("level 1", predicted, level1_seconds)
+
+    def observe_proposal(self, request_ids: list[str], lengths: list[int], seconds: float) -> None:
+        """Levels 1 and 2 made proposals of these lengths together."""
+        rounds = sum(
+            length / max(1.0, self.acceptance.of(request_id).round_tokens)
+            for request_id, length in zip(request_ids, lengths)
+        )
+        num_rows = len(lengths)
+        share = self.measured.round_seconds(num_rows, self.has_draft) / num_rows
+        self.measured.observe_proposal(num_rows, rounds * share, seconds)
 
     def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
         """Level 3 tested ``drafted`` tokens of the request's proposal."""

@@ -73,6 +73,9 @@ class CostModel:
     rounds: dict[int, float] = field(default_factory=dict)
     """Seconds of a round of level 1, level 2 and the test between them, by requests in powers of 2
     (``int.bit_length``)."""
+    stretches: dict[int, float] = field(default_factory=dict)
+    """Seconds of all rounds of a proposal over what the requests' shares of them came to, by size
+    of the batch: requests need unequal numbers of rounds, and the last ones are not shared."""
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """Without overhead.
@@ -125,6 +128,14 @@ class CostModel:
         if size in self.rounds:
             self._compare(self.rounds[size], seconds)
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
+
+    def stretch(self, num_rows: int) -> float:
+        return self.stretches.get(num_rows.bit_length(), 1.0)
+
+    def observe_proposal(self, num_rows: int, shares: float, seconds: float) -> None:
+        """All rounds of a proposal took ``seconds``; ``shares`` were expected, without stretch."""
+        size, new = num_rows.bit_length(), seconds / shares
+        self.stretches[size] = self._moved(self.stretch(num_rows), new, 1.0)
 
     def overhead(self, num_rows: int) -> float:
         """Of a step, beside its full pass; of the nearest size of the batch that was seen."""

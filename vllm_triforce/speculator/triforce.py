@@ -94,6 +94,7 @@ class TriForceSpeculator:
                 if _missing(batch, proposal, row) > 0 and request_id not in self.set_aside
             ]
 
+        began = time.perf_counter()
         while rows := unfinished():
             # Each pass of level 2 adds a token of its own, hence one less to draft.
             most = [_missing(batch, proposal, row) - 1 for row in rows]
@@ -125,6 +126,9 @@ class TriForceSpeculator:
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
             seconds = (drafted_at - start, forwarded_at - drafted_at, verified_at - forwarded_at)
             self._observe_round(batch, rows, sourced, verified.num_accepted, seconds)
+        if self.controller.chooses:
+            seconds = time.perf_counter() - began
+            self.controller.observe_proposal(batch.request_ids, lengths, seconds)
         for row, place in enumerate(places):
             whole_proposal.token_ids[place] = proposal.token_ids[row]
             if not greedy:
