@@ -104,7 +104,7 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     counted = counters_of(llm).since(before)
     assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
-    assert all(count > 50 for count in dice.decided.values()), dice.decided
+    assert all(count > 10 for count in dice.decided.values()), dice.decided
 
 
 def test_its_own_decisions(engines, pair):

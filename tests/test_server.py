@@ -250,6 +250,7 @@ def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text
         "num_level3_rejections": "level3_rejections",
         "num_nan_requests": "nan_requests",
         "num_level2_passes": "level2_passes",
+        "num_direct_proposals": "direct_proposals",
     }
     assert worker == {
         field: counted[f"vllm:triforce_{name}_total"] for field, name in names.items()

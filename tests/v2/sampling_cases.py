@@ -16,7 +16,13 @@ from vllm_triforce.speculator.device import triforce as loop
 VOCAB_SIZE = 8
 PROMPT_LENGTHS = (400, 300, 350, 390)
 # Level 2 reads 160 tokens of up to 600: it must be wrong at times.
-KEYS = {"retrieval_budget": 160, "num_speculative_tokens": 4, "gamma": 2, "num_recent_tokens": 60}
+KEYS = {
+    "retrieval_budget": 160,
+    "num_speculative_tokens": 4,
+    "gamma": 2,
+    "num_recent_tokens": 60,
+    "prompt_lookup_max": 4,
+}
 
 
 def run() -> dict:

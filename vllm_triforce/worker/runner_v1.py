@@ -99,6 +99,12 @@ class TriForceProposer(DraftModelProposer):
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
+        self._steps = PlainSteps(
+            self._runner,
+            self._built.speculator.controller,
+            self._built.recorder,
+            on_new_blocks=self._built.speculator.level2.forget_means,
+        )
 
     def calibrate(self) -> None:
         """Measures the passes, where the controller has something to choose, and begins."""
@@ -117,12 +123,6 @@ class TriForceProposer(DraftModelProposer):
             with self._built.recorder.pausing(), torch.inference_mode():
                 controller.start(CostModel(calibration.run()), adopt=first_ranks)
             logger.info("%s", describe(controller))
-        self._steps = self._steps or PlainSteps(
-            self._runner,
-            controller,
-            self._built.recorder,
-            on_new_blocks=self._built.speculator.level2.forget_means,
-        )
 
     def _block_sizes(self) -> list[int]:
         return [t.block_size for t in self._runner.input_batch.block_table.block_tables]
