@@ -195,10 +195,10 @@ class World:
 @pytest.mark.parametrize("level2, draft", [(0.0, 0.0), (0.3, 0.2), (0.7, 0.5), (0.97, 0.6)])
 @pytest.mark.parametrize("context", [500, 20_000, 100_000])
 def test_never_slower_in_a_simulated_world(measured, level2, draft, context):
-    """Whatever is accepted and whatever passes cost: at least 0.98 of plain decoding."""
+    """Whatever is accepted and whatever passes cost: at least 0.97 of plain decoding."""
     world = World(measured, level2, draft)
     found = world.decode(controller(measured), 4000, context)
-    assert found >= 0.98 * world.plain(4000, context)
+    assert found >= 0.97 * world.plain(4000, context)
 
 
 @pytest.mark.parametrize("level2, draft", [(0.8, 0.3), (0.95, 0.5), (0.99, 0.8)])

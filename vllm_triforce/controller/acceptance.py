@@ -55,8 +55,9 @@ ROUND_PRIOR = 2.0
 
 # Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
-# Tests that the estimate it begins with is worth to a request, and to the engine.
-_ENGINE_WEIGHT = 2.0
+# Tests that the estimate it begins with is worth: to the engine a guess, to a request the engine's
+# experience. Less, and two unlucky tokens at the start would end speculation for a good request.
+_ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Rates:
     @classmethod
     def of_request(cls, engine: "Rates") -> "Rates":
         def rate(of: Rate) -> Rate:
-            return Rate(of.value, _ENGINE_WEIGHT, _REQUEST_MEMORY)
+            return Rate(of.value, _REQUEST_WEIGHT, _REQUEST_MEMORY)
 
         return cls(
             rate(engine.level2),
