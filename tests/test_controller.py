@@ -248,6 +248,19 @@ def test_a_seeded_request_does_not_depend_on_times():
             one.measured.observe_step(6, True, [7], [20_000], 1.0)
     assert found == {(Choice(Route.LEVELS, 6), (Route.DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
+    given = controller(LONG_PAYS, gamma=3)
+    assert given.level1("a", True, 5, 1, 15) == (Route.DRAFT, 3)  # a given value is not changed
+
+
+def test_no_rest_puts_off_a_seeded_request():
+    """It begins at its context, whatever a rest of the batch would be."""
+    found = controller(NOTHING_PAYS)
+    found.begin_step()
+    assert found.choose([Candidate("a", 8190, 16, has_seed=True)]) == [PLAIN]
+    found.begin_step()
+    assert found.is_resting  # one token is still missing
+    found.begin_step()
+    assert not found.is_resting
 
 
 def test_ranks_decide_alike_though_their_clocks_differ():

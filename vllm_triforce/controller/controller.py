@@ -182,6 +182,10 @@ class Controller:
         self._allowance = min(self._allowance + PROBE_SHARE * plain, 4 * plain)
         hopeful = Rates.of_engine()
         next_look = self._step + _LOOK_AGAIN
+        for candidate in candidates:
+            if candidate.has_seed:  # no rest may put off where its speculation begins
+                missing = 2 * self.config.retrieval_budget - candidate.context
+                next_look = min(next_look, self._step + max(1, missing))
         for i in idle:
             most_hopeful = self._options(candidates[i], candidates, num_plain, hopeful)
             share = plain / len(candidates)
@@ -226,7 +230,8 @@ class Controller:
             return Route.PLAIN, 0
         usual = Route.DRAFT if self.has_draft else Route.LOOKUP
         if "gamma" not in self.chooses or has_seed:
-            gamma = min(self.config.gamma, _FIXED.gamma) if has_seed else self.config.gamma
+            # One that was given holds for every request.
+            gamma = _FIXED.gamma if "gamma" in self.config.choices else self.config.gamma
             return usual, min(gamma, most)
         rates, is_greedy = self.acceptance.of(request_id), self.acceptance.is_greedy(request_id)
         found = (Route.PLAIN, 0, 0.0)

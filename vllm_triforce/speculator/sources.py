@@ -40,7 +40,7 @@ class Level1Sources:
 
     def draft(self, batch, proposal, rows, most, sampling, noise) -> Sourced:
         """Drafts at most ``most[i]`` tokens for a pass of level 2, after what is proposed for
-        ``rows[i]``; arguments as ``Level1.draft``."""
+        ``rows[i]``; arguments as ``StreamingLevel.draft``."""
         matches = self.matches(batch, proposal, rows)
         lengths = [match.length if match else 0 for match in matches]
         chosen = [

@@ -5,7 +5,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
-from vllm_triforce.speculator.level1 import Drafted, Level1
+from vllm_triforce.speculator.level1 import Drafted
 from vllm_triforce.speculator.model_pass import PassInput, run_model
 from vllm_triforce.verification.sampling import (
     NAN_TOKEN,
@@ -15,7 +15,7 @@ from vllm_triforce.verification.sampling import (
 )
 
 
-class StreamingLevel(Level1):
+class StreamingLevel:
     """Drafts with a model of its own and a window of its own per request.
 
     Args:
@@ -47,6 +47,10 @@ class StreamingLevel(Level1):
         self._windows: dict[str, StreamingWindow] = {}
 
     def draft(self, batch, proposal, rows, wanted, sampling, noise) -> Drafted:
+        """Drafts at most ``wanted[i]`` tokens after what is proposed for ``rows[i]``.
+
+        ``sampling`` and ``noise`` have a row for each of ``rows``.
+        """
         greedy = sampling.all_greedy
         drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(wanted) if count]
@@ -75,6 +79,7 @@ class StreamingLevel(Level1):
 
     @property
     def num_requests(self) -> int:
+        """Requests that something is kept for."""
         return max(len(self._windows), len(self.cache))
 
     def clean(self, request_id: str) -> None:

@@ -196,7 +196,7 @@ class Calibration:
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
         """Requests that do not exist, of zeros."""
-        first = self._attention_shape()
+        shape = self._speculator.level2.query_shape
         tables = [
             list(self._tables(num_rows, context + self._length + 1, block_size))
             for block_size in self._block_sizes
@@ -208,11 +208,7 @@ class Calibration:
             # The tables must reach as far as the longest pass that is measured.
             max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
-            queries=[lambda: torch.zeros(first, device=self._device)] * num_rows,
+            queries=[lambda: torch.zeros(shape, device=self._device)] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
         return batch, Proposal.empty(num_rows, greedy=True)
-
-    def _attention_shape(self) -> tuple[int, int, int]:
-        """(layers, heads, head_dim) of the queries that level 2 selects by."""
-        return self._speculator.level2.query_shape

@@ -179,7 +179,8 @@ class TriForceProposer(DraftModelProposer):
         if not rows:
             self._rest(computed)
         elif self._built.speculator.controller.chooses and self._gives_first_token(counts):
-            rows = []
+            # What a seeded request samples must not depend on when others arrive.
+            rows = [row for row in rows if self._has_seed(row)]
         for row in rows:
             request_id = self._runner.input_batch.req_ids[row]
             self._requests[request_id] = self._runner.requests[request_id]
@@ -229,6 +230,10 @@ class TriForceProposer(DraftModelProposer):
             sampling=sampling,
             num_plain=len(counts) - len(rows),
         )
+
+    def _has_seed(self, row: int) -> bool:
+        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
+        return request.sampling_params.seed is not None
 
     def _gives_first_token(self, counts: list[int]) -> bool:
         """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
