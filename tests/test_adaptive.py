@@ -14,7 +14,7 @@ from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens
 from tests.test_level2 import built
 from tests.test_sampling import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
-from vllm_triforce.controller.planner import PLAIN, Choice, Route
+from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine

@@ -1,17 +1,30 @@
 """Promise: the controller takes what is fastest by what it measured, and never pays for a guess."""
 
 import copy
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller import Candidate, Choice, Controller, CostModel
-from vllm_triforce.controller.acceptance import Rate, expected_accepted
+from vllm_triforce.controller import (
+    PLAIN,
+    Candidate,
+    Choice,
+    Controller,
+    CostModel,
+    Route,
+    StepTime,
+)
+from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
+from vllm_triforce.controller.allowance import SHARE, Allowance
 from vllm_triforce.controller.cost_model import Measurements, interpolate
-from vllm_triforce.controller.planner import PLAIN, Option, Route, best_gamma, plan
+from vllm_triforce.controller.inner_rounds import InnerRounds
+from vllm_triforce.controller.options import Options, build_options
+from vllm_triforce.controller.planner import plan
 
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
@@ -49,8 +62,10 @@ def test_interpolation():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.95, 1.0])
-def test_expected_accepted_is_what_happens(rate):
+def test_expected_tokens_are_what_happens(rate):
     draw = random.Random(0)
+    expected = expected_by_length(rate, 8)
+    assert expected[0] == 0
     for length in (1, 3, 8):
         total = 0
         for _ in range(20_000):
@@ -58,7 +73,7 @@ def test_expected_accepted_is_what_happens(rate):
             while accepted < length and draw.random() < rate:
                 accepted += 1
             total += accepted
-        assert expected_accepted(rate, length) == pytest.approx(total / 20_000, abs=0.06)
+        assert expected[length] == pytest.approx(total / 20_000, abs=0.06)
 
 
 def test_rate_follows_and_forgets():
@@ -75,40 +90,140 @@ def test_rate_follows_and_forgets():
     assert rate.value == pytest.approx(0.5, abs=0.01)
 
 
-def test_plan_finds_the_best_of_all_combinations():
-    """Against trying every combination: tokens per second of the step are the same."""
-    draw = random.Random(1)
-    for _ in range(300):
-        requests = [
-            [
-                Option(Choice(Route.LEVELS, k), draw.uniform(0, 5), draw.uniform(0.001, 3))
-                for k in range(1, draw.randint(1, 4))
+def test_a_context_costs_what_was_measured_between_measurements_too():
+    """Against interpolating by hand, one pass at a time."""
+    model = CostModel(LONG_PAYS, speed=0.5)
+    contexts = [5, 16, 700, 50_000, 100_000, 200_000]
+    table = model.attention_table(contexts, 20)
+    for row, context in enumerate(contexts):
+        for tokens in (1, 9, 17, 20):
+            points = [
+                (q, interpolate(by_context, context) - by_context[0][1])
+                for q, by_context in LONG_PAYS.full_by_tokens
             ]
-            for _ in range(draw.randint(1, 4))
-        ]
+            assert table[row, tokens] == pytest.approx(0.5 * interpolate(points, tokens))
+    rows = 0.5 * interpolate(LONG_PAYS.full_by_rows, 12)
+    found = model.full_pass([3, 9], [700, 50_000])
+    assert found == pytest.approx(rows + table[2, 3] + table[3, 9])
+
+
+def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Options:
+    shape = (num_reqs, num_options)
+    return Options(
+        lengths=np.array([[draw.randint(1, 16) for _ in range(num_options)]] * num_reqs),
+        tokens=np.array([draw.uniform(0, 5) for _ in range(num_reqs * num_options)]).reshape(shape),
+        seconds=np.array([draw.uniform(0.001, 3) for _ in range(num_reqs * num_options)]).reshape(
+            shape
+        ),
+        is_possible=np.array(
+            [draw.random() < 0.8 for _ in range(num_reqs * num_options)]
+        ).reshape(shape),
+    )
+
+
+@pytest.mark.parametrize("speculating", [0.0, 0.7])
+def test_plan_finds_the_best_of_all_combinations(speculating):
+    """Against trying every combination: tokens per second of the step are the same."""
+    draw, plains = random.Random(1), 0
+    for _ in range(300):
+        options = drawn_options(draw, draw.randint(1, 4), 3)
         plain = draw.uniform(0.5, 3)
 
-        def speed(chosen, plain=plain, requests=requests):
-            taken = [option for option in chosen if option]
-            seconds = plain + sum(o.seconds for o in taken)
-            return (len(requests) + sum(o.tokens for o in taken)) / seconds
+        def speed(chosen, plain=plain, options=options):
+            taken = [(row, column) for row, column in enumerate(chosen) if column >= 0]
+            seconds = plain + bool(taken) * speculating + sum(options.seconds[at] for at in taken)
+            return (len(chosen) + sum(options.tokens[at] for at in taken)) / seconds
 
-        everything = itertools.product(*([None, *options] for options in requests))
-        best = max(map(speed, everything))
-        found = [
-            next((o for o in options if o.choice is choice), None)
-            for options, choice in zip(requests, plan(requests, plain))
-        ]
-        assert speed(found) == pytest.approx(best)
+        columns = [[-1, *np.flatnonzero(possible)] for possible in options.is_possible]
+        found = plan(options, plain, speculating)
+        assert speed(found.options) == pytest.approx(max(map(speed, itertools.product(*columns))))
+        assert found.rate == pytest.approx(speed(found.options))
+        plains += found.is_plain
+    assert 10 < plains < 290
+
+
+def test_of_nearly_equal_proposals_the_shortest():
+    options = Options(
+        lengths=np.array([[4, 8, 2]]),
+        tokens=np.array([[3.9, 4.1, 1.5]]),
+        seconds=np.array([[0.1, 0.1, 0.1]]),
+        is_possible=np.ones((1, 3), dtype=bool),
+    )
+    assert plan(options, 1.0).options.tolist() == [1]
+    assert plan(options, 1.0, margin=0.1).options.tolist() == [0]
+    assert plan(options, 1.0, margin=5.0).is_plain
+
+
+def test_options_are_what_the_parts_come_to():
+    """A proposal's tokens and seconds against adding up its passes one by one."""
+    model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
+    found = controller(LONG_PAYS)
+    candidates = [
+        Candidate("a", 30_000, 7, match_length=2),
+        Candidate("b", 60_000, 16, is_greedy=False),
+    ]
+    rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
+    rates[1].round_tokens = 3.0
+    routes = [Route.LEVELS, Route.LOOKUP, Route.DRAFT]
+    gains = [{Route.LEVELS: 0.5}, {}]
+    options = build_options(
+        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.01, 0.0004, routes
+    )
+    seen = set()
+    for row, column in zip(*np.nonzero(options.is_possible)):
+        choice, candidate = options.choice(row, column), candidates[row]
+        n = choice.num_tokens
+        seen.add((candidate.request_id, choice.route, n))
+        attention = model.attention_table([candidate.context], 17)[0]
+        per_token = 1e-3 + (0 if candidate.is_greedy else 1e-4)
+        seconds = n * per_token + attention[n + 1] - attention[1]
+        rate = {
+            Route.LEVELS: rates[row].level2,
+            Route.LOOKUP: rates[row].direct[1],
+            Route.DRAFT: rates[row].direct_draft,
+        }[choice.route].value
+        tokens = sum(rate**i for i in range(1, n + 1))
+        if choice.route is Route.LEVELS:
+            seconds += 0.002 + n / rates[row].round_tokens * 0.01
+            tokens *= gains[row].get(Route.LEVELS, 1.0)
+        elif choice.route is Route.DRAFT:
+            seconds += n * 0.0004
+        assert options.seconds[row, column] == pytest.approx(seconds)
+        assert options.tokens[row, column] == pytest.approx(tokens)
+    lengths = {"a": {1, 4, 7}, "b": {1, 4, 16}}
+    wanted = {("a", route, n) for route in routes for n in lengths["a"]}
+    wanted |= {("b", route, n) for route in (Route.LEVELS, Route.DRAFT) for n in lengths["b"]}
+    assert seen == wanted
 
 
 def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
-    model = CostModel(LONG_PAYS)
-    gammas = [best_gamma(model, rate, 1, 4)[0] for rate in (0.0, 0.5, 0.9, 0.99)]
+    rounds = InnerRounds(CostModel(LONG_PAYS), 1, 4, True)
+    gammas = [rounds.best_gamma(rate, 4)[0] for rate in (0.0, 0.5, 0.9, 0.99)]
     assert gammas == sorted(gammas) and gammas[0] == 0 and gammas[-1] == 4
-    model.measured.draft, old = 0.1, model.measured.draft
-    assert best_gamma(model, 0.9, 1, 4)[0] == 0
-    model.measured.draft = old
+    assert rounds.best_gamma(0.99, 2)[0] == 2
+    dear = CostModel(dataclasses.replace(LONG_PAYS, draft=0.1))
+    assert InnerRounds(dear, 1, 4, True).best_gamma(0.9, 4)[0] == 0
+    assert InnerRounds(dear, 1, 4, True).best_lookup(0.9, 4)[0] == 4
+
+
+def test_gains_follow_what_came():
+    gain = Gain()
+    assert gain.value == 1.0
+    for _ in range(300):
+        gain.add(4.0, 3.0)
+    assert gain.value == pytest.approx(0.75, abs=0.03)
+
+
+def test_an_allowance_is_a_share_of_the_time():
+    allowance, spent = Allowance(first=1, most=4), 0
+    for _ in range(10_000):
+        allowance.earn(1, 0.010)
+        spent += allowance.spend(0.025)
+    assert spent * 0.025 == pytest.approx(SHARE * 10_000 * 0.010, rel=0.05)
+    allowance.earn(100_000, 0.010)
+    assert allowance.spend(0.040) and not allowance.spend(0.001)
+    allowance.earn(allowance.steps_until(0.025, 0.010) + 1, 0.010)
+    assert allowance.spend(0.025)
 
 
 def test_one_bad_request_decodes_plainly_the_others_do_not():
@@ -118,7 +233,7 @@ def test_one_bad_request_decodes_plainly_the_others_do_not():
     for _ in range(30):
         found.observe_full_pass("good", 16, 16)
         found.observe_full_pass("bad", 16, 0)
-    found._allowance = 0.0
+    found._trials = Allowance(first=0, most=1)
     chosen = found.choose([good, bad])
     assert chosen[0].num_tokens == 16 and chosen[1] is PLAIN
 
@@ -142,6 +257,8 @@ class World:
     """Level 3's acceptance of a token of level 2."""
     draft: float
     overhead: float = 0.002
+    speculating: float = 0.0
+    """Seconds that nothing foretells, of a step with drafts."""
 
     def decode(self, found: Controller, num_tokens: int, context: int, seed=0) -> float:
         """Tokens per second."""
@@ -156,7 +273,7 @@ class World:
 
         while emitted < num_tokens:
             found.begin_step()
-            choice = PLAIN
+            choice, proposing = PLAIN, 0.0
             if not found.is_resting:
                 most = min(16, found.config.num_speculative_tokens)
                 choice = found.choose([Candidate("a", context + emitted, most)])[0]
@@ -172,12 +289,15 @@ class World:
                     found.observe_round("a", route, 0, count, kept)
                     found.observe_times(1, count, [count], count + 1, True, level1, level2, 0.0)
                     made += kept + 1
-                    seconds += level1 + level2
+                    proposing += level1 + level2
             elif choice.route is Route.DRAFT:
-                seconds += length * truth.draft(1)
-            step = truth.full_pass([1 + length], [context + emitted]) + self.overhead
-            found.measured.observe_step(length, True, [1 + length], [context + emitted], step)
-            seconds += step
+                proposing = length * truth.draft(1)
+            tokens, contexts = [1 + length], [context + emitted]
+            step = truth.full_pass(tokens, contexts) + self.overhead
+            step += self.speculating if length else 0.0
+            taken = StepTime(True, tokens, contexts, step, length, proposing)
+            found.observe_step(taken, found.take_plan())
+            seconds += proposing + step
             rate = self.level2 if choice.route is Route.LEVELS else self.draft * self.level2
             kept = accepted(rate, length)
             if length:
@@ -199,6 +319,24 @@ def test_never_slower_in_a_simulated_world(measured, level2, draft, context):
     world = World(measured, level2, draft)
     found = world.decode(controller(measured), 4000, context)
     assert found >= 0.97 * world.plain(4000, context)
+
+
+@pytest.mark.parametrize("speculating", [0.02, 0.1])
+def test_a_cost_that_nothing_foretells_is_found(speculating):
+    """Steps with drafts take longer than all their parts: noticed, and speculation given up."""
+    world = World(LONG_PAYS, 0.6, 0.4, speculating=speculating)
+    found = world.decode(controller(LONG_PAYS), 4000, 20_000)
+    assert found >= 0.97 * world.plain(4000, 20_000)
+
+
+def test_plain_steps_that_became_faster_are_noticed():
+    """What speculation is compared with changes while everything is speculated on."""
+    found = controller(LONG_PAYS)
+    World(LONG_PAYS, 0.97, 0.6, overhead=0.05).decode(found, 2000, 100_000)
+    slow = found.measured.overhead(1)
+    fast = World(LONG_PAYS, 0.97, 0.6, overhead=0.0)
+    assert fast.decode(found, 8000, 100_000) > 1.5 * fast.plain(8000, 100_000)
+    assert slow == pytest.approx(0.05) and found.measured.overhead(1) < 0.04
 
 
 @pytest.mark.parametrize("level2, draft", [(0.8, 0.3), (0.95, 0.5), (0.99, 0.8)])
@@ -245,7 +383,7 @@ def test_a_seeded_request_does_not_depend_on_times():
         for _ in range(3):
             found.add((one.choose([seeded])[0], one.level1("a", True, 5, 1, 15)))
             one.observe_full_pass("a", 6, 0)
-            one.measured.observe_step(6, True, [7], [20_000], 1.0)
+            one.observe_step(StepTime(True, [7], [20_000], 1.0, 6), one.take_plan())
     assert found == {(Choice(Route.LEVELS, 6), (Route.DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
@@ -287,7 +425,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
             one.observe_full_pass("a", 16, accepted)
             one.observe_times(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
             slow = 0.05 * (1 + rank * draw.random())
-            one.measured.observe_step(16, True, [17], [30_000], slow)
+            one.observe_step(StepTime(True, [17], [30_000], slow, 16), one.take_plan())
         assert decided[0] == decided[1]
 
 
@@ -297,8 +435,8 @@ def test_measured_times_replace_the_prediction():
     before = model.level2(1, 3)
     for _ in range(100):
         model.observe("level 2", model.level2(1, 3), 3 * before)
-        model.observe_step(0, True, [1], [16], 0.030)
-        model.observe_step(6, True, [7], [16], 0.005)
+        model.observe_step(StepTime(True, [1], [16], 0.030))
+        model.observe_step(StepTime(True, [7], [16], 0.005, num_drafts=6))
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
     assert model.overhead(1) > 0.015
     for _ in range(100):

@@ -1,7 +1,8 @@
 """The controller: what each request does in a step, from measured times and acceptance."""
 
-from vllm_triforce.controller.controller import Candidate, Controller
-from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.planner import Choice
+from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.controller import Controller
+from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.options import Candidate
 
-__all__ = ["Candidate", "Choice", "Controller", "CostModel"]
+__all__ = ["PLAIN", "Candidate", "Choice", "Controller", "CostModel", "Route", "StepTime"]

@@ -1,6 +1,11 @@
 """How often a level's tokens are accepted: exponentially weighted, per request and engine-wide."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_triforce.controller.choice import Route
 
 # Matches longer than this are counted together: what followed a long match is nearly certain.
 LONGEST_MATCH = 8
@@ -58,6 +63,7 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
 # Tests that the estimate it begins with is worth: to the engine a guess, to a request the engine's
 # experience. Less, and two unlucky tokens at the start would end speculation for a good request.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
+_GAIN_WEIGHT = 16.0
 
 
 @dataclass
@@ -109,6 +115,28 @@ class Rates:
 
 
 @dataclass
+class Gain:
+    """Tokens that proposals gained over those that were expected of them.
+
+    What is chosen for looking best is more often overrated than underrated, and tokens are not
+    accepted independently of each other: this is by how much expectations have to be corrected.
+    It begins as if ``_GAIN_WEIGHT`` tokens had been expected and come.
+    """
+
+    expected: float = 0.0
+    found: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return (self.found + _GAIN_WEIGHT) / (self.expected + _GAIN_WEIGHT)
+
+    def add(self, expected: float, found: float) -> None:
+        keep = max(0.0, 1 - expected / _ENGINE_MEMORY)
+        self.expected = self.expected * keep + expected
+        self.found = self.found * keep + found
+
+
+@dataclass
 class Acceptance:
     """Everybody's estimates; a request begins with the engine's for its kind: sampled tokens are
     accepted less often than greedy ones."""
@@ -117,6 +145,8 @@ class Acceptance:
     sampled: Rates = field(default_factory=Rates.of_engine)
     requests: dict[str, tuple[Rates, bool]] = field(default_factory=dict)
     """Each request's, and whether it is greedy."""
+    gains: dict[tuple[Route, bool], Gain] = field(default_factory=lambda: defaultdict(Gain))
+    """By route, and whether the request is greedy."""
 
     def of(self, request_id: str, is_greedy: bool = True) -> Rates:
         found = self.requests.get(request_id)
@@ -133,6 +163,10 @@ class Acceptance:
         rates = self.of(request_id)
         return rates, self.greedy if self.is_greedy(request_id) else self.sampled
 
+    def gains_by_route(self, is_greedy: bool) -> dict[Route, float]:
+        """Factors on expected tokens."""
+        return {route: gain.value for (route, is_), gain in self.gains.items() if is_ == is_greedy}
+
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
@@ -142,9 +176,15 @@ def match_index(match_length: int) -> int:
     return min(match_length, LONGEST_MATCH) - 1
 
 
-def expected_accepted(rate: float, num_tokens: int) -> float:
-    """Tokens accepted of a draft of ``num_tokens``, each with probability ``rate`` while none was
-    rejected: rate + rate**2 + ... (arXiv 2211.17192, equation 1, without the bonus token)."""
-    if rate >= 1:
-        return float(num_tokens)
-    return rate * (1 - rate**num_tokens) / (1 - rate)
+def expected_by_length(rate, most: int) -> np.ndarray:
+    """Tokens accepted of a draft of 0, 1 ... ``most``, each with probability ``rate`` while none
+    was rejected: rate + rate**2 + ... (arXiv 2211.17192, equation 1, without the bonus token).
+
+    Args:
+        rate: a number, or an array of [..., 1].
+
+    Returns:
+        [..., most + 1]
+    """
+    powers = np.asarray(rate, dtype=np.float64) ** np.arange(most + 1)
+    return np.cumsum(powers, axis=-1) - 1  # of length 0: rate**0 - 1

@@ -6,47 +6,39 @@ user fixed is not chosen, and a request with a seed gets fixed lengths: what it 
 them, and must not depend on how busy the machine is.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
-from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.planner import (
-    PLAIN,
-    Choice,
-    Option,
-    Route,
-    best_gamma,
-    best_lookup,
-    options,
-    plan,
-)
+from vllm_triforce.controller.allowance import Allowance
+from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.inner_rounds import InnerRounds
+from vllm_triforce.controller.options import Candidate, Options, build_options
+from vllm_triforce.controller.planner import Plan, best_alone, plan
 
-# Share of the time that may go into trying requests again for which speculation did not pay.
-PROBE_SHARE = 0.005
 # Steps after which plain decoding is looked at again where nothing can be gained: contexts grow.
 _LOOK_AGAIN = 32
+# Steps with drafts after which a plain one says again what is compared with.
+_AUDIT_AGAIN = 16
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
+# Tokens of a trial: what a round of level 1 and level 2 adds, about.
+_TRIAL_LENGTH = 3
 
 
 @dataclass
-class Candidate:
-    """A request that could be speculated on in this step."""
+class _Planned:
+    """What the proposals of a step were expected to be."""
 
-    request_id: str
-    context: int
-    """Tokens."""
-    most: int
-    """Longest proposal that fits."""
-    match_length: int = 0
-    """Tokens of the longest n-gram that prompt lookup finds again."""
-    has_seed: bool = False
-    is_greedy: bool = True
+    num_drafts: int
+    seconds: float
+    """That they and their verification add, without what is learnt from comparing it."""
 
 
 class Controller:
@@ -67,9 +59,14 @@ class Controller:
         self._num_decisions = 0
         self._step = 0
         self._plain_until = 0
-        self._allowance: float | None = None
-        self._routes: dict[str, Choice] = {}
-        """What each request did last."""
+        self._trials = Allowance(first=1, most=4)
+        self._audits = Allowance(first=0, most=1)
+        self._last_plain = 0
+        self._hopeful = Rates.of_engine()
+        self._rounds: dict[tuple[int, bool], InnerRounds] = {}
+        self._planned: _Planned | None = None
+        self._chosen: dict[str, tuple[Choice, float]] = {}
+        """What each request did last, and how many tokens that was expected to gain."""
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -78,11 +75,11 @@ class Controller:
 
         Args:
             model: what this rank measured.
-            adopt: from what this rank measured to what all ranks decide by, a copy: they have to
-                decide alike, or their passes would wait for each other.
+            adopt: from what this rank measured to what all ranks decide by: they have to decide
+                alike, or their passes would wait for each other.
         """
         self.measured = model
-        self._adopt = lambda: copy.deepcopy(adopt(self.measured))
+        self._adopt = lambda: adopt(self.measured).copy()
         self.model = self._adopt()
 
     @property
@@ -97,109 +94,156 @@ class Controller:
         Args:
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
+        self._planned = None
+        expected = [0.0] * len(candidates)
         if not self.chooses:
             chosen = [self._fixed(c) for c in candidates]
         else:
-            chosen = self._choose(candidates, num_plain)
-        for candidate, choice in zip(candidates, chosen):
-            self._routes[candidate.request_id] = choice
+            chosen, expected = self._choose(candidates, num_plain)
+        for candidate, choice, tokens in zip(candidates, chosen, expected):
+            self._chosen[candidate.request_id] = choice, tokens
         return chosen
 
-    def _choose(self, candidates: list[Candidate], num_plain: int) -> list[Choice]:
+    def _choose(
+        self, candidates: list[Candidate], num_plain: int
+    ) -> tuple[list[Choice], list[float]]:
+        """And the tokens that each choice is expected to gain; 0 where that is not estimated."""
         self._adopt_measurements()
         model, num_rows = self.model, len(candidates)
+        is_greedy = all(c.is_greedy for c in candidates)
         contexts = [c.context for c in candidates]
-        plain = model.full_pass([1] * num_rows, contexts) + model.overhead(num_rows + num_plain)
-        open_ = [[] if c.has_seed else self._options(c, candidates, num_plain) for c in candidates]
+        overhead = model.overhead(num_rows + num_plain, is_greedy)
+        plain = model.full_pass([1] * num_rows, contexts) + overhead
+        found = self._options(candidates, num_rows, num_plain)
         if "context" in self.chooses:
-            chosen = plan(open_, plain, model.error)
-            self._probe(chosen, candidates, open_, plain, num_plain)
+            fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
+            best = plan(found, plain, fixed, model.error)
+            by_levels = sum(found.routes[c] is Route.LEVELS for c in best.options if c >= 0)
+            if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
+                found = self._options(candidates, by_levels, num_plain)
+                best = plan(found, plain, fixed, model.error)
+            columns = best.options
+            if self._audits_now(best, plain, candidates):
+                columns = np.full(num_rows, -1)
+            else:
+                self._try_again(columns, candidates, found, plain, num_plain)
         else:
-            rate = num_rows / plain
-            chosen = [
-                max(found, key=lambda o: (1 + o.tokens) / (1 / rate + o.seconds)).choice
-                if found
-                else PLAIN
-                for found in open_
-            ]
-        for i, candidate in enumerate(candidates):
+            columns, rates = best_alone(found, plain / num_rows)
+            columns = np.where(np.isfinite(rates), columns, -1)
+        chosen = [found.choice(row, column) for row, column in enumerate(columns)]
+        rows = np.flatnonzero(columns >= 0)
+        expected = [0.0] * num_rows
+        for row in rows:
+            expected[row] = float(found.tokens[row, columns[row]])
+        for row, candidate in enumerate(candidates):
             if candidate.has_seed:
-                chosen[i] = self._fixed(candidate)
-        return chosen
+                chosen[row] = self._fixed(candidate)
+        if len(rows) == sum(choice is not PLAIN for choice in chosen):
+            self._planned = self._plan_of(found, rows, columns[rows], candidates)
+        return chosen, expected
+
+    def _plan_of(self, found: Options, rows, columns, candidates) -> _Planned:
+        lengths, seconds = found.lengths[rows, columns], found.seconds[rows, columns]
+        verified = sum(
+            int(length) * self.model.draft_seconds(candidates[row].is_greedy)
+            for row, length in zip(rows, lengths)
+        )
+        return _Planned(int(lengths.sum()), float(seconds.sum()) - verified)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
-        found = self._options(candidate, [candidate], 0, Rates.of_engine())
-        plain = self.model.full_pass([1], [candidate.context])
-        return plan([found], plain)[0]
+        found = self._options([candidate], 1, 0, self._hopeful)
+        best = plan(found, self.model.full_pass([1], [candidate.context]))
+        return found.choice(0, best.options[0])
 
     def _options(
         self,
-        candidate: Candidate,
-        batch: list[Candidate],
+        candidates: Sequence[Candidate],
+        num_sharing: int,
         num_plain: int,
         rates: Rates | None = None,
-    ) -> list[Option]:
-        model, num_rows = self.model, len(batch)
-        num_reqs = num_rows + num_plain
-        most = min(candidate.most, self.config.num_speculative_tokens)
-        lengths = [most]
+    ) -> Options:
+        """
+        Args:
+            num_sharing: requests among which the passes of levels 1 and 2 are shared.
+            rates: instead of what is known of the requests.
+        """
+        model, most = self.model, self.config.num_speculative_tokens
+        num_reqs = len(candidates) + num_plain
+        lengths: list[int] = []
         if "length" in self.chooses:
             measured = [q - 1 for q, _ in model.measured.full_by_tokens]
-            lengths = sorted({*_SHORT_LENGTHS, *measured, most})
-            lengths = [length for length in lengths if 0 < length <= most]
-        # The linear part of the pass, as the straight line from all plain to all at full length.
-        longest = num_reqs * (self.config.num_speculative_tokens + 1)
-        rows = [model.full_pass([n], [0]) for n in (num_reqs, longest)]
-        slope = max(0.0, rows[1] - rows[0]) / (longest - num_reqs)
-        found = options(
-            model,
-            rates or self.acceptance.of(candidate.request_id, candidate.is_greedy),
-            candidate.context,
-            lengths,
-            num_rows,
-            self.round_seconds(num_rows),
-            candidate.match_length if "gamma" in self.chooses else 0,
-            slope,
-            route_draft=self.has_draft and "gamma" in self.chooses,
-            is_greedy=candidate.is_greedy,
-        )
+            lengths = [n for n in sorted({*_SHORT_LENGTHS, *measured}) if 0 < n <= most]
+        # What a token adds to the linear part of the pass: the straight line from all plain to all
+        # at full length.
+        longest = num_reqs * (most + 1)
+        slope = max(0.0, model.rows(longest) - model.rows(num_reqs)) / (longest - num_reqs)
+        routes = [Route.LEVELS]
+        if "gamma" in self.chooses:
+            routes += [Route.LOOKUP, Route.DRAFT] if self.has_draft else [Route.LOOKUP]
         if self.config.levels == "1,3":
-            wanted = self._fixed(candidate).route
-            found = [option for option in found if option.choice.route is wanted]
-        return found
+            routes = [Route.DRAFT if self.has_draft else Route.LOOKUP]
+        greedy, sampled = (self.acceptance.gains_by_route(is_greedy) for is_greedy in (True, False))
+        known = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
+        return build_options(
+            model,
+            candidates,
+            known,
+            [{} if rates else greedy if c.is_greedy else sampled for c in candidates],
+            [0 if c.has_seed else min(c.most, most) for c in candidates],
+            lengths,
+            slope,
+            self.round_seconds(num_sharing),
+            model.draft(num_sharing) / num_sharing,
+            routes,
+        )
 
     def round_seconds(self, num_rows: int) -> float:
         """A request's share of a round of level 1 and level 2."""
         seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
         return seconds * self.model.stretch(num_rows)
 
-    def _probe(self, chosen, candidates, open_, plain: float, num_plain: int) -> None:
-        """Tries requests again that decode plainly, within PROBE_SHARE of the time."""
-        idle = [i for i, choice in enumerate(chosen) if choice is PLAIN and open_[i]]
-        if self._allowance is None:
-            self._allowance = plain
-        self._allowance = min(self._allowance + PROBE_SHARE * plain, 4 * plain)
-        hopeful = Rates.of_engine()
+    def _audits_now(self, best: Plan, plain: float, candidates: list[Candidate]) -> bool:
+        """Whether this step decodes plainly to see what that takes by now: it is what speculation
+        is compared with, and unseen it could be overrated for long."""
+        self._audits.earn(1, plain)
+        if best.is_plain:
+            self._last_plain = self._step
+            return False
+        if self._step - self._last_plain < _AUDIT_AGAIN or any(c.has_seed for c in candidates):
+            return False
+        if not self._audits.spend(plain - len(candidates) / best.rate):
+            return False
+        self._last_plain = self._step
+        return True
+
+    def _try_again(self, columns, candidates, found: Options, plain: float, num_plain: int) -> None:
+        """Lets requests speculate that would not, within the trials' share of the time; where
+        nobody does, the batch rests."""
+        num_rows = len(candidates)
+        self._trials.earn(1, plain)
         next_look = self._step + _LOOK_AGAIN
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 missing = 2 * self.config.retrieval_budget - candidate.context
                 next_look = min(next_look, self._step + max(1, missing))
-        for i in idle:
-            most_hopeful = self._options(candidates[i], candidates, num_plain, hopeful)
-            share = plain / len(candidates)
-            if plan([most_hopeful], share, self.model.error)[0] is PLAIN:
-                continue  # nothing to be gained whatever is accepted
-            trial = _shortest_round(open_[i])
-            if trial.seconds <= self._allowance:
-                self._allowance -= trial.seconds
-                chosen[i] = trial.choice
-            else:
-                missing = (trial.seconds - self._allowance) / (PROBE_SHARE * plain)
-                next_look = min(next_look, self._step + 1 + int(missing))
-        if all(choice is PLAIN for choice in chosen):
-            self._allowance += PROBE_SHARE * plain * (next_look - self._step)
+        idle = np.flatnonzero((columns < 0) & found.is_possible.any(axis=1))
+        if len(idle):
+            share = plain / num_rows
+            hopeful = self._options(candidates, num_rows, num_plain, self._hopeful)
+            best, rates = best_alone(hopeful, share)
+            for row in idle:
+                if rates[row] <= (1 + self.model.error) / share:
+                    continue  # nothing to be gained whatever is accepted
+                trial = _short(found, row, hopeful.routes[best[row]])
+                seconds = float(found.seconds[row, trial])
+                if self._trials.spend(seconds):
+                    columns[row] = trial
+                else:
+                    steps = 1 + self._trials.steps_until(seconds, plain)
+                    next_look = min(next_look, self._step + steps)
+        if (columns < 0).all():
+            self._trials.earn(next_look - self._step, plain)
             self._plain_until = next_look
 
     def _fixed(self, candidate: Candidate) -> Choice:
@@ -234,19 +278,23 @@ class Controller:
             gamma = _FIXED.gamma if "gamma" in self.config.choices else self.config.gamma
             return usual, min(gamma, most)
         rates, is_greedy = self.acceptance.of(request_id), self.acceptance.is_greedy(request_id)
-        found = (Route.PLAIN, 0, 0.0)
+        rounds = self._inner_rounds(num_rows, is_greedy)
+        source, best, best_speed = Route.PLAIN, 0, 0.0
         if match_length:
             rate = rates.lookup[match_index(match_length)].value
-            count, speed = best_lookup(self.model, rate, num_rows, most, is_greedy)
-            if speed > found[2]:
-                found = (Route.LOOKUP, count, speed)
+            source, (best, best_speed) = Route.LOOKUP, rounds.best_lookup(rate, most)
         if self.has_draft:
-            gamma = min(self.config.gamma, most)
-            rate = rates.draft.value
-            count, speed = best_gamma(self.model, rate, num_rows, gamma, is_greedy)
-            if speed > found[2]:
-                found = (Route.DRAFT, count, speed)
-        return found[:2]
+            gamma, speed = rounds.best_gamma(rates.draft.value, min(self.config.gamma, most))
+            if speed > best_speed:
+                source, best = Route.DRAFT, gamma
+        return source, best
+
+    def _inner_rounds(self, num_rows: int, is_greedy: bool) -> InnerRounds:
+        key = num_rows, is_greedy
+        if key not in self._rounds:
+            most = self.config.num_speculative_tokens
+            self._rounds[key] = InnerRounds(self.model, num_rows, most, is_greedy)
+        return self._rounds[key]
 
     # What came of it.
 
@@ -302,9 +350,13 @@ class Controller:
 
     def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
         """Level 3 tested ``drafted`` tokens of the request's proposal."""
-        choice = self._routes.get(request_id)
-        if choice is None or not self.chooses:
+        choice, expected = self._chosen.get(request_id, (PLAIN, 0.0))
+        if choice is PLAIN or not self.chooses:
             return
+        if expected and drafted == choice.num_tokens:
+            is_greedy = self.acceptance.is_greedy(request_id)
+            gain = self.acceptance.gains[choice.route, is_greedy]
+            gain.add(expected / gain.value, accepted)
         for rates in self.acceptance.both(request_id):
             if choice.route is Route.LEVELS:
                 rates.level2.add(drafted, accepted)
@@ -312,6 +364,23 @@ class Controller:
                 rates.direct_draft.add(drafted, accepted)
             elif choice.route is Route.LOOKUP and choice.match_length:
                 rates.direct[match_index(choice.match_length)].add(drafted, accepted)
+
+    def observe_step(self, step: StepTime, planned: _Planned | None) -> None:
+        """A step has ended; ``planned`` is what ``take_plan()`` gave for its drafts."""
+        if step.num_drafts:
+            if planned is None or planned.num_drafts != step.num_drafts:
+                return
+            step.planned_seconds = planned.seconds
+        self.measured.observe_step(step)
+
+    def take_plan(self) -> _Planned | None:
+        """Of the proposals that are verified next."""
+        planned, self._planned = self._planned, None
+        return planned
+
+    def forget_plan(self) -> None:
+        """The present proposal takes longer for a reason that will not be again."""
+        self._planned = None
 
     def begin_step(self) -> None:
         self._step += 1
@@ -331,23 +400,27 @@ class Controller:
 
     @property
     def num_requests(self) -> int:
-        return max(len(self._routes), len(self.acceptance.requests))
+        return max(len(self._chosen), len(self.acceptance.requests))
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
-        self._routes.pop(request_id, None)
+        self._chosen.pop(request_id, None)
 
     def _adopt_measurements(self) -> None:
         count = self._num_decisions
         self._num_decisions += 1
         if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
             self.model = self._adopt()
+            self._rounds.clear()
 
 
 _FIXED = TriForceConfig().fill(can_adapt=False)
 
 
-def _shortest_round(found: list[Option]) -> Option:
-    """A proposal by the levels that one round fills."""
-    by_levels = [o for o in found if o.choice.route is Route.LEVELS] or found
-    return min(by_levels, key=lambda o: abs(o.choice.num_tokens - 3))
+def _short(found: Options, row: int, route: Route) -> int:
+    """The column of a short proposal by a route."""
+    wanted = np.array([r is route for r in found.routes]) & found.is_possible[row]
+    if not wanted.any():
+        wanted = found.is_possible[row]
+    distance = np.where(wanted, np.abs(found.lengths[row] - _TRIAL_LENGTH), np.inf)
+    return int(distance.argmin())

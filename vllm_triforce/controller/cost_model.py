@@ -1,8 +1,12 @@
 """What a pass costs: measured at start-up, corrected by what steps really take."""
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
@@ -24,7 +28,7 @@ class Measurements:
     full_by_rows: list[tuple[float, float]]
     """(requests, seconds) of a full pass of one token each, with next to no context."""
     full_by_tokens: list[tuple[float, list[tuple[float, float]]]]
-    """(tokens, [(context, seconds)]) of a full pass of one request."""
+    """(tokens, [(context, seconds)]) of a full pass of one request, at the same contexts."""
     level2_by_tokens: list[tuple[float, float]]
     """(tokens, seconds) of a pass of level 2 of one request, over a full budget."""
     level2_per_row: float
@@ -34,6 +38,46 @@ class Measurements:
     draft_per_row: float = 0.0
     sampling: float = 0.0
     """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
+    _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
+
+    def attention(self, most_tokens: int) -> np.ndarray:
+        """[contexts, at least ``most_tokens`` + 1], seconds that each measured context adds to a
+        pass of so many tokens."""
+        if self._attention is None or self._attention.shape[1] <= most_tokens:
+            tokens = [q for q, _ in self.full_by_tokens]
+            by_context = zip(*([s for _, s in points] for _, points in self.full_by_tokens))
+            table = np.array(
+                [
+                    [interpolate(list(zip(tokens, seconds)), q) for q in range(most_tokens + 1)]
+                    for seconds in by_context
+                ]
+            )
+            self._attention = table - table[0]
+        return self._attention
+
+    @cached_property
+    def contexts(self) -> np.ndarray:
+        """[contexts], the measured ones."""
+        return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
+
+
+@dataclass
+class StepTime:
+    """A step of decoding that is over."""
+
+    is_greedy: bool
+    """Whether all requests are."""
+    tokens: list[int]
+    """Of each request."""
+    contexts: list[int]
+    """Tokens of each request."""
+    seconds: float
+    """Without the proposal that was made in it, for the step after."""
+    num_drafts: int = 0
+    proposal_seconds: float = 0.0
+    """Of the proposal that was verified in it."""
+    planned_seconds: float = 0.0
+    """What that proposal and verifying it were expected to add."""
 
 
 # Weight of the newest step in the moving averages.
@@ -56,11 +100,14 @@ class CostModel:
     measured: Measurements
     speed: float = 1.0
     """Factor on full passes: below 1 where the machine was slower while it was measured."""
-    overheads: dict[int, float] = field(default_factory=dict)
-    """Seconds of a step beside its full pass, by size of the batch in powers of two."""
+    overheads: dict[tuple[int, bool], float] = field(default_factory=dict)
+    """Seconds of a plain step beside its full pass, by size of the batch in powers of two and
+    whether it is greedy."""
+    speculating: dict[tuple[int, bool], float] = field(default_factory=dict)
+    """Seconds that a step takes longer for verifying drafts at all, however few: deciding,
+    rejection sampling, and what predictions miss on average; by the same."""
     per_draft: dict[bool, float] = field(default_factory=dict)
-    """Further seconds for each draft token that a step verifies (penalties, top-p, rejection
-    sampling), by whether the batch is greedy."""
+    """Further seconds for each draft token (penalties, top-p), by whether the batch is greedy."""
     per_test: dict[bool, float] = field(default_factory=dict)
     """Seconds of level 2's test of a token, by whether the batch is greedy."""
     factors: dict[str, float] = field(default_factory=dict)
@@ -77,6 +124,12 @@ class CostModel:
     """Seconds of all rounds of a proposal over what the requests' shares of them came to, by size
     of the batch: requests need unequal numbers of rounds, and the last ones are not shared."""
 
+    def copy(self) -> "CostModel":
+        """One that does not change with this one; the measurements never do."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        copied = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
+        return dataclasses.replace(self, **copied)
+
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """Without overhead.
 
@@ -84,19 +137,24 @@ class CostModel:
             tokens: of each request.
             contexts: tokens of each request.
         """
-        seconds = self.speed * interpolate(self.measured.full_by_rows, sum(tokens))
-        return seconds + sum(self.attention(q, c) for q, c in zip(tokens, contexts))
+        attention = self.attention_table(contexts, max(tokens))
+        return self.rows(sum(tokens)) + float(attention[np.arange(len(tokens)), tokens].sum())
 
-    def attention(self, num_tokens: int, context: int) -> float:
-        """What the context adds to a pass of one request."""
-        return max(0.0, interpolate(self.attention_by_tokens(context), num_tokens))
+    def rows(self, num_tokens: int) -> float:
+        """Of a full pass, without its attention."""
+        return self.speed * interpolate(self.measured.full_by_rows, num_tokens)
 
-    def attention_by_tokens(self, context: int) -> list[tuple[float, float]]:
-        """(tokens, seconds) that a context adds to a pass of one request."""
-        return [
-            (q, self.speed * (interpolate(points, context) - points[0][1]))
-            for q, points in self.measured.full_by_tokens
-        ]
+    def attention_table(self, contexts: Sequence[int], most_tokens: int) -> np.ndarray:
+        """[num_reqs, at least ``most_tokens`` + 1], what a context adds to a pass of a request."""
+        known, table = self.measured.contexts, self.measured.attention(most_tokens)
+        if len(known) == 1:
+            return np.zeros((len(contexts), table.shape[1]))
+        at = np.maximum(contexts, known[0])
+        end = known[1:-1].searchsorted(at, side="right") + 1
+        share = (at - known[end - 1]) / (known[end] - known[end - 1])
+        found = table[end - 1]
+        found = found + share[:, None] * (table[end] - found)
+        return self.speed * np.maximum(found, 0.0)
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
         """A pass of level 2 of ``num_tokens`` a request."""
@@ -125,8 +183,6 @@ class CostModel:
 
     def observe_round(self, num_rows: int, seconds: float) -> None:
         size = num_rows.bit_length()
-        if size in self.rounds:
-            self._compare(self.rounds[size], seconds)
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
 
     def stretch(self, num_rows: int) -> float:
@@ -137,39 +193,52 @@ class CostModel:
         size, new = num_rows.bit_length(), seconds / shares
         self.stretches[size] = self._moved(self.stretch(num_rows), new, 1.0)
 
-    def overhead(self, num_rows: int) -> float:
-        """Of a step, beside its full pass; of the nearest size of the batch that was seen."""
-        if not self.overheads:
-            return 0.0
-        size = num_rows.bit_length()
-        return self.overheads[min(self.overheads, key=lambda other: abs(other - size))]
+    def overhead(self, num_rows: int, is_greedy: bool = True) -> float:
+        """Of a plain step, beside its full pass."""
+        return _nearest(self.overheads, num_rows, is_greedy)
 
-    def observe_step(
-        self,
-        num_drafts: int,
-        is_greedy: bool,
-        tokens: Sequence[int],
-        contexts: Sequence[int],
-        seconds: float,
-    ) -> None:
-        """A step without its ``propose()``."""
-        predicted = self.full_pass(tokens, contexts)
-        if seconds < predicted:
-            self.speed = self._moved(self.speed, self.speed * seconds / predicted, self.speed)
-        if not num_drafts:
-            size = len(tokens).bit_length()
-            beside = max(0.0, seconds - predicted)
-            self.overheads[size] = self._moved(self.overheads.get(size), beside, seconds)
-            return
-        more = max(0.0, seconds - predicted - self.overhead(len(tokens))) / num_drafts
-        expected = predicted + self.overhead(len(tokens))
-        self._compare(expected + num_drafts * self.draft_seconds(is_greedy), seconds)
-        old = self.per_draft.get(is_greedy)
-        self.per_draft[is_greedy] = self._moved(old, more, seconds / num_drafts)
+    def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
+        """What a step takes longer for verifying drafts at all."""
+        return _nearest(self.speculating, num_rows, is_greedy)
 
     def draft_seconds(self, is_greedy: bool) -> float:
         """What verifying a draft token costs beyond its place in the full pass."""
         return self.per_draft.get(is_greedy, 0.0 if is_greedy else self.measured.sampling)
+
+    def observe_step(self, step: StepTime) -> None:
+        """Learns from a step what is beside the passes.
+
+        What speculating adds beyond its plan is taken for a line, ``a + b * num_drafts``, which
+        follows each step's error by a normalised step of least mean squares; four drafts a request
+        weigh as much as one's being there at all.
+        """
+        num_rows = len(step.tokens)
+        key = num_rows.bit_length(), step.is_greedy
+        predicted = self.full_pass(step.tokens, step.contexts)
+        if step.seconds < predicted:
+            faster = self.speed * step.seconds / predicted
+            self.speed = self._moved(self.speed, faster, self.speed)
+        if not step.num_drafts:
+            beside = max(0.0, step.seconds - predicted)
+            self.overheads[key] = self._moved(self.overheads.get(key), beside, step.seconds)
+            return
+        seconds = step.seconds + step.proposal_seconds
+        constant = self.speculating_seconds(num_rows, step.is_greedy)
+        per_draft = self.draft_seconds(step.is_greedy)
+        expected = (
+            self.full_pass([1] * num_rows, step.contexts)
+            + self.overhead(num_rows, step.is_greedy)
+            + step.planned_seconds
+            + constant
+            + per_draft * step.num_drafts
+        )
+        error = max(-seconds, min(seconds, seconds - expected))
+        typical = 4 * num_rows
+        drafts = step.num_drafts / typical
+        part = _NEW * error / (1 + drafts**2)
+        self.speculating[key] = max(0.0, constant + part)
+        self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
+        self._compare(expected, seconds)
 
     def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
         """Level 2 tested so many tokens."""
@@ -200,3 +269,11 @@ class CostModel:
         if old is None:
             return new
         return old + _NEW * max(-most, min(most, new - old))
+
+
+def _nearest(seconds: dict[tuple[int, bool], float], num_rows: int, is_greedy: bool) -> float:
+    """Of the nearest size of a batch of that kind that was seen, or else of the other kind."""
+    if not seconds:
+        return 0.0
+    size = num_rows.bit_length()
+    return seconds[min(seconds, key=lambda key: (key[1] != is_greedy, abs(key[0] - size)))]

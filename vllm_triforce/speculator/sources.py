@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller
-from vllm_triforce.controller.planner import Route
+from vllm_triforce.controller.choice import Route
 from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
 from vllm_triforce.speculator.level1 import Drafted
 from vllm_triforce.speculator.prompt_lookup import Match, find_match, follow

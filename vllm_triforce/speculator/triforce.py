@@ -5,7 +5,7 @@ import time
 from vllm.logger import init_logger
 
 from vllm_triforce.controller import Candidate, Controller
-from vllm_triforce.controller.planner import Choice, Route
+from vllm_triforce.controller.choice import Choice, Route
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
 from vllm_triforce.speculator.prompt_lookup import Match
@@ -86,6 +86,8 @@ class TriForceSpeculator:
         self.counters.add_time("selection", seconds)
         if self.controller.measured is not None and not is_first:  # which summarises the prompt
             self.controller.measured.observe_begin(len(batch), seconds)
+        if is_first:
+            self.controller.forget_plan()
 
         def unfinished() -> list[int]:
             return [

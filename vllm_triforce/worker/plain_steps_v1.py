@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_triforce.controller import Controller
+from vllm_triforce.controller import Controller, StepTime
 
 
 @dataclass
@@ -23,7 +23,10 @@ class _Step:
     contexts: list[int]
     num_drafts: int
     is_greedy: bool
-    propose_seconds: float = 0.0
+    planned: object
+    """The controller's plan for its drafts."""
+    proposal_seconds: float
+    """Of its drafts' proposal, in the step before."""
 
 
 class PlainSteps:
@@ -49,6 +52,7 @@ class PlainSteps:
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
         self._last: _Step | None = None
+        self._propose_seconds = 0.0
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         self._sample = runner._sample
@@ -58,8 +62,7 @@ class PlainSteps:
 
     def add_propose_seconds(self, seconds: float) -> None:
         """What of the present step is the proposal's time."""
-        if self._last is not None:
-            self._last.propose_seconds += seconds
+        self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         controller = self._controller
@@ -128,12 +131,21 @@ class PlainSteps:
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         last, self._last = self._last, None
+        proposal_seconds, self._propose_seconds = self._propose_seconds, 0.0
+        planned = self._controller.take_plan()
         if changed or not scheduled:
             return
         if last is not None and last.request_ids == scheduled.keys():
-            seconds = now - last.start - last.propose_seconds
-            measured.observe_step(
-                last.num_drafts, last.is_greedy, last.tokens, last.contexts, seconds
+            self._controller.observe_step(
+                StepTime(
+                    last.is_greedy,
+                    last.tokens,
+                    last.contexts,
+                    now - last.start - proposal_seconds,
+                    last.num_drafts,
+                    last.proposal_seconds,
+                ),
+                last.planned,
             )
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
@@ -146,4 +158,6 @@ class PlainSteps:
                 cached.num_computed_tokens,
                 sum(map(len, drafts.values())),
                 self._runner.input_batch.all_greedy,
+                planned,
+                proposal_seconds,
             )

@@ -1,0 +1,121 @@
+"""Everything that the requests of a batch could propose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_triforce.controller.acceptance import Rates, expected_by_length, match_index
+from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.cost_model import CostModel
+
+
+@dataclass
+class Candidate:
+    """A request that could be speculated on in this step."""
+
+    request_id: str
+    context: int
+    """Tokens."""
+    most: int
+    """Longest proposal that fits."""
+    match_length: int = 0
+    """Tokens of the longest n-gram that prompt lookup finds again."""
+    has_seed: bool = False
+    is_greedy: bool = True
+
+
+@dataclass
+class Options:
+    """Proposals, what they gain and what they cost beyond decoding plainly.
+
+    Args:
+        lengths: [num_reqs, num_options], tokens of the proposal.
+        tokens: [num_reqs, num_options], how many of them are accepted, expected.
+        seconds: [num_reqs, num_options].
+        is_possible: [num_reqs, num_options], bool.
+        routes: [num_options].
+        match_lengths: [num_reqs].
+    """
+
+    lengths: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    is_possible: np.ndarray
+    routes: list[Route] = field(default_factory=list)
+    match_lengths: list[int] = field(default_factory=list)
+
+    def choice(self, row: int, column: int) -> Choice:
+        if column < 0:
+            return PLAIN
+        route, length = self.routes[column], int(self.lengths[row, column])
+        return Choice(route, length, self.match_lengths[row] if route is Route.LOOKUP else 0)
+
+
+def build_options(
+    model: CostModel,
+    candidates: Sequence[Candidate],
+    rates: Sequence[Rates],
+    gains: Sequence[dict[Route, float]],
+    longest: Sequence[int],
+    lengths: Sequence[int],
+    slope: float,
+    round_seconds: float,
+    draft_seconds: float,
+    routes: Sequence[Route],
+) -> Options:
+    """Every candidate's proposals of ``lengths`` and of its longest possible one, by ``routes``.
+
+    Args:
+        rates: of each candidate.
+        gains: of each candidate and route, tokens that were gained over those expected.
+        longest: of each candidate the longest proposal it may make, 0 for none.
+        slope: seconds that each token more adds to the full pass, attention apart.
+        round_seconds: of a round of level 1 and level 2, a request's share.
+        draft_seconds: of a pass of the draft, a request's share.
+    """
+    most = np.array(longest)[:, None]
+    shape = (len(candidates), len(lengths) + 1)
+    each = np.empty(shape, dtype=np.int64)
+    each[:, :-1], each[:, -1:] = lengths, most
+    fits = (each > 0) & (each <= most)
+    places = each * fits
+    rows = np.arange(len(candidates))[:, None]
+
+    attention = model.attention_table([c.context for c in candidates], max(longest) + 1)
+    per_token = np.array([slope + model.draft_seconds(c.is_greedy) for c in candidates])[:, None]
+    full = per_token * places + attention[rows, places + 1] - attention[:, 1:2]
+
+    tokens, seconds, possible = [], [], []
+    for route in routes:
+        accepted = np.array([_rate(route, r, c) for r, c in zip(rates, candidates)])
+        by_length = expected_by_length(accepted[:, None], max(longest))
+        gained = np.array([gain.get(route, 1.0) for gain in gains])[:, None]
+        tokens.append(gained * by_length[rows, places])
+        is_possible = fits
+        if route is Route.LEVELS:
+            rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
+            seconds.append(full + model.begin_seconds + rounds * round_seconds)
+        elif route is Route.DRAFT:
+            seconds.append(full + places * draft_seconds)
+        else:
+            seconds.append(full)
+            is_possible = fits & np.array([c.match_length > 0 for c in candidates])[:, None]
+        possible.append(is_possible)
+    return Options(
+        np.concatenate([places] * len(routes), axis=1),
+        np.concatenate(tokens, axis=1),
+        np.concatenate(seconds, axis=1),
+        np.concatenate(possible, axis=1),
+        [route for route in routes for _ in range(shape[1])],
+        [c.match_length for c in candidates],
+    )
+
+
+def _rate(route: Route, rates: Rates, candidate: Candidate) -> float:
+    """Level 3's acceptance of a token by this route."""
+    if route is Route.LEVELS:
+        return rates.level2.value
+    if route is Route.DRAFT:
+        return rates.direct_draft.value
+    return rates.direct[match_index(candidate.match_length)].value if candidate.match_length else 0
