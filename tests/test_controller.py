@@ -115,9 +115,9 @@ def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Optio
         seconds=np.array([draw.uniform(0.001, 3) for _ in range(num_reqs * num_options)]).reshape(
             shape
         ),
-        is_possible=np.array(
-            [draw.random() < 0.8 for _ in range(num_reqs * num_options)]
-        ).reshape(shape),
+        is_possible=np.array([draw.random() < 0.8 for _ in range(num_reqs * num_options)]).reshape(
+            shape
+        ),
     )
 
 

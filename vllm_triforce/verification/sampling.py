@@ -1,9 +1,9 @@
 """A request's own sampling parameters, applied to level 1's and level 2's logits."""
 
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_triforce.verification.sampling_rows import SamplingRows
+from vllm_triforce.verification.top_p import apply_top_k_top_p
 
 # Stands for a token where the logits have a NaN: no token can be chosen from them.
 NAN_TOKEN = -1

@@ -1,6 +1,7 @@
 """Sampling parameters of the requests in a round."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -19,7 +20,7 @@ class SamplingRows:
     seeds: list[int | None] = field(default_factory=list)
     """[num_reqs], the request's own seed."""
 
-    @property
+    @cached_property
     def all_greedy(self) -> bool:
         return bool((self.temperature < GREEDY_EPSILON).all())
 

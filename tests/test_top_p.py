@@ -1,0 +1,122 @@
+"""Promise: the fast top-k and top-p masks are vLLM's own, token for token."""
+
+import pytest
+import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from vllm_triforce.verification import top_p
+from vllm_triforce.verification.top_p import NUM_CANDIDATES, ROUNDING, apply_top_k_top_p
+from vllm_triforce.worker.rejection_v1 import fast_masks
+
+
+def vllms(logits, k, p):
+    """The oracle: vLLM's own function, which sorts."""
+    return topk_topp_sampler.apply_top_k_top_p_pytorch(logits.clone(), k, p)
+
+
+@pytest.fixture
+def sorted_rows(monkeypatch):
+    """Rows that were left to vLLM's function."""
+    found = []
+    original = top_p._vllm_masks
+
+    def spy(logits, k, p):
+        found.append(len(logits))
+        return original(logits, k, p)
+
+    monkeypatch.setattr(top_p, "_vllm_masks", spy)
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 5.0, 12.0])
+@pytest.mark.parametrize("vocab_size", [300, 4096, 20_000])
+@pytest.mark.parametrize("with_k", [False, True])
+def test_same_as_vllm(spread, vocab_size, with_k):
+    """Flat to peaked, every p from next to nothing to 1, with and without top-k."""
+    draw = torch.Generator().manual_seed(int(spread * 10) + vocab_size)
+    logits = spread * torch.randn(64, vocab_size, generator=draw)
+    p = torch.rand(64, generator=draw)
+    p[:6] = torch.tensor([1e-6, 0.5, 0.9, 0.999, 1.0, 1.0])
+    k = None
+    if with_k:
+        k = torch.randint(1, 200, (64,), generator=draw, dtype=torch.int32)
+        k[::3] = vocab_size
+        k[1] = 1
+    wanted = vllms(logits, k, p)
+    assert torch.equal(apply_top_k_top_p(logits.clone(), k, p), wanted)
+
+
+def test_ties_are_left_to_vllm(sorted_rows):
+    """Of equally likely tokens at the edge of top-p the sort keeps some: only vLLM knows which."""
+    logits = torch.zeros(4, 5000)
+    logits[:, 100:120] = torch.tensor([9.0] * 20)
+    logits[1, 100:120] = torch.linspace(9, 12, 20)
+    logits[2] = torch.linspace(0, 200, 5000)[torch.randperm(5000)]
+    p = torch.tensor([0.5, 0.5, 0.5, 0.9])
+    found = apply_top_k_top_p(logits.clone(), None, p)
+    assert torch.equal(found, vllms(logits, None, p)) and sorted_rows == [2]  # rows 0 and 3
+    k = torch.tensor([5, 5, 5, 5], dtype=torch.int32)  # all 20 equal ones are among the top 5
+    assert torch.equal(apply_top_k_top_p(logits.clone(), k, p), vllms(logits, k, p))
+
+
+def test_a_sum_that_rounding_decides_is_left_to_vllm(sorted_rows):
+    logits = torch.full((3, 4000), -20.0)
+    logits[:, :4] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    p = torch.tensor([0.8, 0.8 + 1e-4, 0.8 - 1e-7])
+    found = apply_top_k_top_p(logits.clone(), None, p)
+    assert torch.equal(found, vllms(logits, None, p)) and sorted_rows == [2]
+
+
+def test_most_rows_need_no_sort(sorted_rows):
+    """What a model gives: peaked, a vocabulary of 32,000, top-p 0.9."""
+    draw = torch.Generator().manual_seed(5)
+    logits = 5 * torch.randn(200, 32_000, generator=draw)
+    p = torch.full((200,), 0.9)
+    wanted = vllms(logits, None, p)
+    assert 5 < ((wanted > -torch.inf).sum(-1) > NUM_CANDIDATES[0]).sum() < 180  # a second look
+    assert torch.equal(apply_top_k_top_p(logits, None, p), wanted)
+    assert sum(sorted_rows) < 10
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_distribution_is_left_to_vllm(value):
+    logits = torch.randn(3, 5000)
+    logits[1, 7] = value
+    p = torch.full((3,), 0.9)
+    found, wanted = apply_top_k_top_p(logits.clone(), None, p), vllms(logits, None, p)
+    assert torch.equal(found.nan_to_num(5.0), wanted.nan_to_num(5.0))
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 262_144])
+def test_rounding_is_bounded(vocab_size):
+    """Both sides' sums in float32 together stay within a quarter of ROUNDING."""
+    for spread in (0.0, 1.0, 5.0):
+        logits = spread * torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(1))
+        ascending = logits.sort(-1).values
+        exact = ascending.double().softmax(-1).cumsum(-1)
+        theirs = (ascending.softmax(-1).cumsum(-1) - exact).abs().max()
+        largest = logits.amax(-1, keepdim=True)
+        total = largest[:, 0] + (logits - largest).exp().sum(-1).log()
+        ours = (total - logits.double().logsumexp(-1)).abs().max()
+        assert theirs + ours < ROUNDING / 4
+
+
+def test_small_vocabularies_and_other_dtypes_are_vllms():
+    p = torch.tensor([0.7])
+    for logits in (torch.randn(1, 1000), torch.randn(1, 10_000, dtype=torch.bfloat16)):
+        assert torch.equal(apply_top_k_top_p(logits.clone(), None, p), vllms(logits, None, p))
+    k = torch.tensor([3], dtype=torch.int32)
+    logits = torch.randn(1, 10_000)
+    assert torch.equal(apply_top_k_top_p(logits.clone(), k, None), vllms(logits, k, None))
+
+
+def test_vllm_has_its_own_back():
+    """The masks are exchanged while a proposal is verified, and never longer."""
+    modules = (rejection_sampler, topk_topp_sampler)
+    original = [module.apply_top_k_top_p for module in modules]
+    with pytest.raises(ZeroDivisionError), fast_masks():
+        assert all(module.apply_top_k_top_p is apply_top_k_top_p for module in modules)
+        _ = 1 / 0
+    assert [module.apply_top_k_top_p for module in modules] == original
+    assert apply_top_k_top_p not in original
