@@ -52,7 +52,6 @@ def start_engine(args: argparse.Namespace, speculative_config: dict | None):
         args.target,
         dtype=args.dtype,
         max_model_len=args.context + args.tokens + 64,
-        block_size=32,
         max_num_seqs=2,
         enforce_eager=args.eager,
         gpu_memory_utilization=0.1,

@@ -22,6 +22,8 @@ TABLE: list[Surface] = [
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
     has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
+    overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "config/drafting_slots.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "config/drafting_slots.py"),
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
     has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
     has("config/parallel.py", "ParallelConfig", "worker_cls pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),

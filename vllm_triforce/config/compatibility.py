@@ -208,14 +208,6 @@ def _readable_kv_cache_dtypes() -> tuple[str, ...]:
     return (*fp8, "fp8_e5m2") if is_cpu() else fp8
 
 
-def default_block_size() -> int | None:
-    """Tokens in a KV block where the user did not choose: fine enough for retrieval.
-
-    vLLM's default on the CPU is 128; its kernels need multiples of 32. Elsewhere vLLM's own.
-    """
-    return 32 if is_cpu() else None
-
-
 def has_controller() -> bool:
     """Whether the model runner will be V1, whose loop runs on the host.
 

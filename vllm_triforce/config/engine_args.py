@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_triforce.config import compatibility, request_params
+from vllm_triforce.config import compatibility, drafting_slots, request_params
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
 
 # Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
@@ -59,6 +59,7 @@ def install(when_asked_for: Callable[[], None]) -> None:
         EngineArgs.create_speculative_config
     )
     request_params.install()
+    drafting_slots.install()
 
 
 def _wrap_add_cli_args(original):
@@ -126,15 +127,13 @@ def _wrap_create_engine_config(original, when_asked_for):
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
             compatibility.read_draft_config(draft["model"], self.trust_remote_code)
-        changed = ("speculative_config", "additional_config", "block_size", "async_scheduling")
+        changed = ("speculative_config", "additional_config", "async_scheduling")
         saved = {name: getattr(self, name) for name in changed}
         try:
             self.additional_config = {
                 **(self.additional_config or {}),
                 METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
             }
-            if self.block_size is None:
-                self.block_size = compatibility.default_block_size()
             if self.async_scheduling is None and compatibility.is_cpu():
                 # Runner V1 cannot hand it what was proposed.
                 self.async_scheduling = False

@@ -16,6 +16,11 @@ def mark(speculative_config) -> None:
     object.__setattr__(speculative_config, _MARK, True)
 
 
+def is_triforce(speculative_config) -> bool:
+    """Whether it was marked."""
+    return getattr(speculative_config, _MARK, False)
+
+
 def install() -> None:
     """Wraps the check; it falls through for any other speculative method."""
     from vllm.sampling_params import SamplingParams
@@ -24,7 +29,7 @@ def install() -> None:
 
     @functools.wraps(original)
     def _validate_spec_decode(self, speculative_config):
-        if getattr(speculative_config, _MARK, False):
+        if is_triforce(speculative_config):
             return
         original(self, speculative_config)
 

@@ -1,6 +1,6 @@
 """Chooses, per step and request: speculate or not, how much, and by which levels.
 
-The aim is the most expected tokens per second (``planner.py``), from what passes cost
+The aim is that tokens come fastest, to every request (``planner.py``), from what passes cost
 (``cost_model.py``) and how often each request's tokens are accepted (``acceptance.py``). What the
 user fixed is not chosen, and a request with a seed gets fixed lengths: what it samples depends on
 them, and must not depend on how busy the machine is.
@@ -24,6 +24,8 @@ from vllm_triforce.controller.planner import Plan, best_alone, plan
 _LOOK_AGAIN = 32
 # Steps with drafts after which a plain one says again what is compared with.
 _AUDIT_AGAIN = 16
+# Of so many steps at rest one is timed, which takes the beginning of two.
+_TIMES_AT_REST = 8
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
@@ -117,11 +119,11 @@ class Controller:
         found = self._options(candidates, num_rows, num_plain)
         if "context" in self.chooses:
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
-            best = plan(found, plain, fixed, model.error)
+            best = plan(found, plain, fixed, num_plain, model.error)
             by_levels = sum(found.routes[c] is Route.LEVELS for c in best.options if c >= 0)
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
-                best = plan(found, plain, fixed, model.error)
+                best = plan(found, plain, fixed, num_plain, model.error)
             columns = best.options
             if self._audits_now(best, plain, candidates):
                 columns = np.full(num_rows, -1)
@@ -212,7 +214,7 @@ class Controller:
             return False
         if self._step - self._last_plain < _AUDIT_AGAIN or any(c.has_seed for c in candidates):
             return False
-        if not self._audits.spend(plain - len(candidates) / best.rate):
+        if not self._audits.spend(plain * (1 - 1 / best.speedup)):
             return False
         self._last_plain = self._step
         return True
@@ -384,6 +386,11 @@ class Controller:
 
     def begin_step(self) -> None:
         self._step += 1
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether this step's time is worth taking: at rest few are, since that costs time too."""
+        return not self.is_resting or self._step % _TIMES_AT_REST < 2
 
     @property
     def is_resting(self) -> bool:

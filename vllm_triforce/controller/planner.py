@@ -1,10 +1,13 @@
-"""Which requests propose how much in a step, so that tokens per second are most."""
+"""Which requests propose how much in a step, so that everybody's tokens come fastest."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_triforce.controller.options import Options
+
+# Lengths of the step, between the shortest and the longest one, from which the best is looked for.
+_NUM_STARTS = 12
 
 
 @dataclass
@@ -13,11 +16,11 @@ class Plan:
 
     Args:
         options: [num_reqs], of each request the column of its option, -1 for decoding plainly.
-        rate: expected tokens per second.
+        speedup: over decoding plainly, the geometric mean of what is expected of the requests.
     """
 
     options: np.ndarray
-    rate: float
+    speedup: float
 
     @property
     def is_plain(self) -> bool:
@@ -25,55 +28,90 @@ class Plan:
 
 
 def plan(
-    options: Options, plain_seconds: float, speculating_seconds: float = 0.0, margin: float = 0.0
+    options: Options,
+    plain_seconds: float,
+    speculating_seconds: float = 0.0,
+    num_plain: int = 0,
+    margin: float = 0.0,
 ) -> Plan:
-    """Maximises expected tokens per second of the whole step.
+    """Maximises the geometric mean of the requests' expected speeds.
 
-    A step emits a token for each request and takes ``plain_seconds``. Options add tokens ``E`` and
-    seconds ``C``, and the first one adds ``speculating_seconds``; the best ratio of sums
-    ``(n + sum E) / (plain + speculating + sum C)`` is found by Dinkelbach's method: at the present
-    rate ``r`` each request takes the option with the largest ``E - r * C``, which gives a better
-    rate, until it no longer rises. So a request with nothing to gain decodes plainly whatever the
-    others do. It begins at the rate of decoding plainly: if nothing is better than that, then
-    nobody speculates.
+    A step gives each request a token and takes ``plain_seconds``. Options add tokens ``E`` and
+    seconds ``C``, and the first one adds ``speculating_seconds`` once, so request i's speed is
+    ``(1 + E_i) / T`` with ``T = plain + speculating + sum C``: everybody waits for everybody's
+    proposals. The sum of all speeds would let a well predicted request double the others' time
+    between tokens; the geometric mean weighs what each gains and loses by its share.
+
+    ``sum log(1 + E_i) - n log T`` is convex in ``T``, so its tangent at any ``T0`` lies below it,
+    and the best set of options is also the best one at its own tangent, where each request
+    decides by itself: it takes the option with the largest ``log(1 + E) - (n / T0) * C``. So
+    these sets are made for several ``T0``, and from the best of them ``T0`` is moved to what it
+    comes to, which can only rise, until it no longer does.
 
     Args:
-        margin: relative gain over plain decoding below which nothing is proposed; and, of
-            proposals whose gains differ by less, the shortest is taken: it risks less, and tokens
+        num_plain: further requests, which decode plainly whatever is chosen.
+        margin: relative gain below which nothing is proposed; and, of a request's proposals whose
+            speeds differ by less than half of it, the shortest is taken: it risks less, and tokens
             come more evenly.
     """
-    num_reqs = len(options.tokens)
-    plain_rate = num_reqs / plain_seconds
-    best = Plan(np.full(num_reqs, -1), plain_rate)
-    rate = plain_rate * (1 + margin)
-    rows = np.arange(num_reqs)
-    for _ in range(8):
-        columns = _best_columns(options, rate, margin)
-        taken, columns = rows[columns >= 0], columns[columns >= 0]
-        if not len(taken):
+    num_rows = len(options.tokens)
+    num_reqs = num_rows + num_plain
+    nothing = Plan(np.full(num_rows, -1), 1.0)
+    if not options.is_possible.any():
+        return nothing
+    logs = np.where(options.is_possible, np.log1p(options.tokens), -np.inf)
+    rows = np.arange(num_rows)
+    base = plain_seconds + speculating_seconds
+
+    def judged(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of sets [..., num_rows] the step's seconds and the objective over plain decoding's."""
+        is_taken = columns >= 0
+        seconds = base + np.where(is_taken, options.seconds[rows, columns], 0).sum(-1)
+        gained = np.where(is_taken, logs[rows, columns], 0).sum(-1)
+        return seconds, gained - num_reqs * np.log(seconds / plain_seconds)
+
+    longest = base + np.where(options.is_possible, options.seconds, 0).max(1).sum()
+    prices = num_reqs / np.geomspace(plain_seconds, longest, _NUM_STARTS)
+    sets = _best_columns(logs, options, prices[:, None, None])
+    seconds, values = judged(sets)
+    best = int(values.argmax())
+    columns, second, value = sets[best], seconds[best], values[best]
+    for _ in range(4):
+        moved = _best_columns(logs, options, num_reqs / second)
+        moved_second, moved_value = judged(moved)
+        if moved_value <= value + 1e-9:
             break
-        tokens = num_reqs + options.tokens[taken, columns].sum()
-        seconds = options.seconds[taken, columns].sum()
-        found = tokens / (plain_seconds + speculating_seconds + seconds)
-        if found <= rate * (1 + 1e-6):
-            break
-        rate = float(found)
-        best = Plan(np.full(num_reqs, -1), rate)
-        best.options[taken] = columns
-    return best
+        columns, second, value = moved, moved_second, moved_value
+    if margin:
+        columns = _shortest(logs, options, num_reqs / second, columns, margin)
+        _, value = judged(columns)
+    speedup = float(np.exp(value / num_reqs))
+    if speedup <= 1 + margin or (columns < 0).all():
+        return nothing
+    return Plan(columns, speedup)
 
 
-def _best_columns(options: Options, rate: float, margin: float) -> np.ndarray:
-    """Of each request the option with the largest ``tokens - rate * seconds``, or a shorter one
-    that is nearly as good; -1 where nothing is gained."""
-    gains = np.where(options.is_possible, options.tokens - rate * options.seconds, -np.inf)
-    most = gains.max(axis=1, keepdims=True)
-    is_good = (gains >= (1 - margin) * most) & (most > 0)
+def _best_columns(logs: np.ndarray, options: Options, price) -> np.ndarray:
+    """Of each request the option with the largest ``log - price * seconds``, -1 where none is
+    above decoding plainly.
+
+    Args:
+        logs: [num_reqs, num_options], -infinity where an option is not possible.
+        price: of a second; a number, or an array [..., 1, 1].
+    """
+    gains = logs - price * options.seconds
+    return np.where(gains.max(-1) > 0, gains.argmax(-1), -1)
+
+
+def _shortest(logs, options: Options, price: float, columns: np.ndarray, margin: float):
+    """Instead of each request's option, the shortest of those that gain nearly as much."""
+    gains = logs - price * options.seconds
+    is_good = gains >= gains.max(1, keepdims=True) - np.log1p(margin) / 2
     lengths = np.where(is_good, options.lengths, np.inf)
+    is_shortest = is_good & (lengths == lengths.min(1, keepdims=True))
     # Of equally long ones, by other routes, the one that gains most.
-    is_shortest = is_good & (lengths == lengths.min(axis=1, keepdims=True))
-    columns = np.where(is_shortest, gains, -np.inf).argmax(axis=1)
-    return np.where(most[:, 0] > 0, columns, -1)
+    found = np.where(is_shortest, gains, -np.inf).argmax(1)
+    return np.where(columns < 0, -1, found)
 
 
 def best_alone(options: Options, share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -74,7 +74,10 @@ class PlainSteps:
         )
         if changed:
             controller.wake()
-        self._measure(scheduler_output, changed)
+        if controller.wants_times:
+            self._measure(scheduler_output, changed)
+        else:
+            self._last, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
         is_plain = (
             controller.is_resting

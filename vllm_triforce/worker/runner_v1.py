@@ -28,7 +28,8 @@ from vllm_triforce.worker.rejection_v1 import answer_all_parameters
 
 logger = init_logger("vllm.triforce")
 
-# Steps until a batch that has nobody to speculate on is looked at again.
+# Steps until a batch that has nobody to speculate on, for another reason than short contexts, is
+# looked at again.
 _REST = 8
 
 
@@ -246,8 +247,9 @@ class TriForceProposer(DraftModelProposer):
 
     def _rest(self, computed: list[int]) -> None:
         """Nobody in the batch can be speculated on: plain steps until somebody may."""
+        # Contexts grow by a token a step; a batch that changes is looked at anyway.
         missing = min(self.config.min_context - n for n in computed)
-        self._built.speculator.controller.rest(min(missing, _REST) if missing > 0 else _REST)
+        self._built.speculator.controller.rest(missing if missing > 0 else _REST)
 
     def _room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
