@@ -34,6 +34,7 @@ MAX_OUTSTANDING = 48
 SERVER = [
     *("--max-model-len", "4352", "--max-num-seqs", "16", "--num-gpu-blocks-override", "140"),
     *("--max-num-batched-tokens", "2048", "--distributed-executor-backend", "mp"),
+    *("--block-size", "32"),
     *("--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"),
     *("--speculative-model", "triforce"),
 ]

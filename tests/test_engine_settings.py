@@ -211,7 +211,7 @@ def test_parallel_server(engines, pair, text, tmp_path):
     arguments = [
         *("--data-parallel-size", "2", "--max-model-len", "4096", "--max-num-seqs", "4"),
         *("--distributed-executor-backend", "mp", "--speculative-model", "triforce"),
-        *("--speculative-config", json.dumps(keys)),
+        *("--speculative-config", json.dumps(keys), "--block-size", "32"),
     ]
     stock = engines.get(pair["target"])
     prompts = [text[100 * i : 100 * i + 300 + 50 * i] for i in range(12)]

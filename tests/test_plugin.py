@@ -114,7 +114,7 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     assert stock.draft_sample_method == "probabilistic"
     # Not the draft's 1,024: its window has positions of its own.
     assert stock.draft_model_config.max_model_len == 8192
-    assert config.cache_config.block_size == 32
+    assert config.cache_config.block_size == 128  # as without TriForce
     assert config.num_lookahead_tokens == 5
     assert config.parallel_config.worker_cls.endswith("TriForceCPUWorker")
     ours = config.additional_config["triforce"]
@@ -149,7 +149,7 @@ def other_vocabulary(tmp_path_factory):
     "keys, kwargs, named",
     [
         ({"gama": 2}, {}, ["gama", "gamma"]),
-        ({"retrieval_budget": 1000}, {}, ["retrieval_budget=1000", "992"]),
+        ({"retrieval_budget": 1000}, {}, ["retrieval_budget=1000", "1024"]),
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),
