@@ -31,7 +31,7 @@ margin:8px 0}
 .figure svg{display:block}
 .card.wide{padding-bottom:26px}
 .beside{display:flex;flex-wrap:wrap;gap:8px 32px;align-items:flex-start}
-.beside .figure{flex:1 1 540px}
+.beside .figure{flex:1 1 auto;max-width:100%}
 .beside .scroll{flex:0 1 auto}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums}
