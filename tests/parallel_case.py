@@ -76,6 +76,9 @@ async def main(case: str) -> None:
         use_ray_on_the_cpu()
         arguments["distributed_executor_backend"] = "ray"
     keys = triforce(model=str(PAIR / "draft"), retrieval_budget=256)
+    if case == "chosen":  # by the controller, whose ranks must decide alike
+        keys = {**keys, "adaptive": True}
+        del keys["min_context"]
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(str(PAIR / "target"), speculative_config=keys, **arguments)
     )

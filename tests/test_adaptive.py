@@ -8,6 +8,7 @@ import random
 from collections import Counter
 
 import pytest
+from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
@@ -105,6 +106,28 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
     assert all(count > 10 for count in dice.decided.values()), dice.decided
+
+
+def test_random_decisions_for_greedy_beside_sampled(engines, pair):
+    """Whatever the sampled requests of a batch propose, the greedy ones get stock's tokens."""
+    keys = triforce(retrieval_budget=256, adaptive=True, gamma=None, model=pair["draft"])
+    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
+    controller = built(llm).speculator.controller
+    original = controller.choose, controller.level1
+    dice = Dice(controller, True, seed=23)
+    text = held_out_tokens(llm.get_tokenizer(), 3000)
+    prompts = [text[i * 200 :][: 60 + 90 * i] for i in range(8)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, max_tokens=48, ignore_eos=True)
+        for i in range(8)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    controller.choose, controller.level1 = original
+    found = [list(output.outputs[0].token_ids) for output in outputs][::2]
+    wanted = generate(stock, prompts[::2], max_tokens=48)
+    for p, w, tokens in zip(prompts[::2], wanted, found):
+        assert_same_tokens(stock, p, w, tokens)
+    assert dice.decided["draft"] > 10 and all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
 def test_its_own_decisions(engines, pair):

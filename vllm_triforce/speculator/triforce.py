@@ -162,7 +162,9 @@ class TriForceSpeculator:
         for i, row in enumerate(with_draft):
             proposal.token_ids[row] = drafted.token_ids[i]
             if proposal.probs is not None:
-                proposal.probs[row] = drafted.probs[i]
+                # Only greedy requests of a mixed batch: each token is certain.
+                certain = [None] * len(drafted.token_ids[i])
+                proposal.probs[row] = certain if drafted.probs is None else drafted.probs[i]
         for i in drafted.nan_rows:
             self.level1.clean(batch.request_ids[with_draft[i]])
             self._set_aside(batch.request_ids[with_draft[i]], "level 1's (the draft's)")
