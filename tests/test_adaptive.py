@@ -127,7 +127,7 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     wanted = generate(stock, prompts[::2], max_tokens=48)
     for p, w, tokens in zip(prompts[::2], wanted, found):
         assert_same_tokens(stock, p, w, tokens)
-    assert dice.decided["draft"] > 10 and all(len(o.outputs[0].token_ids) == 48 for o in outputs)
+    assert dice.decided["draft"] > 2 and all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
 def test_its_own_decisions(engines, pair):
