@@ -63,6 +63,7 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
 # Tests that the estimate it begins with is worth: to the engine a guess, to a request the engine's
 # experience. Less, and two unlucky tokens at the start would end speculation for a good request.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
+# Expected tokens after which a correction of them counts half: a few proposals.
 _GAIN_WEIGHT = 16.0
 
 

@@ -2,7 +2,8 @@
 
 vLLM sorts every row (vllm/v1/sample/ops/topk_topp_sampler.py), which takes longer than a small
 model's pass: speculation, which masks a row for each draft token, would lose by it. What top-p
-keeps are nearly always a few dozen tokens, and finding those is 15 to 50 times faster.
+keeps are mostly a few dozen tokens, and finding those is faster; where it keeps more than the
+candidates, looking for them is lost time on top of the sort.
 """
 
 import torch

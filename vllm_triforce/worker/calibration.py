@@ -185,7 +185,8 @@ class Calibration:
         return seconds
 
     def _sampling(self, num_rows: int, repeats: int) -> float:
-        """Of one row: top-p, the parameter that costs most, sorts the vocabulary."""
+        """Of one row: top-p, the parameter that costs most, of logits so flat that the vocabulary
+        has to be sorted. Too much for most text; what tests really take is learnt."""
         vocab_size = self._vllm_config.model_config.get_vocab_size()
         logits = torch.randn(
             num_rows, vocab_size, device=self._device, generator=torch.Generator(self._device)
