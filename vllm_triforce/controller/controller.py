@@ -16,6 +16,7 @@ from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
 from vllm_triforce.controller.allowance import Allowance
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
@@ -53,6 +54,7 @@ class Controller:
     def __init__(self, config: TriForceConfig, has_draft: bool) -> None:
         self.config = config
         self.has_draft = has_draft
+        self._fixed = FixedChoices(config, has_draft)
         self.acceptance = Acceptance()
         self.measured: CostModel | None = None
         """What this rank measured; None where nothing is chosen."""
@@ -99,7 +101,7 @@ class Controller:
         self._planned = None
         expected = [0.0] * len(candidates)
         if not self.chooses:
-            chosen = [self._fixed(c) for c in candidates]
+            chosen = [self._fixed.choice(c) for c in candidates]
         else:
             chosen, expected = self._choose(candidates, num_plain)
         for candidate, choice, tokens in zip(candidates, chosen, expected):
@@ -139,7 +141,7 @@ class Controller:
             expected[row] = float(found.tokens[row, columns[row]])
         for row, candidate in enumerate(candidates):
             if candidate.has_seed:
-                chosen[row] = self._fixed(candidate)
+                chosen[row] = self._fixed.choice(candidate)
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
             self._planned = self._plan_of(found, rows, columns[rows], candidates)
         return chosen, expected
@@ -227,8 +229,8 @@ class Controller:
         next_look = self._step + _LOOK_AGAIN
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
-                missing = 2 * self.config.retrieval_budget - candidate.context
-                next_look = min(next_look, self._step + max(1, missing))
+                missing = max(1, self._fixed.tokens_until(candidate))
+                next_look = min(next_look, self._step + missing)
         idle = np.flatnonzero((columns < 0) & found.is_possible.any(axis=1))
         if len(idle):
             share = plain / num_rows
@@ -248,20 +250,6 @@ class Controller:
             self._trials.earn(next_look - self._step, plain)
             self._plain_until = next_look
 
-    def _fixed(self, candidate: Candidate) -> Choice:
-        length = candidate.most
-        if "length" in self.config.choices:
-            length = min(length, _FIXED.num_speculative_tokens)
-        if (
-            "context" in self.config.choices
-            and candidate.context < 2 * self.config.retrieval_budget
-        ):
-            return PLAIN
-        if self.config.levels == "1,3":
-            route = Route.DRAFT if self.has_draft else Route.LOOKUP
-            return Choice(route, length, candidate.match_length)
-        return Choice(Route.LEVELS, length)
-
     def level1(
         self, request_id: str, has_seed: bool, match_length: int, num_rows: int, most: int
     ) -> tuple[Route, int]:
@@ -274,11 +262,8 @@ class Controller:
         """
         if self.config.levels == "2,3":
             return Route.PLAIN, 0
-        usual = Route.DRAFT if self.has_draft else Route.LOOKUP
         if "gamma" not in self.chooses or has_seed:
-            # One that was given holds for every request.
-            gamma = _FIXED.gamma if "gamma" in self.config.choices else self.config.gamma
-            return usual, min(gamma, most)
+            return self._fixed.level1(most)
         rates, is_greedy = self.acceptance.of(request_id), self.acceptance.is_greedy(request_id)
         rounds = self._inner_rounds(num_rows, is_greedy)
         source, best, best_speed = Route.PLAIN, 0, 0.0
@@ -419,9 +404,6 @@ class Controller:
         if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
             self.model = self._adopt()
             self._rounds.clear()
-
-
-_FIXED = TriForceConfig().fill(can_adapt=False)
 
 
 def _short(found: Options, row: int, route: Route) -> int:
