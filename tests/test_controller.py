@@ -245,7 +245,7 @@ def test_an_allowance_is_a_share_of_the_time():
 def test_one_bad_request_proposes_next_to_nothing_the_others_do_not_mind():
     found = controller(LONG_PAYS, has_draft=False)
     good, bad = Candidate("good", 100_000, 16), Candidate("bad", 100_000, 16)
-    found._trials = Allowance(first=0, most=0)
+    found._exploration.trials = Allowance(first=0, most=0)
     for _ in range(40):
         for request, choice in zip((good, bad), found.choose([good, bad])):
             right = choice.num_tokens * (request is good)

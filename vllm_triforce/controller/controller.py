@@ -13,26 +13,22 @@ import numpy as np
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
-from vllm_triforce.controller.allowance import Allowance
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Candidate, Options, build_options
-from vllm_triforce.controller.planner import Plan, best_alone, plan
+from vllm_triforce.controller.planner import best_alone, plan
 
 # Steps after which plain decoding is looked at again where nothing can be gained: contexts grow.
 _LOOK_AGAIN = 32
-# Steps with drafts after which a plain one says again what is compared with.
-_AUDIT_AGAIN = 16
 # Of so many steps at rest one is timed, which takes the beginning of two.
 _TIMES_AT_REST = 8
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
-# Tokens of a trial: what a round of level 1 and level 2 adds, about.
-_TRIAL_LENGTH = 3
 
 
 @dataclass
@@ -63,9 +59,7 @@ class Controller:
         self._num_decisions = 0
         self._step = 0
         self._plain_until = 0
-        self._trials = Allowance(first=1, most=4)
-        self._audits = Allowance(first=0, most=1)
-        self._last_plain = 0
+        self._exploration = Exploration()
         self._hopeful = Rates.of_engine()
         self._rounds: dict[tuple[int, bool], InnerRounds] = {}
         self._planned: _Planned | None = None
@@ -127,7 +121,8 @@ class Controller:
                 found = self._options(candidates, by_levels, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
             columns = best.options
-            if self._audits_now(best, plain, candidates):
+            has_seed = any(c.has_seed for c in candidates)
+            if self._exploration.audits_now(self._step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
             else:
                 self._try_again(columns, candidates, found, plain, num_plain)
@@ -207,47 +202,22 @@ class Controller:
         seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
         return seconds * self.model.stretch(num_rows)
 
-    def _audits_now(self, best: Plan, plain: float, candidates: list[Candidate]) -> bool:
-        """Whether this step decodes plainly to see what that takes by now: it is what speculation
-        is compared with, and unseen it could be overrated for long."""
-        self._audits.earn(1, plain)
-        if best.is_plain:
-            self._last_plain = self._step
-            return False
-        if self._step - self._last_plain < _AUDIT_AGAIN or any(c.has_seed for c in candidates):
-            return False
-        if not self._audits.spend(plain * (1 - 1 / best.speedup)):
-            return False
-        self._last_plain = self._step
-        return True
-
     def _try_again(self, columns, candidates, found: Options, plain: float, num_plain: int) -> None:
-        """Lets requests speculate that would not, within the trials' share of the time; where
-        nobody does, the batch rests."""
-        num_rows = len(candidates)
-        self._trials.earn(1, plain)
+        """Adds trials; where nobody speculates even so, the batch rests."""
+        trials = self._exploration.trials
+        trials.earn(1, plain)
         next_look = self._step + _LOOK_AGAIN
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 missing = max(1, self._fixed.tokens_until(candidate))
                 next_look = min(next_look, self._step + missing)
-        idle = np.flatnonzero((columns < 0) & found.is_possible.any(axis=1))
-        if len(idle):
-            share = plain / num_rows
-            hopeful = self._options(candidates, num_rows, num_plain, self._hopeful)
-            best, rates = best_alone(hopeful, share)
-            for row in idle:
-                if rates[row] <= (1 + self.model.error) / share:
-                    continue  # nothing to be gained whatever is accepted
-                trial = _short(found, row, hopeful.routes[best[row]])
-                seconds = float(found.seconds[row, trial])
-                if self._trials.spend(seconds):
-                    columns[row] = trial
-                else:
-                    steps = 1 + self._trials.steps_until(seconds, plain)
-                    next_look = min(next_look, self._step + steps)
+        if ((columns < 0) & found.is_possible.any(axis=1)).any():
+            hopeful = self._options(candidates, len(candidates), num_plain, self._hopeful)
+            waiting = self._exploration.add_trials(columns, found, hopeful, plain, self.model.error)
+            if waiting is not None:
+                next_look = min(next_look, self._step + waiting)
         if (columns < 0).all():
-            self._trials.earn(next_look - self._step, plain)
+            trials.earn(next_look - self._step, plain)
             self._plain_until = next_look
 
     def level1(
@@ -404,12 +374,3 @@ class Controller:
         if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
             self.model = self._adopt()
             self._rounds.clear()
-
-
-def _short(found: Options, row: int, route: Route) -> int:
-    """The column of a short proposal by a route."""
-    wanted = np.array([r is route for r in found.routes]) & found.is_possible[row]
-    if not wanted.any():
-        wanted = found.is_possible[row]
-    distance = np.where(wanted, np.abs(found.lengths[row] - _TRIAL_LENGTH), np.inf)
-    return int(distance.argmin())
