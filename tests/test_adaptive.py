@@ -39,7 +39,7 @@ class Dice:
 
     def choose(self, candidates, num_plain=0):
         if self.draw.random() < 0.2:
-            self._controller.rest(self.draw.randint(1, 4))
+            self._controller.rest.begin(self.draw.randint(1, 4))
             self.decided["rest"] += 1
             return [PLAIN] * len(candidates)
         return [self._choose(candidate) for candidate in candidates]

@@ -55,10 +55,10 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if isinstance(attn_metadata, SparseCPUMetadata):
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
-        if isinstance(attn_metadata, CPUAttentionMetadata):
+        if not self.recorder.paused and isinstance(attn_metadata, CPUAttentionMetadata):
             self.recorder.record(self.layer_index, query, attn_metadata)
-        return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        return CPUAttentionBackendImpl.forward(
+            self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
 
     def _forward_sparse(self, layer, query, kv_cache, metadata, output):

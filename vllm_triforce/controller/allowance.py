@@ -16,21 +16,20 @@ class Allowance:
         self._first, self._most = first, most
         self._seconds: float | None = None
 
-    def earn(self, num_steps: int, step_seconds: float) -> None:
-        """So many steps, each worth so long of plain decoding."""
+    def earn(self, seconds: float, step_seconds: float) -> None:
+        """Decoding took so long, with steps that take ``step_seconds`` where they are plain."""
         if self._seconds is None:
             self._seconds = self._first * step_seconds
-        earned = self._seconds + SHARE * num_steps * step_seconds
+        earned = self._seconds + SHARE * seconds
         self._seconds = min(earned, self._most * step_seconds)
+
+    def covers(self, seconds: float) -> bool:
+        """Whether there is as much."""
+        return self._seconds is not None and seconds <= self._seconds
 
     def spend(self, seconds: float) -> bool:
         """Spends so much, if there is as much."""
-        if self._seconds is None or seconds > self._seconds:
+        if not self.covers(seconds):
             return False
         self._seconds -= seconds
         return True
-
-    def steps_until(self, seconds: float, step_seconds: float) -> int:
-        """Steps after which there is as much."""
-        missing = seconds - (self._seconds or 0.0)
-        return max(0, int(missing / (SHARE * step_seconds)))

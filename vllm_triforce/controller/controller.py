@@ -13,18 +13,19 @@ import numpy as np
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
+from vllm_triforce.controller.allowance import SHARE
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Candidate, Options, build_options
-from vllm_triforce.controller.planner import best_alone, plan
+from vllm_triforce.controller.planner import Plan, best_alone, plan
+from vllm_triforce.controller.rest import Rest
 
-# Steps after which plain decoding is looked at again where nothing can be gained: contexts grow.
-_LOOK_AGAIN = 32
-# Of so many steps at rest one is timed, which takes the beginning of two.
-_TIMES_AT_REST = 8
+# Steps until a batch that decodes plainly is looked at again: while it is not known what a look
+# takes, and else within these bounds (to see what plain steps take; and since contexts grow).
+_LOOK_AGAIN, _LOOK_EARLIEST, _LOOK_LATEST = 32, 4, 128
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
@@ -57,8 +58,7 @@ class Controller:
         self.model: CostModel | None = None
         """What decisions are made by."""
         self._num_decisions = 0
-        self._step = 0
-        self._plain_until = 0
+        self.rest = Rest()
         self._exploration = Exploration()
         self._hopeful = Rates.of_engine()
         self._rounds: dict[tuple[int, bool], InnerRounds] = {}
@@ -122,10 +122,11 @@ class Controller:
                 best = plan(found, plain, fixed, num_plain, model.error)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
-            if self._exploration.audits_now(self._step, best, plain, has_seed):
+            if self._exploration.audits_now(self.rest.step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
+                self.rest.begin_short()
             else:
-                self._try_again(columns, candidates, found, plain, num_plain)
+                self._try_again(best, columns, candidates, found, plain, num_plain)
         else:
             columns, rates = best_alone(found, plain / num_rows)
             columns = np.where(np.isfinite(rates), columns, -1)
@@ -202,23 +203,37 @@ class Controller:
         seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
         return seconds * self.model.stretch(num_rows)
 
-    def _try_again(self, columns, candidates, found: Options, plain: float, num_plain: int) -> None:
+    def _try_again(
+        self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
+    ) -> None:
         """Adds trials; where nobody speculates even so, the batch rests."""
         trials = self._exploration.trials
-        trials.earn(1, plain)
-        next_look = self._step + _LOOK_AGAIN
+        trials.earn(best.seconds, plain)
+        self._exploration.add_trials(
+            columns,
+            found,
+            lambda: self._options(candidates, len(candidates), num_plain, self._hopeful),
+            plain,
+            self.model.error,
+        )
+        if (columns < 0).all():
+            num_steps = self._steps_of_rest(candidates, num_plain, plain)
+            trials.earn(num_steps * plain, plain)
+            self.rest.begin(num_steps)
+
+    def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
+        """Until the next look, so that looks take the share of the time that may be spent on
+        finding out."""
+        is_greedy = all(candidate.is_greedy for candidate in candidates)
+        look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
+        num_steps = _LOOK_AGAIN
+        if look:
+            num_steps = int(look / (SHARE * plain_seconds))
+            num_steps = max(_LOOK_EARLIEST, min(num_steps, _LOOK_LATEST))
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
-                missing = max(1, self._fixed.tokens_until(candidate))
-                next_look = min(next_look, self._step + missing)
-        if ((columns < 0) & found.is_possible.any(axis=1)).any():
-            hopeful = self._options(candidates, len(candidates), num_plain, self._hopeful)
-            waiting = self._exploration.add_trials(columns, found, hopeful, plain, self.model.error)
-            if waiting is not None:
-                next_look = min(next_look, self._step + waiting)
-        if (columns < 0).all():
-            trials.earn(next_look - self._step, plain)
-            self._plain_until = next_look
+                num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
+        return num_steps
 
     def level1(
         self, request_id: str, has_seed: bool, match_length: int, num_rows: int, most: int
@@ -338,27 +353,6 @@ class Controller:
     def forget_plan(self) -> None:
         """The present proposal takes longer for a reason that will not be again."""
         self._planned = None
-
-    def begin_step(self) -> None:
-        self._step += 1
-
-    @property
-    def wants_times(self) -> bool:
-        """Whether this step's time is worth taking: at rest few are, since that costs time too."""
-        return not self.is_resting or self._step % _TIMES_AT_REST < 2
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether the batch, if it stays as it is, decodes plainly in this step, unasked."""
-        return self._step < self._plain_until
-
-    def rest(self, num_steps: int) -> None:
-        """Nobody can be speculated on for so many steps."""
-        self._plain_until = max(self._plain_until, self._step + num_steps)
-
-    def wake(self) -> None:
-        """The batch has changed."""
-        self._plain_until = 0
 
     @property
     def num_requests(self) -> int:

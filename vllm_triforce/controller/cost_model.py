@@ -78,6 +78,8 @@ class StepTime:
     """Of the proposal that was verified in it."""
     planned_seconds: float = 0.0
     """What that proposal and verifying it were expected to add."""
+    is_look: bool = False
+    """Whether it interrupted plain decoding for a decision, to which ``seconds`` belongs."""
 
 
 # Weight of the newest step in the moving averages.
@@ -103,6 +105,8 @@ class CostModel:
     overheads: dict[tuple[int, bool], float] = field(default_factory=dict)
     """Seconds of a plain step beside its full pass, by size of the batch in powers of two and
     whether it is greedy."""
+    looks: dict[tuple[int, bool], float] = field(default_factory=dict)
+    """Seconds that a step takes longer for deciding to go on plainly, by the same."""
     speculating: dict[tuple[int, bool], float] = field(default_factory=dict)
     """Seconds that a step takes longer for verifying drafts at all, however few: deciding,
     rejection sampling, and what predictions miss on average; by the same."""
@@ -197,6 +201,10 @@ class CostModel:
         """Of a plain step, beside its full pass."""
         return _nearest(self.overheads, num_rows, is_greedy)
 
+    def look_seconds(self, num_rows: int, is_greedy: bool) -> float:
+        """What a step takes longer for deciding to go on plainly; 0 where that is not known."""
+        return _nearest(self.looks, num_rows, is_greedy)
+
     def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
         """What a step takes longer for verifying drafts at all."""
         return _nearest(self.speculating, num_rows, is_greedy)
@@ -215,6 +223,10 @@ class CostModel:
         num_rows = len(step.tokens)
         key = num_rows.bit_length(), step.is_greedy
         predicted = self.full_pass(step.tokens, step.contexts)
+        if step.is_look:
+            more = max(0.0, step.seconds - predicted - self.overhead(num_rows, step.is_greedy))
+            self.looks[key] = self._moved(self.looks.get(key), more, step.seconds)
+            return
         if step.seconds < predicted:
             faster = self.speed * step.seconds / predicted
             self.speed = self._moved(self.speed, faster, self.speed)

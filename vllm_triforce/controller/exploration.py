@@ -1,5 +1,7 @@
 """Finding out what present choices do not show, within a share of the time (``allowance.py``)."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vllm_triforce.controller.allowance import Allowance
@@ -9,6 +11,8 @@ from vllm_triforce.controller.planner import Plan, best_alone
 
 # Steps with drafts after which a plain one says again what is compared with.
 _AUDIT_AGAIN = 16
+# Steps of an audit: this one and those of a short rest.
+_AUDIT_STEPS = 3
 # Tokens of a trial: what a round of level 1 and level 2 adds, about.
 _TRIAL_LENGTH = 3
 
@@ -18,19 +22,19 @@ class Exploration:
 
     def __init__(self) -> None:
         self.trials = Allowance(first=1, most=4)
-        self.audits = Allowance(first=0, most=1)
+        self.audits = Allowance(first=0, most=_AUDIT_STEPS)
         self._last_plain = 0
 
     def audits_now(self, step: int, best: Plan, plain_seconds: float, has_seed: bool) -> bool:
-        """Whether this step decodes plainly to see what that takes by now: it is what speculation
-        is compared with, and unseen it could be overrated for long."""
-        self.audits.earn(1, plain_seconds)
+        """Whether the next steps decode plainly to see what that takes by now: it is what
+        speculation is compared with, and unseen it could be overrated for long."""
+        self.audits.earn(best.seconds, plain_seconds)
         if best.is_plain:
             self._last_plain = step
             return False
         if step - self._last_plain < _AUDIT_AGAIN or has_seed:
             return False
-        if not self.audits.spend(plain_seconds * (1 - 1 / best.speedup)):
+        if not self.audits.spend(_AUDIT_STEPS * plain_seconds * (1 - 1 / best.speedup)):
             return False
         self._last_plain = step
         return True
@@ -39,31 +43,34 @@ class Exploration:
         self,
         columns: np.ndarray,  # [num_reqs], of ``found``; -1 becomes a trial's
         found: Options,
-        hopeful: Options,
+        hopeful: Callable[[], Options],
         plain_seconds: float,
         margin: float,
-    ) -> int | None:
+    ) -> None:
         """Lets requests speculate that would not, as far as the allowance goes.
 
         Args:
-            hopeful: the same options if as much is accepted as may be hoped for.
-
-        Returns:
-            Steps until there is time for the next trial; None where none is waiting.
+            hopeful: gives the same options if as much is accepted as may be hoped for.
         """
-        share = plain_seconds / len(columns)
-        best, rates = best_alone(hopeful, share)
-        waiting = []
-        for row in np.flatnonzero((columns < 0) & found.is_possible.any(axis=1)):
+        could = (columns < 0) & found.is_possible.any(axis=1)
+        if not could.any() or not self.trials.covers(_cheapest(found, could)):
+            return
+        share, hoped = plain_seconds / len(columns), hopeful()
+        best, rates = best_alone(hoped, share)
+        for row in np.flatnonzero(could):
             if rates[row] <= (1 + margin) / share:
                 continue  # nothing to be gained whatever is accepted
-            trial = _short(found, row, hopeful.routes[best[row]])
-            seconds = float(found.seconds[row, trial])
-            if self.trials.spend(seconds):
+            trial = _short(found, row, hoped.routes[best[row]])
+            if self.trials.spend(float(found.seconds[row, trial])):
                 columns[row] = trial
-            else:
-                waiting.append(1 + self.trials.steps_until(seconds, plain_seconds))
-        return min(waiting, default=None)
+
+
+def _cheapest(found: Options, could: np.ndarray) -> float:
+    """Seconds below which none of these requests has a trial."""
+    is_trial = found.is_possible & could[:, None]
+    if (is_trial & (found.lengths >= _TRIAL_LENGTH)).any():
+        is_trial &= found.lengths >= _TRIAL_LENGTH
+    return float(found.seconds[is_trial].min())
 
 
 def _short(found: Options, row: int, route: Route) -> int:

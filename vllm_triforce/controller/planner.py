@@ -6,8 +6,8 @@ import numpy as np
 
 from vllm_triforce.controller.options import Options
 
-# Lengths of the step, between the shortest and the longest one, from which the best is looked for.
-_NUM_STARTS = 12
+# Where between the shortest and the longest step, on a scale of ratios, the best is looked for.
+_STARTS = np.linspace(0, 1, 12)
 
 
 @dataclass
@@ -17,10 +17,12 @@ class Plan:
     Args:
         options: [num_reqs], of each request the column of its option, -1 for decoding plainly.
         speedup: over decoding plainly, the geometric mean of what is expected of the requests.
+        seconds: that the step takes with it.
     """
 
     options: np.ndarray
     speedup: float
+    seconds: float
 
     @property
     def is_plain(self) -> bool:
@@ -56,7 +58,7 @@ def plan(
     """
     num_rows = len(options.tokens)
     num_reqs = num_rows + num_plain
-    nothing = Plan(np.full(num_rows, -1), 1.0)
+    nothing = Plan(np.full(num_rows, -1), 1.0, plain_seconds)
     if not options.is_possible.any():
         return nothing
     logs = np.where(options.is_possible, np.log1p(options.tokens), -np.inf)
@@ -71,7 +73,7 @@ def plan(
         return seconds, gained - num_reqs * np.log(seconds / plain_seconds)
 
     longest = base + np.where(options.is_possible, options.seconds, 0).max(1).sum()
-    prices = num_reqs / np.geomspace(plain_seconds, longest, _NUM_STARTS)
+    prices = num_reqs / plain_seconds * (plain_seconds / longest) ** _STARTS
     sets = _best_columns(logs, options, prices[:, None, None])
     seconds, values = judged(sets)
     best = int(values.argmax())
@@ -84,11 +86,11 @@ def plan(
         columns, second, value = moved, moved_second, moved_value
     if margin:
         columns = _shortest(logs, options, num_reqs / second, columns, margin)
-        _, value = judged(columns)
+        second, value = judged(columns)
     speedup = float(np.exp(value / num_reqs))
     if speedup <= 1 + margin or (columns < 0).all():
         return nothing
-    return Plan(columns, speedup)
+    return Plan(columns, speedup, float(second))
 
 
 def _best_columns(logs: np.ndarray, options: Options, price) -> np.ndarray:

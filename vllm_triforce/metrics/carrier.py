@@ -43,12 +43,17 @@ class CounterSender:
     def __init__(self, counters: LevelCounters) -> None:
         self._counters = counters
         self._sent = flat(counters)
+        self._seen: list = []
 
     def attach(self, output):
         """``output``, a (maybe asynchronous) ModelRunnerOutput or None, with what is new."""
-        if output is None or not getattr(output, "req_ids", True):
+        # Times are one dict, and change only beside numbers: steps without speculation end here.
+        numbers = list(self._counters.__dict__.values())
+        if output is None or numbers == self._seen:
+            return output
+        if not getattr(output, "req_ids", True):
             return output  # vLLM's empty output is one object for all: what is new can wait
-        now = flat(self._counters)
+        self._seen, now = numbers, flat(self._counters)
         if now == self._sent:
             return output
         added = {

@@ -55,7 +55,8 @@ class TriForceWorkerMixin:
         return super().compile_or_warm_up_model()
 
     def execute_model(self, *args, **kwargs):
-        return self._with_counters(super().execute_model(*args, **kwargs))
+        output = super().execute_model(*args, **kwargs)
+        return output if output is None else self._with_counters(output)
 
     def sample_tokens(self, *args, **kwargs):
         return self._with_counters(super().sample_tokens(*args, **kwargs))

@@ -23,6 +23,7 @@ class _Step:
     contexts: list[int]
     num_drafts: int
     is_greedy: bool
+    is_look: bool
     planned: object
     """The controller's plan for its drafts."""
     proposal_seconds: float
@@ -66,21 +67,22 @@ class PlainSteps:
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         controller = self._controller
-        controller.begin_step()
+        rest = controller.rest
+        rest.begin_step()
         changed = bool(
             scheduler_output.scheduled_new_reqs
             or scheduler_output.finished_req_ids
             or scheduler_output.scheduled_cached_reqs.resumed_req_ids
         )
         if changed:
-            controller.wake()
-        if controller.wants_times:
+            rest.wake()
+        if rest.wants_times:
             self._measure(scheduler_output, changed)
         else:
             self._last, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
         is_plain = (
-            controller.is_resting
+            rest.is_resting
             and not scheduler_output.scheduled_spec_decode_tokens
             and scheduler_output.total_num_scheduled_tokens
             == len(scheduler_output.num_scheduled_tokens)
@@ -138,22 +140,28 @@ class PlainSteps:
         planned = self._controller.take_plan()
         if changed or not scheduled:
             return
+        rest = self._controller.rest
         if last is not None and last.request_ids == scheduled.keys():
-            self._controller.observe_step(
-                StepTime(
-                    last.is_greedy,
-                    last.tokens,
-                    last.contexts,
-                    now - last.start - proposal_seconds,
-                    last.num_drafts,
-                    last.proposal_seconds,
-                ),
-                last.planned,
-            )
+            seconds = now - last.start
+            if not last.is_look:
+                seconds -= proposal_seconds
+            if rest.is_resting or not last.is_look:
+                self._controller.observe_step(
+                    StepTime(
+                        last.is_greedy,
+                        last.tokens,
+                        last.contexts,
+                        seconds,
+                        last.num_drafts,
+                        last.proposal_seconds,
+                        is_look=last.is_look,
+                    ),
+                    last.planned,
+                )
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        if tokens == expected:
+        if tokens == expected and (drafts or rest.is_settled or rest.is_look):
             self._last = _Step(
                 now,
                 frozenset(cached.req_ids),
@@ -161,6 +169,7 @@ class PlainSteps:
                 cached.num_computed_tokens,
                 sum(map(len, drafts.values())),
                 self._runner.input_batch.all_greedy,
+                rest.is_look,
                 planned,
                 proposal_seconds,
             )

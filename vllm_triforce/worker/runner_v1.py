@@ -249,7 +249,7 @@ class TriForceProposer(DraftModelProposer):
         """Nobody in the batch can be speculated on: plain steps until somebody may."""
         # Contexts grow by a token a step; a batch that changes is looked at anyway.
         missing = min(self.config.min_context - n for n in computed)
-        self._built.speculator.controller.rest(missing if missing > 0 else _REST)
+        self._built.speculator.controller.rest.begin(missing if missing > 0 else _REST)
 
     def _room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
