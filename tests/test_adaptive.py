@@ -8,6 +8,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
@@ -17,6 +18,7 @@ from tests.test_level2 import built
 from tests.test_sampling import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.verification import top_p
 
 pytestmark = pytest.mark.engine
 __all__ = ["exact", "models", "prompt"]  # fixtures
@@ -143,6 +145,29 @@ def test_its_own_decisions(engines, pair):
     assert counters_of(llm).since(before).num_level2_accepted > 0
 
 
+def test_plain_steps_and_looks_are_timed(engines, pair):
+    """Of a batch that cannot be speculated on yet it is learnt what a plain step takes, and what
+    a look does."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
+    llm = engines.get(pair["target"], keys)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    controller = worker.triforce._built.speculator.controller
+    measured, before = controller.measured, controller.measured.copy()
+    measured.overheads, measured.looks = {}, {}
+    choose = controller.choose
+
+    def plainly(candidates, num_plain=0):
+        controller.rest.begin(6)
+        return [PLAIN] * len(candidates)
+
+    controller.choose = plainly
+    text = held_out_tokens(llm.get_tokenizer(), 400)
+    generate(llm, [text[:200], text[200:]], max_tokens=40)
+    controller.choose = choose
+    assert measured.overheads.keys() == measured.looks.keys() == {(2, True)}
+    measured.overheads, measured.looks = before.overheads, before.looks
+
+
 def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
     """At rest the runner is told of no speculation at all, and is told again afterwards."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
@@ -164,6 +189,38 @@ def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
     generate(llm, [text[:490]], max_tokens=40)
     # From 500 tokens on only the last, which has nothing to propose.
     assert any(seen[:11]) and not any(seen[11:-1])
+
+
+def test_plain_steps_sample_what_stock_samples(engines, pair, monkeypatch):
+    """With the same random numbers the same tokens, though top-p is found without sorting."""
+    keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
+    text = held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 900)
+    prompts = [{"prompt_token_ids": text[i * 100 : i * 150 + 100]} for i in range(6)]
+    params = [
+        SamplingParams(
+            temperature=(0.3, 0.8, 1.2)[i % 3],
+            top_p=(0.5, 0.9, 1.0)[i // 2],
+            top_k=(0, 20)[i % 2],
+            max_tokens=40 + i,
+            ignore_eos=True,
+        )
+        for i in range(6)
+    ]
+    found, rows = [], []
+    candidates = top_p._among_candidates
+
+    def spy(logits, *args):
+        rows.append(len(logits))
+        return candidates(logits, *args)
+
+    monkeypatch.setattr(top_p, "_among_candidates", spy)
+    for spec in (None, keys):
+        llm = engines.get(pair["target"], spec)
+        torch.manual_seed(7)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+        assert bool(rows) is (spec is not None)
+    assert found[0] == found[1]
 
 
 def test_calibration_stays_within_its_tables(engines, pair, monkeypatch):

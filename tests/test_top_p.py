@@ -6,8 +6,13 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from vllm_triforce.verification import top_p
-from vllm_triforce.verification.top_p import NUM_CANDIDATES, ROUNDING, apply_top_k_top_p
-from vllm_triforce.worker.rejection_v1 import fast_masks
+from vllm_triforce.verification.top_p import (
+    NUM_CANDIDATES,
+    ROUNDING,
+    TopPMasks,
+    apply_top_k_top_p,
+)
+from vllm_triforce.worker.masks_v1 import FastMasks
 
 
 def vllms(logits, k, p):
@@ -111,12 +116,39 @@ def test_small_vocabularies_and_other_dtypes_are_vllms():
     assert torch.equal(apply_top_k_top_p(logits.clone(), k, None), vllms(logits, k, None))
 
 
+def test_flat_distributions_are_soon_left_to_vllm(monkeypatch):
+    """Where looking for candidates is lost time it is hardly done; peaked rows bring it back, and
+    the tokens are vLLM's throughout."""
+    tried = []
+    original = top_p._among_candidates
+
+    def spy(logits, *args):
+        tried.append(len(logits))
+        return original(logits, *args)
+
+    monkeypatch.setattr(top_p, "_among_candidates", spy)
+    draw, masks = torch.Generator().manual_seed(1), TopPMasks()
+    p = torch.full((4,), 0.9)
+
+    def num_tried(spread: float, num_calls: int) -> int:
+        tried.clear()
+        for _ in range(num_calls):
+            logits = spread * torch.randn(4, 4096, generator=draw)
+            assert torch.equal(masks(logits.clone(), None, p), vllms(logits, None, p))
+        return len(tried)
+
+    assert num_tried(0.1, 400) < 14
+    assert num_tried(8.0, 200) > 130
+    assert num_tried(8.0, 50) == 50
+
+
 def test_vllm_has_its_own_back():
-    """The masks are exchanged while a proposal is verified, and never longer."""
+    """The masks are exchanged while a step's tokens are sampled, and never longer."""
     modules = (rejection_sampler, topk_topp_sampler)
     original = [module.apply_top_k_top_p for module in modules]
-    with pytest.raises(ZeroDivisionError), fast_masks():
-        assert all(module.apply_top_k_top_p is apply_top_k_top_p for module in modules)
+    fast = FastMasks()
+    with pytest.raises(ZeroDivisionError), fast:
+        assert all(module.apply_top_k_top_p is fast.masks for module in modules)
         _ = 1 / 0
     assert [module.apply_top_k_top_p for module in modules] == original
-    assert apply_top_k_top_p not in original
+    assert fast.masks not in original

@@ -2,8 +2,9 @@
 
 Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
 drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
-configured; it then takes the path that it takes without TriForce. The same place sees how long
-steps take, which the controller needs.
+configured; it then takes the path that it takes without TriForce, but for top-p on a CPU, which
+keeps the same tokens faster (``masks_v1.py``). The same place sees how long steps take, which the
+controller needs.
 """
 
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
+from vllm_triforce.worker.masks_v1 import FastMasks
 
 
 @dataclass
@@ -56,6 +58,7 @@ class PlainSteps:
         self._propose_seconds = 0.0
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
+        self._masks = FastMasks() if runner.device.type == "cpu" else None
         self._sample = runner._sample
         runner._sample = self.sample
         runner.execute_model = self.execute_model
@@ -100,7 +103,10 @@ class PlainSteps:
         on a batch with top-k and no drafts at all)."""
         if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
             spec_decode_metadata = None
-        return self._sample(logits, spec_decode_metadata)
+        if self._masks is None or self._runner.input_batch.no_top_p:
+            return self._sample(logits, spec_decode_metadata)
+        with self._masks:
+            return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, *args, **kwargs):
         try:

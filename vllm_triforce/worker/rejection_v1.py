@@ -5,23 +5,18 @@ vLLM builds no processor for ``min_p`` and ``logit_bias`` once speculation is co
 request of the batch has ``logprob_token_ids``, it takes their log-probabilities for everybody's.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     LogitsProcessors,
 )
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor
-from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
-from vllm_triforce.verification.top_p import apply_top_k_top_p
 
 
 def answer_all_parameters(runner, vllm_config, device) -> None:
@@ -36,21 +31,6 @@ def answer_all_parameters(runner, vllm_config, device) -> None:
     )
 
 
-@contextmanager
-def fast_masks() -> Iterator[None]:
-    """vLLM's rejection sampler masks a row for each draft token, by a function it imports: here
-    by one that keeps the same tokens and is faster."""
-    modules = (rejection_sampler, topk_topp_sampler)
-    originals = [module.apply_top_k_top_p for module in modules]
-    for module in modules:
-        module.apply_top_k_top_p = apply_top_k_top_p
-    try:
-        yield
-    finally:
-        for module, original in zip(modules, originals):
-            module.apply_top_k_top_p = original
-
-
 class CompleteRejectionSampler(RejectionSampler):
     """vLLM's, for every request parameter that its plain sampler takes."""
 
@@ -63,8 +43,7 @@ class CompleteRejectionSampler(RejectionSampler):
                 logprob_token_ids=None,
                 max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
             )
-        with fast_masks():
-            return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):
         """Of the draft tokens' logits; where no token was drafted the plain sampler sees to it."""

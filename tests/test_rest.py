@@ -1,0 +1,102 @@
+"""Promise: what speculation is compared with is plain decoding undisturbed, and looking at a batch
+that decodes plainly costs no more than its share of the time."""
+
+import pytest
+
+from tests.test_controller import NOTHING_PAYS, controller
+from vllm_triforce.controller.allowance import SHARE
+from vllm_triforce.controller.choice import PLAIN
+from vllm_triforce.controller.controller import _LOOK_EARLIEST, _LOOK_LATEST
+from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.rest import Rest
+
+
+def test_a_rest_begins_and_ends():
+    """Decided in step 1 for six steps: 2 to 6 are not asked, 7 is, and is a look."""
+    rest = Rest()
+    rest.begin_step()
+    rest.begin(6)
+    seen = []
+    for _ in range(7):
+        rest.begin_step()
+        seen.append((rest.step, rest.is_resting, rest.is_settled, rest.is_look))
+    assert seen == [
+        (2, True, False, False),  # the first one after others is slower
+        *((step, True, True, False) for step in (3, 4, 5, 6)),
+        (7, False, False, True),
+        (8, False, False, False),
+    ]
+
+
+def test_a_batch_that_changed_is_no_look():
+    rest = Rest()
+    rest.begin(3)
+    rest.begin_step()
+    rest.wake()
+    rest.begin_step()
+    rest.begin_step()
+    assert not rest.is_resting and not rest.is_look
+
+
+def test_a_short_rest_is_long_enough_to_be_timed():
+    rest, timed = Rest(), []
+    rest.begin_short()
+    for _ in range(4):
+        rest.begin_step()
+        timed.append((rest.is_settled, rest.wants_times))
+    settled = timed.index((True, True))
+    assert timed[settled + 1][1]  # its end is the next one's begin
+
+
+def test_few_steps_at_rest_are_timed():
+    """A look's end, and of settled steps one in eight, with its end."""
+    rest = Rest()
+    rest.begin(801)
+    timed = 0
+    for _ in range(800):
+        rest.begin_step()
+        timed += rest.wants_times
+    assert timed == 1 + 200
+
+
+def test_what_a_look_takes_is_learnt_apart():
+    model = CostModel(NOTHING_PAYS)
+    plain = model.full_pass([1, 1], [50, 60])
+    model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.004))
+    assert model.overhead(2) == pytest.approx(0.004) and not model.look_seconds(2, True)
+    for _ in range(50):
+        model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.006, is_look=True))
+    assert model.overhead(2) == pytest.approx(0.004)
+    assert model.look_seconds(2, True) == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("look", [0.0, 1e-6, 0.0005, 0.005, 10.0])
+def test_looks_take_their_share(look):
+    """Nothing pays: so many steps until the next look that looks take SHARE of the time."""
+    found = controller(NOTHING_PAYS)
+    if look:
+        plain = found.measured.full_pass([1], [4000])
+        found.measured.observe_step(StepTime(True, [1], [4000], plain + look, is_look=True))
+        found.start(found.measured)
+    steps, looks = 20_000, 0
+    for _ in range(steps):
+        found.rest.begin_step()
+        if not found.rest.is_resting:
+            assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
+            looks += 1
+    if look in (0.0005, 0.005):
+        share = looks * look / (steps * found.model.full_pass([1], [4000]))
+        assert share == pytest.approx(SHARE, rel=0.1)
+    assert steps / _LOOK_LATEST <= looks + 1 <= steps / _LOOK_EARLIEST + 1
+
+
+@pytest.mark.parametrize("has_seed", [False, True])
+def test_a_seeded_request_begins_where_it_would_alone(has_seed):
+    """However long the rest of others would last."""
+    found = controller(NOTHING_PAYS)
+    begin = found._fixed.tokens_until(Candidate("a", 0, 16))
+    assert found.choose([Candidate("a", begin - 9, 16, has_seed=has_seed)]) == [PLAIN]
+    for _ in range(9):
+        found.rest.begin_step()
+    assert found.rest.is_resting is not has_seed
