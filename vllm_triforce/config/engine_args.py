@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_triforce.config import compatibility, drafting_slots, request_params
+from vllm_triforce.config.mark import mark
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
 
 # Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
@@ -174,7 +175,7 @@ def _wrap_create_speculative_config(original):
         compatibility.check_draft_kind(speculative_config.draft_model_config)
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
-        request_params.mark(speculative_config)
+        mark(speculative_config)
         return speculative_config
 
     return create_speculative_config

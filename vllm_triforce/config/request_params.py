@@ -8,17 +8,7 @@ deployment that adds TriForce goes on answering what it answered before.
 
 import functools
 
-_MARK = "_answers_all_sampling_params"
-
-
-def mark(speculative_config) -> None:
-    """Marks TriForce's ``SpeculativeConfig``: it travels to the front-end with it."""
-    object.__setattr__(speculative_config, _MARK, True)
-
-
-def is_triforce(speculative_config) -> bool:
-    """Whether it was marked."""
-    return getattr(speculative_config, _MARK, False)
+from vllm_triforce.config.mark import is_triforce
 
 
 def install() -> None:
