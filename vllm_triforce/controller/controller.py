@@ -23,9 +23,9 @@ from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
 from vllm_triforce.controller.rest import Rest
 
-# Steps until a batch that decodes plainly is looked at again: while it is not known what a look
-# takes, and else within these bounds (to see what plain steps take; and since contexts grow).
-_LOOK_AGAIN, _LOOK_EARLIEST, _LOOK_LATEST = 32, 4, 128
+# Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
+# as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
+_LOOK_FIRST, _LOOK_UNKNOWN, _LOOK_EARLIEST, _LOOK_LATEST = 8, 32, 4, 128
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
@@ -220,16 +220,18 @@ class Controller:
             num_steps = self._steps_of_rest(candidates, num_plain, plain)
             trials.earn(num_steps * plain, plain)
             self.rest.begin(num_steps)
+            self.rest.num_looks += 1
+        else:
+            self.rest.num_looks = 0
 
     def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
-        """Until the next look, so that looks take the share of the time that may be spent on
-        finding out."""
+        """Until the next look: few at first, since what was found out of a request or a passage
+        is little, and with each look in vain twice as many, until looks take the share of the time
+        that may be spent on finding out."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = _LOOK_AGAIN
-        if look:
-            num_steps = int(look / (SHARE * plain_seconds))
-            num_steps = max(_LOOK_EARLIEST, min(num_steps, _LOOK_LATEST))
+        most = min(int(look / (SHARE * plain_seconds)), _LOOK_LATEST) if look else _LOOK_UNKNOWN
+        num_steps = min(_LOOK_FIRST << min(self.rest.num_looks, 8), max(most, _LOOK_EARLIEST))
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

@@ -15,6 +15,8 @@ class Rest:
         self._since = 0
         self._until = 0
         self._is_look = False
+        self.num_looks = 0
+        """Decisions in a row to go on plainly."""
 
     def begin_step(self) -> None:
         self._is_look = self.step == self._until - 1
@@ -32,6 +34,7 @@ class Rest:
     def wake(self) -> None:
         """The batch has changed."""
         self._until = 0
+        self.num_looks = 0
 
     @property
     def is_resting(self) -> bool:
