@@ -16,7 +16,7 @@ _vllm_masks = topk_topp_sampler.apply_top_k_top_p
 # Largest logits of a row that are looked at: at first, and where those do not tell.
 NUM_CANDIDATES = (128, 1024)
 # Fewer logits are sorted faster than anything else is done with them.
-_WORTH_IT = 8192
+_WORTH_IT = 4096
 # Sums of probabilities in float32 are off by 2e-6 at most (vocabularies of 4,096 to 262,144 tokens,
 # flat to peaked: tests/test_top_p.py); a sum closer to p than this could be rounded to either side.
 ROUNDING = 1e-5
