@@ -6,10 +6,9 @@ import pytest
 from tests.test_controller import NOTHING_PAYS, controller
 from vllm_triforce.controller.allowance import SHARE
 from vllm_triforce.controller.choice import PLAIN
-from vllm_triforce.controller.controller import _LOOK_EARLIEST, _LOOK_LATEST
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.rest import Rest
+from vllm_triforce.controller.rest import LOOK_EARLIEST, LOOK_FIRST, LOOK_LATEST, Rest
 
 
 def test_a_rest_begins_and_ends():
@@ -32,12 +31,13 @@ def test_a_rest_begins_and_ends():
 def test_a_batch_that_changed_is_no_look():
     rest = Rest()
     rest.begin(3)
-    rest.num_looks = 5
+    rest.until_next_look(10.0, 0.01)
     rest.begin_step()
     rest.wake()
     rest.begin_step()
     rest.begin_step()
-    assert not rest.is_resting and not rest.is_look and not rest.num_looks
+    assert not rest.is_resting and not rest.is_look
+    assert rest.until_next_look(10.0, 0.01) == LOOK_FIRST
 
 
 def test_a_short_rest_is_long_enough_to_be_timed():
@@ -91,7 +91,7 @@ def test_looks_take_their_share(look):
     if look in (0.0005, 0.005):
         share = len(looks) * look / (steps * found.model.full_pass([1], [4000]))
         assert share == pytest.approx(SHARE, rel=0.1)
-    assert steps / _LOOK_LATEST <= len(looks) <= steps / _LOOK_EARLIEST
+    assert steps / LOOK_LATEST <= len(looks) <= steps / LOOK_EARLIEST
 
 
 @pytest.mark.parametrize("has_seed", [False, True])

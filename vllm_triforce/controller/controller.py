@@ -13,7 +13,6 @@ import numpy as np
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
-from vllm_triforce.controller.allowance import SHARE
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.exploration import Exploration
@@ -23,9 +22,6 @@ from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
 from vllm_triforce.controller.rest import Rest
 
-# Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
-# as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
-_LOOK_FIRST, _LOOK_UNKNOWN, _LOOK_EARLIEST, _LOOK_LATEST = 8, 32, 4, 128
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
@@ -220,18 +216,14 @@ class Controller:
             num_steps = self._steps_of_rest(candidates, num_plain, plain)
             trials.earn(num_steps * plain, plain)
             self.rest.begin(num_steps)
-            self.rest.num_looks += 1
         else:
-            self.rest.num_looks = 0
+            self.rest.was_worth_it()
 
     def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
-        """Until the next look: few at first, since what was found out of a request or a passage
-        is little, and with each look in vain twice as many, until looks take the share of the time
-        that may be spent on finding out."""
+        """Until the next look."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
-        most = min(int(look / (SHARE * plain_seconds)), _LOOK_LATEST) if look else _LOOK_UNKNOWN
-        num_steps = min(_LOOK_FIRST << min(self.rest.num_looks, 8), max(most, _LOOK_EARLIEST))
+        num_steps = self.rest.until_next_look(look, plain_seconds)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

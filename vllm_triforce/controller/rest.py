@@ -1,10 +1,15 @@
 """Steps that decode plainly without being asked."""
 
+from vllm_triforce.controller.allowance import SHARE
+
 # Steps without speculation after which its time is that of plain decoding: the first one after
 # others is slower, and its way through vLLM is that of a step that may get drafts.
 _SETTLED = 2
 # Of so many steps at rest one is timed, which takes the beginning of two.
 _TIMES_AT_REST = 8
+# Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
+# as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
+LOOK_FIRST, LOOK_UNKNOWN, LOOK_EARLIEST, LOOK_LATEST = 8, 32, 4, 128
 
 
 class Rest:
@@ -15,7 +20,7 @@ class Rest:
         self._since = 0
         self._until = 0
         self._is_look = False
-        self.num_looks = 0
+        self._num_looks = 0
         """Decisions in a row to go on plainly."""
 
     def begin_step(self) -> None:
@@ -34,7 +39,26 @@ class Rest:
     def wake(self) -> None:
         """The batch has changed."""
         self._until = 0
-        self.num_looks = 0
+        self.was_worth_it()
+
+    def was_worth_it(self) -> None:
+        """A look, or the batch is another: the next one is due early again."""
+        self._num_looks = 0
+
+    def until_next_look(self, look_seconds: float, plain_seconds: float) -> int:
+        """Steps after a look in vain: few at first, since little is known of a request or a
+        passage, and each time twice as many, until looks take the share of the time that may be
+        spent on finding out.
+
+        Args:
+            look_seconds: what a look takes; 0 where that is not known.
+        """
+        most = LOOK_UNKNOWN
+        if look_seconds:
+            most = min(int(look_seconds / (SHARE * plain_seconds)), LOOK_LATEST)
+        doubled = LOOK_FIRST << min(self._num_looks, 8)
+        self._num_looks += 1
+        return min(doubled, max(most, LOOK_EARLIEST))
 
     @property
     def is_resting(self) -> bool:

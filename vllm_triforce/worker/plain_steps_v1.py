@@ -1,4 +1,4 @@
-"""Steps in which nothing is speculated on: on Model Runner V1 they are stock vLLM's, untouched.
+"""Steps in which nothing is speculated on: on Model Runner V1 they are stock vLLM's.
 
 Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
 drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
