@@ -7,14 +7,15 @@ keeps more than the candidates, looking for them is lost time on top of the sort
 ``TopPMasks`` soon leaves it.
 """
 
+import numpy as np
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler
 
 # Before anybody exchanges it.
 _vllm_masks = topk_topp_sampler.apply_top_k_top_p
 
-# Largest logits of a row that are looked at: at first, and where those do not tell.
-NUM_CANDIDATES = (128, 1024)
+# Top-k keeps at most so many where they are looked for here.
+MOST_CANDIDATES = 1024
 # Fewer logits are sorted faster than anything else is done with them.
 _WORTH_IT = 4096
 # Sums of probabilities in float32 are off by 2e-6 at most (vocabularies of 4,096 to 262,144 tokens,
@@ -63,23 +64,15 @@ def apply_top_k_top_p(
 
 def _masked(logits, k, p, **options) -> tuple[torch.Tensor, int]:
     """And how many rows were looked at in vain."""
-    vocab_size = logits.shape[-1]
-    counts = [count for count in NUM_CANDIDATES if 16 * count < vocab_size]
     is_fit = p is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
-    if not is_fit or not counts or logits.numel() < _WORTH_IT:
+    if not is_fit or logits.numel() < _WORTH_IT:
         return _vllm_masks(logits, k, p, **options), 0
-    masked = torch.empty_like(logits)
-    rest = torch.arange(len(logits))
-    for count in counts:
-        if not len(rest):
-            break
-        rows = slice(None) if len(rest) == len(logits) else rest
-        its_k = None if k is None else k[rows]
-        found, is_sure = _among_candidates(logits[rows], its_k, p[rows], count)
-        masked[rows] = found
-        rest = rest[~is_sure]
+    masked, is_sure = _among_candidates(logits, k, p)
+    rest = np.flatnonzero(~is_sure)
     if len(rest):
-        masked[rest] = _vllm_masks(logits[rest], None if k is None else k[rest], p[rest], **options)
+        rows = torch.from_numpy(rest)
+        its_k = None if k is None else k[rows]
+        masked[rows] = _vllm_masks(logits[rows], its_k, p[rows], **options)
     return masked, len(rest)
 
 
@@ -87,29 +80,32 @@ def _among_candidates(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
     k: torch.Tensor | None,  # [num_tokens]
     p: torch.Tensor,  # [num_tokens]
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, np.ndarray]:
     """The masked logits, and of which rows they are vLLM's for certain, [num_tokens], bool."""
-    values, token_ids = logits.topk(count, dim=-1)  # in descending order
-    # log(sum(exp)), four times faster than torch's: the largest is known.
-    total = values[:, 0] + (logits - values[:, :1]).exp_().sum(-1).log_()
-    is_sure = torch.ones(len(logits), dtype=torch.bool)
+    # Imported where it is needed: compiling takes a second, and other devices have no use for it.
+    from vllm_triforce.verification.top_p_rows import keep_rows
+
+    logits = logits.contiguous()
+    weights = (logits - logits.amax(-1, keepdim=True)).exp_()
+    totals = weights.sum(-1)
     if k is not None:
-        is_limited = k < logits.shape[-1]
-        place = k.clamp(max=count).long() - 1
-        smallest = values.gather(1, place[:, None])
-        # A token that is as likely as the smallest one is kept too.
-        is_sure &= ~is_limited | ((k < count) & (values[:, -1] < smallest[:, 0]))
-        is_beyond = is_limited[:, None] & (values < smallest)
-        values = values.masked_fill(is_beyond, -torch.inf)
-        total = torch.where(is_limited, values.logsumexp(-1), total)
-    probs = (values - total[:, None]).double().exp()
-    before = probs.cumsum(-1) - probs  # of all tokens that are likelier
-    wanted = p[:, None].double()
-    is_kept = before < wanted
-    is_kept[:, 0] = True
-    is_sure &= ((before - wanted).abs() > ROUNDING).all(-1) & ~is_kept[:, -1]
-    least_kept = values.masked_fill(~is_kept, torch.inf).amin(-1)
-    is_sure &= least_kept > values.masked_fill(is_kept, -torch.inf).amax(-1)
-    masked = torch.full_like(logits, -torch.inf)
-    return masked.scatter_(1, token_ids, values.masked_fill(~is_kept, -torch.inf)), is_sure
+        totals = _limit(weights, logits, k, totals)
+    masked = torch.empty_like(logits)
+    is_sure = np.empty(len(logits), dtype=np.bool_)
+    arrays = (tensor.numpy() for tensor in (logits, weights, totals, p.contiguous()))
+    keep_rows(*arrays, ROUNDING, masked.numpy(), is_sure)
+    return masked, is_sure
+
+
+def _limit(weights, logits, k, totals: torch.Tensor) -> torch.Tensor:
+    """Top-k: removes the other tokens' weights and sums up again; NaN where k is too large."""
+    is_limited = k < logits.shape[-1]
+    largest_k = int(torch.where(is_limited, k, 0).max())
+    if largest_k == 0:
+        return totals
+    values = logits.topk(min(largest_k, MOST_CANDIDATES), dim=-1).values
+    smallest = values.gather(1, (k.clamp(max=values.shape[-1]).long() - 1)[:, None])
+    # A token that is as likely as the smallest one is kept too.
+    weights.masked_fill_(is_limited[:, None] & (logits < smallest), 0.0)
+    totals = torch.where(is_limited, weights.sum(-1), totals)
+    return totals.masked_fill(is_limited & (k > MOST_CANDIDATES), torch.nan)
