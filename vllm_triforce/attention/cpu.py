@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from vllm import _custom_ops as ops
@@ -208,8 +209,8 @@ class CPURetrievalAttention:
 
     def _metadata(self, query_lens, seq_lens, rows) -> SparseCPUMetadata:
         """Of sequences of one KV head; the block table is still to come."""
-        query_start_loc = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
-        torch.cumsum(query_lens, 0, out=query_start_loc[1:])
+        starts = list(accumulate(query_lens.tolist(), initial=0))
+        query_start_loc = torch.tensor(starts, dtype=torch.int32)
         scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(seq_lens),
             num_heads=self._group,

@@ -23,7 +23,12 @@ class QueryRecorder:
         self.min_context = min_context
         self.paused = False
         self._queries: list[torch.Tensor | None] = [None] * num_layers
+        self._is_wanted = False
+        self._ends: torch.Tensor | None = None
+        """[num_reqs], row after the last one of each request."""
         self._rows: torch.Tensor | None = None
+        """[num_reqs * rows_per_request], the rows that are kept; None for all, where they are no
+        more than these."""
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -42,14 +47,20 @@ class QueryRecorder:
     ) -> None:
         if self.paused:
             return
-        query_start_loc, max_seq_len = metadata.query_start_loc, metadata.max_seq_len
         if layer == 0:
-            self._rows = None
-            if max_seq_len >= self.min_context:
+            starts = metadata.query_start_loc
+            self._is_wanted = metadata.max_seq_len >= self.min_context
+            self._rows, self._ends = None, starts[1:]
+            if self._is_wanted and len(query) > self.rows_per_request * len(self._ends):
                 back = torch.arange(1, self.rows_per_request + 1, device=query.device)
-                rows = query_start_loc[1:, None] - back
-                self._rows = rows.clamp(min=query_start_loc[:-1, None]).flatten()
-        self._queries[layer] = None if self._rows is None else query[self._rows]
+                rows = self._ends[:, None] - back
+                self._rows = rows.clamp(min=starts[:-1, None]).flatten()
+        if not self._is_wanted:
+            self._queries[layer] = None
+        elif self._rows is None:
+            self._queries[layer] = query.clone()
+        else:
+            self._queries[layer] = query[self._rows]
 
     def last_accepted(
         self, request: int, num_rejected: int
@@ -61,7 +72,10 @@ class QueryRecorder:
         """
         if any(query is None for query in self._queries):
             raise RuntimeError("no queries were recorded in the last full pass")
-        row = request * self.rows_per_request + num_rejected
+        if self._rows is None:
+            row = int(self._ends[request]) - 1 - num_rejected
+        else:
+            row = request * self.rows_per_request + num_rejected
         return torch.stack([query[row] for query in self._queries])
 
 

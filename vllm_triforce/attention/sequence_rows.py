@@ -1,5 +1,6 @@
 """The order of a query's rows when every KV head of a request is a sequence of its own."""
 
+import numpy as np
 import torch
 
 
@@ -14,10 +15,10 @@ def sequence_rows(
     lens = query_lens.tolist()
     if all(n == 1 for n in lens):
         return None
-    heads = torch.arange(num_kv_heads)
+    heads = np.arange(num_kv_heads)
     rows, start = [], 0
     for n in lens:
-        tokens = torch.arange(start, start + n)
-        rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).flatten())
+        tokens = np.arange(start, start + n)
+        rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).ravel())
         start += n
-    return torch.cat(rows).to(query_lens.device)
+    return torch.from_numpy(np.concatenate(rows)).to(query_lens.device)

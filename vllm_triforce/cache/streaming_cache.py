@@ -21,6 +21,8 @@ class StreamingCache:
         self.block_table = torch.arange(self.num_blocks, dtype=torch.int32, device=device).view(
             num_slots, self.blocks_per_slot
         )
+        self.host_table = self.block_table.cpu().numpy()
+        """The same for the host."""
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[str, int] = {}
 

@@ -141,12 +141,21 @@ class CostModel:
             tokens: of each request.
             contexts: tokens of each request.
         """
-        attention = self.attention_table(contexts, max(tokens))
-        return self.rows(sum(tokens)) + float(attention[np.arange(len(tokens)), tokens].sum())
+        return self.rows(sum(tokens)) + sum(map(self.attention, tokens, contexts))
 
     def rows(self, num_tokens: int) -> float:
         """Of a full pass, without its attention."""
         return self.speed * interpolate(self.measured.full_by_rows, num_tokens)
+
+    def attention(self, num_tokens: int, context: int) -> float:
+        """What a context adds to a pass of a request: one number of ``attention_table()``, which
+        takes ten times as long."""
+        known, table = self.measured.contexts, self.measured.attention(num_tokens)
+        if len(known) == 1:
+            return 0.0
+        end = int(known[1:-1].searchsorted(context, side="right")) + 1
+        points = [(known[i], table[i, num_tokens]) for i in (end - 1, end)]
+        return self.speed * max(0.0, float(interpolate(points, context)))
 
     def attention_table(self, contexts: Sequence[int], most_tokens: int) -> np.ndarray:
         """[num_reqs, at least ``most_tokens`` + 1], what a context adds to a pass of a request."""

@@ -3,6 +3,7 @@
 Remove when the oldest supported vLLM writes the output back.
 """
 
+import numpy as np
 import torch
 
 _KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -48,7 +49,7 @@ def mend_expand_kernel() -> bool:
 
 
 def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    expanded = input_val.repeat_interleave(counts.to(torch.int64))
-    expanded = expanded.masked_fill(expanded == replace_from, replace_to)
-    output[: len(expanded)] = expanded
+    counts = np.diff(cu_num_tokens.numpy(), prepend=0)
+    expanded = np.repeat(input_val.numpy(), counts)
+    expanded[expanded == replace_from] = replace_to
+    output.numpy()[: len(expanded)] = expanded

@@ -1,7 +1,10 @@
 """One forward pass of a vLLM model outside the scheduler's own step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -16,6 +19,8 @@ class PassInput:
     query_lens: torch.Tensor  # [num_rows], int32
     query_start_loc: torch.Tensor  # [num_rows + 1], int32
     seq_lens: torch.Tensor  # [num_rows], int32, cached tokens and the ones of this pass
+    spans: list[tuple[int, int]]
+    """Each row's first position and the one after its last."""
 
     @classmethod
     def from_rows(
@@ -25,29 +30,32 @@ class PassInput:
         rows: token ids of each row.
         first_positions: position of each row's first token.
         """
-        lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
-        torch.cumsum(lens, 0, out=starts[1:])
-        token_ids = [token for row in rows for token in row]
-        positions = [p for row, p0 in zip(rows, first_positions) for p in range(p0, p0 + len(row))]
+        spans = [(first, first + len(row)) for row, first in zip(rows, first_positions)]
+
+        def tensor(values, dtype):
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
         return cls(
-            torch.tensor(token_ids, dtype=torch.int32, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
-            lens.to(device),
-            starts.to(device),
-            (torch.tensor(first_positions, dtype=torch.int32) + lens).to(device),
+            tensor(chain.from_iterable(rows), torch.int32),
+            tensor(chain.from_iterable(range(*span) for span in spans), torch.int64),
+            tensor(map(len, rows), torch.int32),
+            tensor(accumulate(map(len, rows), initial=0), torch.int32),
+            tensor((end for _, end in spans), torch.int32),
+            spans,
         )
 
     def slot_mapping(
         self,
-        block_table: torch.Tensor,  # [num_rows, width], int32
+        block_ids: Sequence[np.ndarray],  # each row's blocks
         block_size: int,
     ) -> torch.Tensor:  # [num_tokens], int64
         """Where each token's KV goes."""
-        owners = torch.arange(len(self.query_lens), device=block_table.device)
-        owners = owners.repeat_interleave(self.query_lens)
-        blocks = block_table[owners, self.positions // block_size].to(torch.int64)
-        return blocks * block_size + self.positions % block_size
+        slots = [
+            int(blocks[position // block_size]) * block_size + position % block_size
+            for blocks, span in zip(block_ids, self.spans)
+            for position in range(*span)
+        ]
+        return torch.tensor(slots, dtype=torch.int64, device=self.positions.device)
 
     def common_metadata(
         self, block_table: torch.Tensor, slot_mapping: torch.Tensor

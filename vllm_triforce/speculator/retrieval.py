@@ -77,7 +77,6 @@ class RetrievalLevel:
         reach = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
         tables, self._skipped = self.cache.block_table(selections, blocks, reach)
         self._sparse_tables = tables.unflatten(1, (len(batch), -1))
-        self._dense_tables = [_padded(tables, self._device) for tables in batch.block_tables]
 
     def forward(
         self,
@@ -99,19 +98,20 @@ class RetrievalLevel:
 
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
-        for group, dense_table in zip(self._groups, self._dense_tables):
-            table = dense_table[rows]
-            mapping = inputs.slot_mapping(table, group.block_size)
+        for group, block_tables in zip(self._groups, batch.block_tables):
+            tables = [block_tables[row] for row in rows]
+            mapping = inputs.slot_mapping(tables, group.block_size)
             slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
             if group.dense_layer_names:
-                common = inputs.common_metadata(table, mapping)
+                common = inputs.common_metadata(_padded(tables, self._device), mapping)
                 dense = group.dense_builder.build(0, common)
                 metadata |= dict.fromkeys(group.dense_layer_names, dense)
             if group.sparse_layer_names:
+                skipped, sparse_tables = self._skipped, self._sparse_tables
+                if len(rows) < len(batch):
+                    skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
                 sparse = self._attention.build(
-                    inputs.query_lens,
-                    inputs.seq_lens - self._skipped[rows],
-                    self._sparse_tables[:, rows].flatten(1, 2),
+                    inputs.query_lens, inputs.seq_lens - skipped, sparse_tables.flatten(1, 2)
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
         hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)

@@ -101,7 +101,7 @@ class StreamingLevel:
         """Logits after each row's last token, [num_rows, vocab_size]."""
         inputs = PassInput.from_rows(feed, first_positions, self._device)
         table = self.cache.block_table[slots]
-        mapping = inputs.slot_mapping(table, self.cache.block_size)
+        mapping = inputs.slot_mapping(self.cache.host_table[slots], self.cache.block_size)
         metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
         hidden = run_model(
             self._model,

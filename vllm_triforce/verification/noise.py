@@ -6,7 +6,7 @@ import torch
 
 
 class InnerNoise:
-    """Uniform and exponential noise for the rows of one inner round.
+    """Uniform noise for the rows of one inner round.
 
     The outer test draws from vLLM's generators. Were its noise used here too, accepting would
     depend on how a token was drafted. Unseeded requests share a private generator; a seeded
@@ -45,9 +45,12 @@ class InnerNoise:
         row: int,
         probs: torch.Tensor,  # [vocab_size], need not be normalised
     ) -> int:
-        """A token, by the exponential race (Gumbel-max without logarithms)."""
-        noise = torch.empty_like(probs).exponential_(generator=self._rows[row])
-        return int(probs.div(noise).argmax())
+        """A token, by the inverse of the cumulative distribution."""
+        sums = probs.cumsum(0, dtype=torch.float64)
+        token = int(torch.searchsorted(sums, self.uniform(row) * float(sums[-1]), right=True))
+        if token == len(sums):  # the product was rounded up to the sum itself
+            token = int(probs.nonzero()[-1])
+        return token
 
 
 def _mix(*parts) -> int:

@@ -39,14 +39,17 @@ def token_distribution(
     level 2's tokens lie inside what level 3 keeps.
     """
     greedy = sampling.is_greedy
-    temperature = torch.where(greedy, torch.ones_like(sampling.temperature), sampling.temperature)
+    has_greedy = bool(greedy.any())
+    temperature = sampling.temperature
+    if has_greedy:
+        temperature = torch.where(greedy, torch.ones_like(temperature), temperature)
     scaled = logits.float() / temperature[:, None]
     if sampling.min_p is not None:
         probs = scaled.softmax(-1)
         floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
         scaled = scaled.masked_fill(probs < floor, float("-inf"))
     probs = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p).softmax(-1)
-    if bool(greedy.any()):
+    if has_greedy:
         best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
         best.masked_fill_(probs[:, :1].isnan(), float("nan"))
         probs = torch.where(greedy[:, None], best, probs)

@@ -30,12 +30,15 @@ class SamplingRows:
 
     def take(self, rows: list[int]) -> "SamplingRows":
         """The parameters of some rows, in their order; rows may repeat."""
+        if rows == list(range(len(self.temperature))):
+            return self
+        index = torch.tensor(rows, device=self.temperature.device)
 
         def pick(values):
-            return None if values is None else values[rows]
+            return None if values is None else values.index_select(0, index)
 
         return SamplingRows(
-            self.temperature[rows],
+            pick(self.temperature),
             pick(self.top_k),
             pick(self.top_p),
             pick(self.min_p),

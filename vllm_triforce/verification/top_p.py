@@ -7,9 +7,13 @@ keeps more than the candidates, looking for them is lost time on top of the sort
 ``TopPMasks`` soon leaves it.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler
+
+from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
 
 # Before anybody exchanges it.
 _vllm_masks = topk_topp_sampler.apply_top_k_top_p
@@ -29,6 +33,7 @@ class TopPMasks:
     """``apply_top_k_top_p``, or vLLM's function while most rows would be left to it anyway."""
 
     def __init__(self) -> None:
+        _keep_rows()  # compiles it, before a request waits for that
         self._left = 0
         self._rest = 1
 
@@ -82,9 +87,6 @@ def _among_candidates(
     p: torch.Tensor,  # [num_tokens]
 ) -> tuple[torch.Tensor, np.ndarray]:
     """The masked logits, and of which rows they are vLLM's for certain, [num_tokens], bool."""
-    # Imported where it is needed: compiling takes a second, and other devices have no use for it.
-    from vllm_triforce.verification.top_p_rows import keep_rows
-
     logits = logits.contiguous()
     weights = (logits - logits.amax(-1, keepdim=True)).exp_()
     totals = weights.sum(-1)
@@ -93,8 +95,18 @@ def _among_candidates(
     masked = torch.empty_like(logits)
     is_sure = np.empty(len(logits), dtype=np.bool_)
     arrays = (tensor.numpy() for tensor in (logits, weights, totals, p.contiguous()))
-    keep_rows(*arrays, ROUNDING, masked.numpy(), is_sure)
+    _keep_rows()(*arrays, ROUNDING, masked.numpy(), is_sure)
     return masked, is_sure
+
+
+@cache
+def _keep_rows():
+    """``keep_rows()``: compiled at the first call, which other devices than the CPU never make."""
+    # numba, once imported, keeps vLLM from starting another engine in this process.
+    mend_kernel_rebinding()
+    from vllm_triforce.verification.top_p_rows import keep_rows
+
+    return keep_rows
 
 
 def _limit(weights, logits, k, totals: torch.Tensor) -> torch.Tensor:

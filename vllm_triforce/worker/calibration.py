@@ -149,7 +149,7 @@ class Calibration:
         for groups, block_size in zip(self._attn_groups, self._block_sizes):
             tables = self._tables(num_rows, context + num_tokens, block_size)
             table = torch.from_numpy(tables).to(self._device)
-            mapping = inputs.slot_mapping(table, block_size)
+            mapping = inputs.slot_mapping(tables, block_size)
             common = inputs.common_metadata(table, mapping)
             for group in groups:
                 built = group.get_metadata_builder().build(0, common)

@@ -47,19 +47,16 @@ class CompleteRejectionSampler(RejectionSampler):
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):
         """Of the draft tokens' logits; where no token was drafted the plain sampler sees to it."""
-        owners = torch.arange(len(metadata.num_draft_tokens)).repeat_interleave(
-            torch.tensor(metadata.num_draft_tokens)
-        )
         # As in the plain sampler: biases first, since a penalty depends on a logit's sign.
         for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
             if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
-                _add_biases(logits, owners, processor.biases)
+                _add_biases(logits, _owners(metadata), processor.biases)
         logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
-                min_p = processor.min_p[owners.to(logits.device)].view(-1)
-                temperature = sampling_metadata.temperature[owners.to(logits.device)]
-                _mask_below_min_p(logits, min_p, temperature)
+                owners = _owners(metadata).to(logits.device)
+                min_p = processor.min_p[owners].view(-1)
+                _mask_below_min_p(logits, min_p, sampling_metadata.temperature[owners])
         return logits
 
     def _get_logprobs_tensors(
@@ -73,6 +70,12 @@ class CompleteRejectionSampler(RejectionSampler):
         if not self.is_logits_logprobs_mode:
             bonus_logits = self.sampler.compute_logprobs(bonus_logits)
         return _with_named_logprobs(tensors, self._named, bonus_logits, sampled_token_ids.shape[1])
+
+
+def _owners(metadata) -> torch.Tensor:  # [num_draft_tokens]
+    """The row of the batch that each draft token belongs to."""
+    counts = torch.tensor(metadata.num_draft_tokens)
+    return torch.arange(len(counts)).repeat_interleave(counts)
 
 
 def _with_named_logprobs(

@@ -138,17 +138,32 @@ class TriForceProposer(DraftModelProposer):
     # Every step.
 
     def prepare_next_token_ids_padded(self, sampled_token_ids, requests, batch, discard_mask):
-        result = super().prepare_next_token_ids_padded(
-            sampled_token_ids, requests, batch, discard_mask
-        )
-        self._outcome = (result[1].tolist(), sampled_token_ids.tolist())
-        return result
+        """As vLLM's, on the host: the proposal is made from lists."""
+        sampled = sampled_token_ids.tolist()
+        counts, newest = [], []
+        is_discarded = discard_mask[: len(sampled)].tolist()
+        for row, tokens in enumerate(sampled):
+            # What was rejected is -1, and stands behind what was accepted.
+            count = 0 if is_discarded[row] else sum(0 <= t < batch.vocab_size for t in tokens)
+            counts.append(count)
+            if count:
+                newest.append(tokens[count - 1])
+            else:
+                place = int(batch.num_tokens_no_spec[row]) - 1
+                newest.append(requests[batch.req_ids[row]].get_token_id(place))
+        self._outcome = counts, sampled
+        return self._int_tensor(newest), self._int_tensor(counts)
 
     def prepare_inputs_padded(self, common_attn_metadata, spec_decode_metadata, valid_counts):
+        """As vLLM's; the inputs of a draft's pass that it returns besides are not needed."""
         self._num_scheduled_drafts = spec_decode_metadata.num_draft_tokens
-        return super().prepare_inputs_padded(
-            common_attn_metadata, spec_decode_metadata, valid_counts
-        )
+        counts, _ = self._outcome
+        drafted = self._num_scheduled_drafts
+        rejected = [n + 1 - count if n else 0 for n, count in zip(drafted, counts)]
+        return common_attn_metadata, None, self._int_tensor(rejected)
+
+    def _int_tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def propose(
         self,
