@@ -49,6 +49,10 @@ TABLE: list[Surface] = [
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "worker/rejection_v1.py"),
     has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "worker/rejection_v1.py"),
     has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "worker/argmax_verification_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "worker/argmax_verification_v1.py"),
+    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "worker/argmax_verification_v1.py"),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "worker/argmax_verification_v1.py"),
     # The way of the counters.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "metrics/carrier.py"),
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "metrics/carrier.py"),

@@ -3,7 +3,6 @@
 Remove when the oldest supported vLLM writes the output back.
 """
 
-import numpy as np
 import torch
 
 _KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -49,7 +48,7 @@ def mend_expand_kernel() -> bool:
 
 
 def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
-    counts = np.diff(cu_num_tokens.numpy(), prepend=0)
-    expanded = np.repeat(input_val.numpy(), counts)
-    expanded[expanded == replace_from] = replace_to
-    output.numpy()[: len(expanded)] = expanded
+    expanded, start = output.numpy(), 0
+    for value, end in zip(input_val.tolist(), cu_num_tokens.tolist()):
+        expanded[start:end] = replace_to if value == replace_from else value
+        start = end

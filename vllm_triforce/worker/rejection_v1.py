@@ -8,7 +8,7 @@ request of the batch has ``logprob_token_ids``, it takes their log-probabilities
 from dataclasses import replace
 
 import torch
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     LogitsProcessors,
@@ -17,6 +17,7 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+from vllm_triforce.worker.argmax_verification_v1 import accepted_argmax, only_argmax_counts
 
 
 def answer_all_parameters(runner, vllm_config, device) -> None:
@@ -35,6 +36,10 @@ class CompleteRejectionSampler(RejectionSampler):
     """vLLM's, for every request parameter that its plain sampler takes."""
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
+        if is_on_host and only_argmax_counts(sampling_metadata):
+            tokens = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
+            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         self._named = sampling_metadata.logprob_token_ids or {}
         if self._named:
             # The plain sampler would return only these for the bonus tokens.

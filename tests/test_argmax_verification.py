@@ -1,0 +1,112 @@
+"""Promise: the short greedy test accepts what vLLM's rejection sampler accepts, and is taken only
+where nothing but the largest logit counts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_triforce.worker.argmax_verification_v1 import only_argmax_counts
+from vllm_triforce.worker.rejection_v1 import CompleteRejectionSampler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllms_kernels():
+    """As an engine on the CPU has them."""
+    from vllm.platforms import current_platform
+
+    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+
+    mend_kernel_rebinding()
+    current_platform.register_triton_kernel_overrides()
+
+
+def greedy(**changes) -> SamplingMetadata:
+    values = dict(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(0),
+        presence_penalties=torch.zeros(0),
+        repetition_penalties=torch.zeros(0),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    return SamplingMetadata(**{**values, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(20))
+def test_accepts_what_vllm_accepts(seed, dtype):
+    """Batches with requests without drafts, drafts right and wrong, and equally large logits."""
+    draw = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 6, (5,), generator=draw).tolist()
+    counts[seed % 5] = 6
+    logits = torch.randint(0, 9, (sum(counts) + 5, 50), generator=draw).to(dtype)  # many ties
+    best = iter(logits.float().argmax(-1).tolist())
+    drafted = []
+    for count in counts:
+        tokens = [next(best) for _ in range(count)]
+        next(best)
+        wrong = torch.rand(count, generator=draw) < 0.3
+        drafted.append([(t + 1) % 50 if w else t for t, w in zip(tokens, wrong.tolist())])
+    metadata = SpecDecodeMetadata.make_dummy(drafted, CPU)
+    bonus = metadata.cu_num_sampled_tokens - 1
+    every = torch.arange(len(logits), dtype=torch.int32)
+    metadata.bonus_logits_indices = bonus
+    metadata.target_logits_indices = every[~torch.isin(every, bonus)]
+    arguments = metadata, None, logits, greedy()
+    wanted = RejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
+    found = CompleteRejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def processor(kind, **attributes):
+    made = object.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
+
+
+def test_taken_only_where_the_largest_logit_decides():
+    idle = LogitsProcessors(
+        [
+            processor(LogitBiasLogitsProcessor, biases={}),
+            processor(MinTokensLogitsProcessor, min_toks={}),
+            processor(MinPLogitsProcessor, min_p_count=1),
+        ]
+    )
+    assert only_argmax_counts(greedy(logitsprocs=idle))
+    holder = SimpleNamespace(has_tracked_requests=lambda: True)
+    for changes in (
+        dict(all_greedy=False),
+        dict(no_penalties=False),
+        dict(max_num_logprobs=0),
+        dict(logprob_token_ids={0: [1]}),
+        dict(allowed_token_ids_mask=torch.zeros(1, 50, dtype=torch.bool)),
+        dict(bad_words_token_ids={0: [[3]]}),
+        dict(thinking_budget_state_holder=holder),
+        dict(logitsprocs=LogitsProcessors([processor(LogitBiasLogitsProcessor, biases={0: {}})])),
+        dict(logitsprocs=LogitsProcessors([processor(MinTokensLogitsProcessor, min_toks={0: 1})])),
+    ):
+        assert not only_argmax_counts(replace(greedy(), **changes)), changes
