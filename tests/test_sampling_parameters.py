@@ -168,7 +168,7 @@ def test_named_logprobs_beside_speculation(stock, llm, prompts, usual):
 
 def test_sampled_logprobs_are_the_models(stock, llm, prompts):
     """Log-probabilities of sampled tokens equal stock's for the same text, n > 1 and seeded."""
-    params = SamplingParams(temperature=0.8, top_k=20, max_tokens=12, logprobs=2, n=2, seed=5)
+    params = SamplingParams(temperature=0.8, top_k=20, max_tokens=24, logprobs=2, n=2, seed=5)
     with speculating(llm):
         found = run(llm, prompts, [params] * 2)
     again = run(llm, prompts, [params] * 2)
