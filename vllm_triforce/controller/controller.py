@@ -17,7 +17,7 @@ from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.fixed import FixedChoices
-from vllm_triforce.controller.inner_rounds import InnerRounds
+from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
 from vllm_triforce.controller.rest import Rest
@@ -57,7 +57,7 @@ class Controller:
         self.rest = Rest()
         self._exploration = Exploration()
         self._hopeful = Rates.of_engine()
-        self._rounds: dict[tuple[int, bool], InnerRounds] = {}
+        self._level1 = Level1Choices(config, has_draft, self.acceptance)
         self._planned: _Planned | None = None
         self._chosen: dict[str, tuple[Choice, float]] = {}
         """What each request did last, and how many tokens that was expected to gain."""
@@ -74,7 +74,7 @@ class Controller:
         """
         self.measured = model
         self._adopt = lambda: adopt(self.measured).copy()
-        self.model = self._adopt()
+        self._decide_by(self._adopt())
 
     @property
     def chooses(self) -> frozenset[str]:
@@ -243,24 +243,7 @@ class Controller:
             return Route.PLAIN, 0
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.level1(most)
-        rates, is_greedy = self.acceptance.of(request_id), self.acceptance.is_greedy(request_id)
-        rounds = self._inner_rounds(num_rows, is_greedy)
-        source, best, best_speed = Route.PLAIN, 0, 0.0
-        if match_length:
-            rate = rates.lookup[match_index(match_length)].value
-            source, (best, best_speed) = Route.LOOKUP, rounds.best_lookup(rate, most)
-        if self.has_draft:
-            gamma, speed = rounds.best_gamma(rates.draft.value, min(self.config.gamma, most))
-            if speed > best_speed:
-                source, best = Route.DRAFT, gamma
-        return source, best
-
-    def _inner_rounds(self, num_rows: int, is_greedy: bool) -> InnerRounds:
-        key = num_rows, is_greedy
-        if key not in self._rounds:
-            most = self.config.num_speculative_tokens
-            self._rounds[key] = InnerRounds(self.model, num_rows, most, is_greedy)
-        return self._rounds[key]
+        return self._level1.best(request_id, match_length, num_rows, most)
 
     # What came of it.
 
@@ -360,5 +343,8 @@ class Controller:
         count = self._num_decisions
         self._num_decisions += 1
         if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
-            self.model = self._adopt()
-            self._rounds.clear()
+            self._decide_by(self._adopt())
+
+    def _decide_by(self, model: CostModel) -> None:
+        self.model = model
+        self._level1.adopt(model)
