@@ -180,3 +180,15 @@ def test_noise_is_reproducible_and_never_repeats():
         noise.begin([7], [place])
         drawn.add(noise.uniform(0))
     assert len(drawn) == 3
+
+
+@pytest.mark.parametrize("drawn, token", [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_no_draw_gives_an_impossible_token(monkeypatch, drawn, token):
+    """Not at the ends of the unit interval either, nor where a product is rounded up."""
+    noise = InnerNoise(0, torch.device("cpu"))
+    monkeypatch.setattr(noise, "uniform", lambda row: drawn)
+    for scale in (1.0, 1 / 3, 1e-30):
+        probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]) * scale
+        assert noise.sample(0, probs) == token
+    monkeypatch.setattr(noise, "uniform", lambda row: 1.0)  # rounded up to the sum
+    assert noise.sample(0, probs) == 3

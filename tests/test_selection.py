@@ -3,10 +3,13 @@
 The matrix runs each policy in ``POLICIES`` over odd sizes; a policy added there is tested here.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -201,3 +204,30 @@ def test_key_layout_is_found_by_probing(order, head_dim):
 def test_layout_that_cannot_be_read_is_refused():
     with pytest.raises(RuntimeError, match="cannot read"):
         KeyLayout.probe(lambda keys: torch.zeros_like(keys), BLOCK, 64, torch.float32)
+
+
+@pytest.mark.parametrize("lens", [[4, 1, 3], [40, 2, 4]], ids=["decoding", "with a prompt"])
+def test_recorder_gives_the_query_of_the_last_accepted_token(lens):
+    """Whether it kept every row of the pass or each request's last four."""
+    recorder = QueryRecorder(num_layers=2, rows_per_request=4, min_context=10)
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    metadata = SimpleNamespace(query_start_loc=starts, max_seq_len=50)
+    passed = torch.randn(2, sum(lens), 3, 8)
+    for layer, query in enumerate(passed):
+        given = query.clone()
+        recorder.record(layer, given, metadata)
+        given.zero_()  # the model uses its buffers again
+    for request, length in enumerate(lens):
+        for num_rejected in range(min(length, 4)):
+            found = recorder.last_accepted(request, num_rejected)
+            assert torch.equal(found, passed[:, int(starts[request + 1]) - 1 - num_rejected])
+
+
+def test_recorder_keeps_nothing_of_short_contexts():
+    recorder = QueryRecorder(num_layers=1, rows_per_request=4, min_context=10)
+    metadata = SimpleNamespace(query_start_loc=torch.tensor([0, 2]), max_seq_len=50)
+    recorder.record(0, torch.randn(2, 3, 8), metadata)
+    metadata.max_seq_len = 9
+    recorder.record(0, torch.randn(2, 3, 8), metadata)
+    with pytest.raises(RuntimeError, match="no queries were recorded"):
+        recorder.last_accepted(0, 0)
