@@ -215,9 +215,7 @@ class TriForceProposer(DraftModelProposer):
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
             if proposal.probs is not None:
-                self._last_draft_probs = _dense_probs(
-                    len(counts), rows, proposal.token_ids, proposal.probs
-                )
+                self._last_draft_probs = proposal.dense_probs(rows, len(counts))
         self._report.log_if_due(lambda: self.counters, logger)
         return result
 
@@ -334,23 +332,3 @@ class TriForceProposer(DraftModelProposer):
             if drafted and count:
                 observe(request_id, drafted, count - 1)
                 self.counters.add_full_pass(drafted, count - 1)
-
-
-def _dense_probs(
-    num_reqs: int, rows: list[int], token_ids: list[list[int]], probs
-) -> torch.Tensor | None:
-    """[num_reqs, longest proposal, vocab_size], zeros where nothing was proposed.
-
-    None where every token was certain, as vLLM has it for proposals without distributions.
-    """
-    first = next((p for row in probs for p in row if p is not None), None)
-    if first is None:
-        return None
-    dense = first.new_zeros(num_reqs, max(map(len, probs)), len(first))
-    for row, tokens, row_probs in zip(rows, token_ids, probs):
-        for place, (token, p) in enumerate(zip(tokens, row_probs)):
-            if p is None:
-                dense[row, place, token] = 1.0
-            else:
-                dense[row, place] = p
-    return dense
