@@ -1,5 +1,6 @@
 """Promise: the fast top-k and top-p masks are vLLM's own, token for token."""
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample import rejection_sampler
@@ -11,6 +12,7 @@ from vllm_triforce.verification.top_p import (
     TopPMasks,
     apply_top_k_top_p,
 )
+from vllm_triforce.verification.top_p_rows import keep_rows
 from vllm_triforce.worker.masks_v1 import FastMasks
 
 
@@ -62,6 +64,22 @@ def test_ties_are_left_to_vllm(sorted_rows):
     assert torch.equal(found, vllms(logits, None, p)) and sorted_rows == [2]  # rows 0 and 3
     k = torch.tensor([5, 5, 5, 5], dtype=torch.int32)  # all 20 equal ones are among the top 5
     assert torch.equal(apply_top_k_top_p(logits.clone(), k, p), vllms(logits, k, p))
+
+
+def test_a_tie_with_a_token_below_the_floor_is_left_to_vllm():
+    """The last token kept is the last one looked at, and the next is as likely but for rounding."""
+    p = np.float32(0.9)
+    floor = np.float32((1 - np.float64(p)) / 256)
+    weights = np.zeros((2, 600), dtype=np.float32)
+    weights[:, 0] = p - floor / 2
+    weights[:, 1] = np.nextafter(floor, np.float32(1)), 1.5 * floor
+    weights[:, 2:250] = np.nextafter(floor, np.float32(0))
+    masked, is_sure = np.empty_like(weights), np.empty(2, dtype=np.bool_)
+    totals, wanted = np.ones(2, dtype=np.float32), np.full(2, p)
+    logits = weights - 1  # any in the same order
+    keep_rows(logits, weights, totals, wanted, ROUNDING, masked, is_sure)
+    assert is_sure.tolist() == [False, True]
+    assert np.flatnonzero(masked[1] > -np.inf).tolist() == [0, 1]
 
 
 def test_a_sum_that_rounding_decides_is_left_to_vllm(sorted_rows):

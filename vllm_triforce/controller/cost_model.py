@@ -149,7 +149,7 @@ class CostModel:
 
     def attention(self, num_tokens: int, context: int) -> float:
         """What a context adds to a pass of a request: one number of ``attention_table()``, which
-        takes ten times as long."""
+        takes three times as long."""
         known, table = self.measured.contexts, self.measured.attention(num_tokens)
         if len(known) == 1:
             return 0.0

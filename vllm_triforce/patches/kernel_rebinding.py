@@ -1,4 +1,4 @@
-"""vLLM's CPU build cannot start an engine after ``ngram`` ran in the process; patches/README.md.
+"""vLLM's CPU build cannot start an engine in a process that has loaded numba; patches/README.md.
 
 Remove when the oldest supported vLLM checks that what ``vars()`` gives is a dict.
 """
@@ -11,8 +11,9 @@ def mend_kernel_rebinding() -> None:
     """Lets vLLM look through all loaded modules where one of them answers anything; idempotent.
 
     To replace kernels, vLLM reads ``vars(value).get("kernel")`` of every value of every module.
-    numba, which ``ngram`` loads, brings ``llvmlite.binding.ffi.lib``: it makes a foreign function
-    of any name that it is asked for, ``__dict__`` too, and that has no ``get``.
+    numba, which ``ngram`` and ``verification/top_p_rows.py`` load, brings
+    ``llvmlite.binding.ffi.lib``: it makes a foreign function of any name that it is asked for,
+    ``__dict__`` too, and that has no ``get``.
     """
     from vllm.triton_utils import dispatcher
 

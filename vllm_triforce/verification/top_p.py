@@ -18,7 +18,7 @@ from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
 # Before anybody exchanges it.
 _vllm_masks = topk_topp_sampler.apply_top_k_top_p
 
-# Top-k keeps at most so many where they are looked for here.
+# Most tokens of a row that are looked at one by one; a larger top-k is left to vLLM.
 MOST_CANDIDATES = 1024
 # Fewer logits are sorted faster than anything else is done with them.
 _WORTH_IT = 4096
