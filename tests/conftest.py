@@ -8,6 +8,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What level 3 is told of drafts is checked in every test, and a fault ends the engine.
+os.environ.setdefault("VLLM_TRIFORCE_CHECK", "raise")
 
 import gc
 

@@ -249,6 +249,7 @@ def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text
         "num_level3_steps": "level3_steps",
         "num_level3_rejections": "level3_rejections",
         "num_nan_requests": "nan_requests",
+        "num_boundary_faults": "boundary_faults",
         "num_level2_passes": "level2_passes",
         "num_direct_proposals": "direct_proposals",
     }

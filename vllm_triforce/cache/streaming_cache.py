@@ -1,5 +1,7 @@
 """Level 1's private KV cache: a few blocks per request slot, outside vLLM's KV groups."""
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -26,11 +28,22 @@ class StreamingCache:
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[str, int] = {}
 
-    def slot(self, request_id: str) -> int:
-        """The request's row of ``block_table``, taken on first use."""
+    def slot(self, request_id: str, evict: Callable[[], str] | None = None) -> int:
+        """The request's row of ``block_table``, taken on first use.
+
+        Args:
+            evict: where no slot is free, names a request whose slot is taken over; its window has
+                to be read anew if it comes back.
+        """
         if request_id not in self._slots:
+            if not self._free and evict is not None:
+                self.release(evict())
             self._slots[request_id] = self._free.pop()
         return self._slots[request_id]
+
+    def owners(self) -> list[str]:
+        """The requests that have a slot, the longest-standing owner first."""
+        return list(self._slots)
 
     def release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)

@@ -107,6 +107,17 @@ def check_target(model_config, parallel_config) -> None:
             f"target {name!r} has state-space or linear-attention layers: they keep no KV cache "
             "to retrieve from; use a model with attention only, or another method"
         )
+    if model_config.enable_prompt_embeds:
+        raise ValueError(
+            "enable_prompt_embeds=True: levels 1 and 2 read token ids, which prompts of embeddings "
+            "do not have; drop --enable-prompt-embeds or method='triforce'"
+        )
+    if model_config.supports_multimodal_inputs:
+        raise ValueError(
+            f"target {name!r} takes images, audio or video, and vLLM feeds it embeddings: level 2 "
+            "feeds token ids so far; use --language-model-only where it is asked about text alone, "
+            "or another method"
+        )
     if model_config.use_mla:
         raise ValueError(
             f"target {name!r} uses multi-head latent attention (MLA): its cache holds no keys per "

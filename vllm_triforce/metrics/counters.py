@@ -44,6 +44,8 @@ class LevelCounters:
     and their tokens among ``num_proposed`` and ``num_level2_drafted``."""
     num_nan_requests: int = 0
     """Requests that went on without speculation because a level's logits had a NaN."""
+    num_boundary_faults: int = 0
+    """Proposals that were not what level 3's test needs (``verification/boundary.py``)."""
     time_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by part of ``propose()``."""
 
@@ -65,6 +67,9 @@ class LevelCounters:
         self.num_level2_drafted += num_drafted
         self.num_level2_accepted += num_accepted
         self.num_level3_rejections += num_accepted < num_drafted
+
+    def add_boundary_fault(self) -> None:
+        self.num_boundary_faults += 1
 
     @property
     def mean_acceptance_length(self) -> float:

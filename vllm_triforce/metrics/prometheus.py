@@ -28,6 +28,10 @@ _COUNTERS = {
         "nan_requests",
         "Requests that went on without speculation because a level's logits had a NaN.",
     ),
+    "num_boundary_faults": (
+        "boundary_faults",
+        "Proposals that were verified as certain because what belongs to them was not right.",
+    ),
 }
 _SECONDS = ("propose_seconds", "Seconds spent proposing, by part.")
 

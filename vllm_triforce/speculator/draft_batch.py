@@ -66,31 +66,14 @@ class Proposal:
     probs: list[list[torch.Tensor | None]] | None
     """Per request and token [vocab_size], float32, or None where it was certain; None as a whole
     where every request is greedy."""
+    num_planned: list[int]
+    """Tokens that each request was to propose, fixed before any was drawn."""
 
     @classmethod
     def empty(cls, num_reqs: int, greedy: bool) -> "Proposal":
         tokens: list[list[int]] = [[] for _ in range(num_reqs)]
-        return cls(tokens, None if greedy else [[] for _ in range(num_reqs)])
+        probs = None if greedy else [[] for _ in range(num_reqs)]
+        return cls(tokens, probs, [0] * num_reqs)
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def dense_probs(self, rows: list[int], num_reqs: int) -> torch.Tensor | None:
-        """[num_reqs, longest proposal, vocab_size], zeros where nothing was proposed.
-
-        None where every token was certain, as vLLM has it for proposals without distributions.
-
-        Args:
-            rows: of the step's ``num_reqs`` requests, those that the proposals are for.
-        """
-        first = next((p for row in self.probs for p in row if p is not None), None)
-        if first is None:
-            return None
-        dense = first.new_zeros(num_reqs, max(map(len, self.probs)), len(first))
-        for row, tokens, probs in zip(rows, self.token_ids, self.probs):
-            for place, (token, p) in enumerate(zip(tokens, probs)):
-                if p is None:
-                    dense[row, place, token] = 1.0
-                else:
-                    dense[row, place] = p
-        return dense

@@ -9,6 +9,8 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_triforce.patches.kv_connector import hidden_kv_connector
+
 
 @dataclass
 class PassInput:
@@ -83,10 +85,11 @@ def run_model(
     attn_metadata: dict,
     slot_mapping: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
-    with set_forward_context(
+    context = set_forward_context(
         attn_metadata,
         vllm_config,
         num_tokens=len(inputs.token_ids),
         slot_mapping=slot_mapping,
-    ):
+    )
+    with hidden_kv_connector(), context:
         return model(input_ids=inputs.token_ids, positions=inputs.positions)

@@ -54,6 +54,7 @@ class StreamingLevel:
         greedy = sampling.all_greedy
         drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(wanted) if count]
+        self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
         feed, first_positions = [], []
         for i in active:
             row = rows[i]
@@ -81,6 +82,18 @@ class StreamingLevel:
     def num_requests(self) -> int:
         """Requests that something is kept for."""
         return max(len(self._windows), len(self.cache))
+
+    def _take_slots(self, batch, request_ids: list[str]) -> None:
+        """A slot for each of these requests. More may have had one than run at a time, since a
+        preempted request keeps its own: whoever is not in the batch gives way."""
+        for request_id in request_ids:
+            self.cache.slot(request_id, evict=lambda: self._evicted(batch))
+
+    def _evicted(self, batch) -> str:
+        present = set(batch.request_ids)
+        absent = next(owner for owner in self.cache.owners() if owner not in present)
+        self._windows.pop(absent, None)
+        return absent
 
     def clean(self, request_id: str) -> None:
         """Kernels multiply what is masked by 0: a NaN left behind would reach the next owner."""

@@ -46,6 +46,7 @@ class TriForceSpeculator:
         proposal = Proposal.empty(len(batch), batch.sampling.all_greedy)
         matches = self.level1.matches(batch, proposal, list(range(len(batch))))
         choices = self._choose(batch, matches)
+        proposal.num_planned = [choice.num_tokens for choice in choices]
         rows = [row for row, choice in enumerate(choices) if choice.route is Route.LEVELS]
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])

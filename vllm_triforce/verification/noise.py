@@ -14,10 +14,15 @@ class InnerNoise:
     that its noise does not depend on the requests beside it.
     """
 
-    def __init__(self, engine_seed: int | None, device: torch.device) -> None:
+    def __init__(self, engine_seed: int | None, device: torch.device, replica: int = 0) -> None:
+        """Args:
+        engine_seed: of vLLM's configuration, the same for all ranks and replicas.
+        replica: index among the engines of a data-parallel deployment; each draws its own noise,
+            while the ranks of one engine draw alike.
+        """
         self._device = device
         self._shared = torch.Generator(device)
-        self._shared.manual_seed(_mix("engine", engine_seed))
+        self._shared.manual_seed(_mix("engine", engine_seed, replica))
         self._rows: list[torch.Generator] = []
 
     def begin(self, seeds: list[int | None], places: list[tuple[int, int]]) -> None:

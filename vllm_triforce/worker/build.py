@@ -80,7 +80,11 @@ class BuiltSpeculator:
             Level1Sources(streaming, config.prompt_lookup_max, controller),
             RetrievalLevel(target, vllm_config, groups, attention, cache, device),
             controller,
-            InnerNoise(vllm_config.model_config.seed, device),
+            InnerNoise(
+                vllm_config.model_config.seed,
+                device,
+                replica=vllm_config.parallel_config.data_parallel_index,
+            ),
             self.counters,
         )
 

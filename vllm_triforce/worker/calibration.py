@@ -92,11 +92,14 @@ class Calibration:
         )
         by_rows = [(n, seconds[n, 1, _NO_CONTEXT]) for n in rows]
         by_tokens = [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens]
-        level2 = [(q, self._level2(1, q, repeats)) for q in sorted({1, 3, 8, self._length + 1})]
+        longest = self._length + 1  # what the tables of ``_batch()`` have room for
+        level2_tokens = sorted({min(q, longest) for q in (1, 3, 8, longest)})
+        level2 = [(q, self._level2(1, q, repeats)) for q in level2_tokens]
         level2_per_row = draft = draft_per_row = 0.0
         several = min(4, self._most_reqs)
         if several > 1:
-            more = self._level2(several, 3, repeats) - level2[1][1]
+            few = min(3, longest)
+            more = self._level2(several, few, repeats) - dict(level2)[few]
             level2_per_row = max(0.0, more / (several - 1))
         if self._speculator.level1.model is not None:
             draft = self._draft(1, repeats)

@@ -56,6 +56,8 @@ class PlainSteps:
         self._sample_tokens = runner.sample_tokens
         self._last: _Step | None = None
         self._propose_seconds = 0.0
+        self._present: frozenset[str] = frozenset()
+        """The requests of the last step: one may have to wait, and come back without notice."""
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         self._masks = FastMasks() if runner.device.type == "cpu" else None
@@ -72,11 +74,11 @@ class PlainSteps:
         controller = self._controller
         rest = controller.rest
         rest.begin_step()
-        changed = bool(
-            scheduler_output.scheduled_new_reqs
-            or scheduler_output.finished_req_ids
-            or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        present = scheduler_output.num_scheduled_tokens.keys()
+        changed = present != self._present or bool(
+            scheduler_output.scheduled_new_reqs or scheduler_output.finished_req_ids
         )
+        self._present = frozenset(present) if changed else self._present
         if changed:
             rest.wake()
         if rest.wants_times:

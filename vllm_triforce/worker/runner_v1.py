@@ -1,8 +1,8 @@
 """Model Runner V1: fills a ``DraftBatch`` and hands the proposal back.
 
 The runner insists on a ``DraftModelProposer`` (vllm/v1/spec_decode/draft_model.py) and calls,
-per step: ``prepare_next_token_ids_padded``, ``prepare_inputs_padded``, ``propose``,
-``take_last_draft_probs``.
+per step: ``prepare_next_token_ids_padded``, ``prepare_inputs_padded``, ``propose``. What its
+rejection sampler is told of the drafts comes from ``verification/boundary.py``.
 """
 
 import time
@@ -17,7 +17,8 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.report import describe
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.speculator.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal, SamplingRows
+from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.worker.adapters_v1 import AdapterSwitch
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.calibration import Calibration
@@ -97,6 +98,8 @@ class TriForceProposer(DraftModelProposer):
             block_sizes=self._block_sizes(),
             device=self.device,
         )
+        self._boundary = Boundary(self.counters.add_boundary_fault)
+        self._runner._get_spec_decode_draft_probs = self._draft_probs_of
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
@@ -133,7 +136,8 @@ class TriForceProposer(DraftModelProposer):
         return self._built.counters
 
     def held_requests(self) -> dict[str, int]:
-        return {**self._built.speculator.held_requests(), "runner": len(self._requests)}
+        held = self._built.speculator.held_requests()
+        return {**held, "boundary": len(self._boundary), "runner": len(self._requests)}
 
     # Every step.
 
@@ -180,7 +184,6 @@ class TriForceProposer(DraftModelProposer):
         slot_mappings=None,
     ) -> list[list[int]]:
         """A list of draft tokens per request of the batch, empty where none are worth it."""
-        self._last_draft_probs = None
         self._forget_finished()
         counts, sampled = self._outcome
         self._count_full_pass(counts)
@@ -193,7 +196,7 @@ class TriForceProposer(DraftModelProposer):
         ]
         rows = [row for row, most in enumerate(room) if most > 0]
         if not rows:
-            self._rest(computed)
+            self._rest(computed, counts)
         elif self._built.speculator.controller.chooses and self._gives_first_token(counts):
             # What a seeded request samples must not depend on when others arrive.
             rows = [row for row in rows if self._has_seed(row)]
@@ -214,10 +217,34 @@ class TriForceProposer(DraftModelProposer):
             self._steps.add_propose_seconds(time.perf_counter() - start)
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
-            if proposal.probs is not None:
-                self._last_draft_probs = proposal.dense_probs(rows, len(counts))
+            self._hand_up(batch, proposal)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
+
+    def _hand_up(self, batch: DraftBatch, proposal: Proposal) -> None:
+        set_aside, is_greedy = self._built.speculator.set_aside, batch.sampling.is_greedy.tolist()
+        for row, request_id in enumerate(batch.request_ids):
+            if proposal.probs is None or is_greedy[row] or request_id in set_aside:
+                # Nothing but the argmax counts; or a NaN ended the proposal early.
+                self._boundary.forget(request_id)
+            else:
+                self._boundary.hand_up(
+                    request_id,
+                    proposal.token_ids[row],
+                    proposal.probs[row],
+                    proposal.num_planned[row],
+                )
+
+    def _draft_probs_of(self, metadata) -> torch.Tensor | None:
+        """In the place of the runner's ``_get_spec_decode_draft_probs``, which forgets them all
+        where one request had to wait a step."""
+        if not len(self._boundary) or self._runner.input_batch.all_greedy:
+            return None
+        return self._boundary.take(
+            self._runner.input_batch.req_ids,
+            metadata.num_draft_tokens,
+            metadata.draft_token_ids.tolist(),
+        )
 
     def _draft_batch(
         self, rows, computed, room, num_rejected, sampled, counts, sampling: SamplingRows
@@ -258,8 +285,10 @@ class TriForceProposer(DraftModelProposer):
             for request_id, count in zip(request_ids, counts)
         )
 
-    def _rest(self, computed: list[int]) -> None:
+    def _rest(self, computed: list[int], counts: list[int]) -> None:
         """Nobody in the batch can be speculated on: plain steps until somebody may."""
+        if not all(counts):
+            return  # a prompt that is still read grows by a chunk a step, not by a token
         # Contexts grow by a token a step; a batch that changes is looked at anyway.
         missing = min(self.config.min_context - n for n in computed)
         self._built.speculator.controller.rest.begin(missing if missing > 0 else _REST)
@@ -301,8 +330,14 @@ class TriForceProposer(DraftModelProposer):
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self.device), seeds=seeds)
         min_p = [p.min_p for p in params]
+        temperature = metadata.temperature[rows]
+        if structured := [i for i, p in enumerate(params) if p.structured_outputs is not None]:
+            # The scheduler cuts their proposals at the first token that the grammar forbids. Had it
+            # been drawn, what is sampled in its place would have to come from a residual; of
+            # certain tokens, the likeliest ones, any number may be cut.
+            temperature[structured] = 0.0
         return SamplingRows(
-            temperature=metadata.temperature[rows],
+            temperature=temperature,
             top_k=None if metadata.top_k is None else metadata.top_k[rows],
             top_p=None if metadata.top_p is None else metadata.top_p[rows],
             min_p=torch.tensor(min_p, device=self.device) if any(min_p) else None,
@@ -323,6 +358,7 @@ class TriForceProposer(DraftModelProposer):
         for request_id, request in list(self._requests.items()):
             if alive.get(request_id) is not request:
                 self._built.speculator.release(request_id)
+                self._boundary.forget(request_id)
                 del self._requests[request_id]
 
     def _count_full_pass(self, counts: list[int]) -> None:

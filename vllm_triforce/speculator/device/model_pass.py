@@ -8,6 +8,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.kernels.rows import PassInputs
+from vllm_triforce.patches.kv_connector import hidden_kv_connector
 
 
 class PassGraphs(CudaGraphManager):
@@ -137,8 +138,9 @@ def forward(
     metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
-    with set_forward_context(
+    context = set_forward_context(
         metadata, vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
-    ):
+    )
+    with hidden_kv_connector(), context:
         hidden = model(input_ids=token_ids, positions=positions)
     return hidden[0] if isinstance(hidden, tuple) else hidden

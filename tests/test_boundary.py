@@ -1,0 +1,119 @@
+"""Promise: level 3 is told, of each token that it verifies, what that very token was drawn from."""
+
+import pytest
+import torch
+
+from vllm_triforce.verification.boundary import Boundary, BoundaryFault, Check
+
+VOCAB = 8
+
+
+def distribution(seed: int) -> torch.Tensor:
+    return torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+
+
+def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[Boundary, dict]:
+    """A boundary with proposals, and each one's distributions."""
+    boundary, probs = Boundary(check=check), {}
+    for number, (name, tokens) in enumerate(proposals.items()):
+        probs[name] = [distribution(100 * number + place) for place in range(len(tokens))]
+        boundary.hand_up(name, tokens, probs[name], len(tokens))
+    return boundary, probs
+
+
+def test_one_row_for_each_token_whatever_else_is_in_the_batch():
+    """A greedy request before a sampled one, of unequal lengths: once the sampled one's rows were
+    cut to the other's number, and what followed was shifted."""
+    boundary, probs = handed_up(sampled=[1, 2, 3], other=[4])
+    rows = boundary.take(
+        ["greedy", "sampled", "plain", "other"], [5, 3, 0, 1], [0] * 5 + [1, 2, 3, 4]
+    )
+    assert rows.shape == (9, VOCAB)
+    assert torch.equal(rows[5:8], torch.stack(probs["sampled"]))
+    assert torch.equal(rows[8], probs["other"][0])
+    assert torch.equal(rows[:5], torch.eye(VOCAB)[[0] * 5]), "nothing is known of them: certain"
+
+
+def test_a_request_that_waits_keeps_its_own():
+    boundary, probs = handed_up(waiting=[1, 2], other=[3, 4])
+    assert torch.equal(boundary.take(["other"], [2], [3, 4]), torch.stack(probs["other"]))
+    boundary.hand_up("other", [5], [distribution(7)], 1)
+    rows = boundary.take(["other", "waiting"], [1, 2], [5, 1, 2])
+    assert torch.equal(rows, torch.stack([distribution(7), *probs["waiting"]]))
+    assert len(boundary) == 0
+
+
+def test_a_proposal_that_is_cut_keeps_its_first_rows():
+    boundary, probs = handed_up(one=[1, 2, 3])
+    assert torch.equal(boundary.take(["one"], [2], [1, 2]), torch.stack(probs["one"][:2]))
+
+
+def test_certain_tokens_have_one_hot_rows():
+    boundary = Boundary(check=Check.RAISE)
+    boundary.hand_up("one", [6, 2], [None, distribution(1)], 2)
+    rows = boundary.take(["one"], [2], [6, 2])
+    assert torch.equal(rows[0], torch.eye(VOCAB)[6])
+    boundary.hand_up("one", [6, 2], [None, None], 2)
+    assert boundary.take(["one"], [2], [6, 2]) is None
+
+
+FAULTS = {
+    "fewer tokens than were planned": ([1, 2], [distribution(0)] * 2, 3),
+    "more tokens than were planned": ([1, 2], [distribution(0)] * 2, 1),
+    "a row of q too few": ([1, 2], [distribution(0)], 2),
+    "a row that sums to more than 1": ([1], [1.01 * distribution(0)], 1),
+    "a token that could not be drawn": ([1], [torch.eye(VOCAB)[2]], 1),
+    "not a number": ([1], [distribution(0) * float("nan")], 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_named_and_harmless(fault):
+    """Its tokens are verified as certain ones: of these any are right."""
+    tokens, probs, planned = FAULTS[fault]
+    with pytest.raises(BoundaryFault, match="request bad"):
+        Boundary(check=Check.RAISE).hand_up("bad", tokens, probs, planned)
+    found = []
+    boundary = Boundary(lambda: found.append(1), Check.VALUES)
+    boundary.hand_up("good", [3], [distribution(5)], 1)
+    boundary.hand_up("bad", tokens, probs, planned)
+    assert len(found) == 1
+    rows = boundary.take(["bad", "good"], [len(tokens), 1], [*tokens, 3])
+    assert torch.equal(rows[:-1], torch.eye(VOCAB)[tokens])
+    assert torch.equal(rows[-1], distribution(5))
+
+
+@pytest.mark.parametrize("check", [Check.SHAPES, Check.VALUES, Check.RAISE])
+def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
+    boundary, _ = handed_up(check, bad=[1, 2], good=[3])
+    if check is Check.RAISE:
+        with pytest.raises(BoundaryFault, match="request bad"):
+            boundary.take(["bad", "good"], [2, 1], [1, 4, 3])
+        return
+    rows = boundary.take(["bad", "good"], [2, 1], [1, 4, 3])
+    assert torch.equal(rows[:2], torch.eye(VOCAB)[[1, 4]])
+
+
+def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
+    with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):
+        Boundary()
+
+
+def test_a_cut_at_a_forbidden_token_is_exact_for_certain_tokens_only():
+    """The scheduler cuts a proposal at its first token that a grammar forbids, and the token in its
+    place is drawn from p: enumerated, for p = (.5, .5) and a draft that draws from q."""
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.4, 0.1, 0.5])
+
+    def outcome(drafted: int, q_row: torch.Tensor) -> torch.Tensor:
+        if p[drafted] == 0:  # cut
+            return p
+        accepted = min(1.0, float(p[drafted] / q_row[drafted]))
+        residual = (p - q_row).clamp(min=0)
+        recovered = residual / residual.sum() if residual.sum() > 0 else p
+        return accepted * torch.eye(3)[drafted] + (1 - accepted) * recovered
+
+    by_q = sum(float(q[x]) * outcome(x, q) for x in range(3))
+    assert torch.allclose(by_q, torch.tensor([0.65, 0.35, 0.0])), "this is the fault"
+    for certain in range(3):
+        assert torch.allclose(outcome(certain, torch.eye(3)[certain]), p)

@@ -1,0 +1,173 @@
+"""Promise: sampled requests keep the target's distribution, whatever is in the batch beside them.
+
+Oracle and power as in tests/test_sampling.py. The requests that are in the way are of another kind:
+greedy ones, whose proposals have no distributions, and ones with a grammar, whose proposals the
+scheduler cuts at the first token that the grammar forbids.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.conftest import triforce
+from tests.models import make_llama
+from tests.test_inner_verification import readable_distribution
+from tests.test_sampling import (  # noqa: F401, exact, models and prompt are fixtures
+    NUM_TOKENS,
+    VOCAB,
+    exact,
+    exact_joint,
+    models,
+    prompt,
+    pvalue,
+    speculating,
+)
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+KEYS = dict(
+    num_speculative_tokens=3,
+    retrieval_budget=96,
+    retrieval_recent_tokens=32,
+    num_sink_tokens=4,
+    num_recent_tokens=28,
+)
+NUM_SAMPLES = 3000
+
+
+def model_runner(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@contextmanager
+def what_level3_is_told(llm):
+    """[(drafts per request, drafted tokens, q or None, temperature)] of each verification."""
+    sampler, told = model_runner(llm).rejection_sampler, []
+    original = sampler.forward
+
+    def forward(metadata, draft_probs, logits, sampling_metadata):
+        temperature = sampling_metadata.temperature
+        told.append(
+            (
+                list(metadata.num_draft_tokens),
+                metadata.draft_token_ids.tolist(),
+                None if draft_probs is None else draft_probs.clone(),
+                None if temperature is None else temperature.clone(),
+            )
+        )
+        return original(metadata, draft_probs, logits, sampling_metadata)
+
+    sampler.forward = forward
+    try:
+        yield told
+    finally:
+        del sampler.forward
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:
+    params = {"temperature": 1.0, "ignore_eos": True, **params}
+    return SamplingParams(max_tokens=max_tokens, detokenize=False, **params)
+
+
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+def test_a_row_of_q_for_each_drafted_token(engines, models, prompt, with_draft):  # noqa: F811
+    """A greedy request of 64 tokens first, then sampled ones of 4: a proposal's last inner rounds
+    may be the greedy request's alone, and level 3 still gets all rows, each request's own."""
+    llm = speculating(engines, models, with_draft)
+    requests = [greedy(64)] + [sampled()] * 6 + [greedy(40), sampled(30)]
+    with what_level3_is_told(llm) as told:
+        llm.generate([{"prompt_token_ids": prompt}] * len(requests), requests, use_tqdm=False)
+    mixed = [one for one in told if one[2] is not None]
+    assert len(mixed) > 3
+    for num_drafts, tokens, q, temperature in mixed:
+        assert len(q) == sum(num_drafts) == len(tokens)
+        assert torch.allclose(q.sum(-1), torch.ones(len(q)), atol=1e-4)
+        owners = [row for row, count in enumerate(num_drafts) for _ in range(count)]
+        for place, (owner, token) in enumerate(zip(owners, tokens)):
+            assert temperature[owner] == 0 or q[place, token] > 0
+
+
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+def test_sampled_beside_greedy(engines, models, prompt, exact, with_draft):  # noqa: F811
+    llm = speculating(engines, models, with_draft)
+    requests = ([greedy(12)] + [sampled()] * 3) * (NUM_SAMPLES // 3)
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(requests), requests, use_tqdm=False)
+    samples = [o.outputs[0].token_ids for o, r in zip(outputs, requests) if r.temperature]
+    assert pvalue(np.array(samples), exact_joint(exact, temperature=1.0)) > 1e-4
+
+
+# A token of the vocabulary is a letter; two of them, bos and eos, are none.
+LETTERS = "??" + "abcdefghijklmnop"[: VOCAB - 2]
+ALLOWED = "bdfhj"
+
+
+@pytest.fixture(scope="module")
+def models_with_letters(tmp_path_factory):
+    """As ``models``, with a tokenizer of one token per letter."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("letters")
+    shape = dict(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_kv_heads=2, std=0.09)
+    made = {
+        "target": make_llama(folder / "target", num_layers=2, query_scale=6, seed=3, **shape),
+        "draft": make_llama(folder / "draft", num_layers=1, seed=4, **shape),
+    }
+    names = ["<s>", "</s>", *LETTERS[2:]]
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    for path in made.values():
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+        ).save_pretrained(path)
+    return made
+
+
+def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  # noqa: F811
+    """The draft goes straight to level 3 and knows nothing of the grammar: most proposals are cut,
+    at a token that was drawn. Were its distributions handed up, the tokens after the cut would be
+    told apart from those tested, and both would be biased."""
+    keys = triforce(**KEYS, model=models_with_letters["draft"], levels="1,3")
+    llm = engines.get(
+        models_with_letters["target"],
+        keys,
+        max_model_len=512,
+        max_num_seqs=64,
+        skip_tokenizer_init=False,
+    )
+    grammar = StructuredOutputsParams(regex=f"[{ALLOWED}]{{20}}")
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, structured_outputs=grammar)
+    before = counters_of(llm)
+    with what_level3_is_told(llm) as told:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * NUM_SAMPLES, [params] * NUM_SAMPLES, use_tqdm=False
+        )
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_accepted > 300 and counted.num_level3_rejections > 300
+    assert counted.num_proposed > counted.num_level2_drafted + 300, "none was cut"
+    assert all(q is None for _, _, q, _ in told), "certain tokens only"
+
+    allowed = np.array([letter in ALLOWED for letter in LETTERS])
+
+    def after(prefix) -> np.ndarray:
+        logits = np.where(allowed, exact[prefix], -np.inf)
+        return readable_distribution(logits, 1.0, VOCAB, 1.0, 0.0)
+
+    joint = np.zeros((VOCAB, VOCAB))
+    for a, p in enumerate(after(())):
+        for b, q in enumerate(after((a,))):
+            if p * q > 0:
+                joint[b] += p * q * after((a, b))
+    samples = np.array([output.outputs[0].token_ids for output in outputs])
+    assert pvalue(samples, joint) > 1e-4
