@@ -110,3 +110,17 @@ def test_taken_only_where_the_largest_logit_decides():
         dict(logitsprocs=LogitsProcessors([processor(MinTokensLogitsProcessor, min_toks={0: 1})])),
     ):
         assert not only_argmax_counts(replace(greedy(), **changes)), changes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [17, 100, 4096, 128_256])
+def test_ties_are_broken_as_stocks_greedy_sampler_breaks_them(dtype, vocab_size):
+    """Of equally large logits, as rounding makes them, stock takes one by a kernel of its own on
+    the CPU; greedy verification must take the same."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    for num_tied in (1, 2, 5, vocab_size):
+        logits = torch.randn(9, vocab_size, generator=generator).to(dtype)
+        for row in logits:
+            row[torch.randperm(vocab_size, generator=generator)[:num_tied]] = 8.0
+        stocks = Sampler.greedy_sample(logits.float())
+        assert torch.equal(stocks.view(-1), logits.float().argmax(-1))

@@ -459,3 +459,29 @@ def test_measured_times_replace_the_prediction():
         model.observe_proposal(4, shares=0.010, seconds=0.015)
     assert model.stretch(4) == pytest.approx(1.5, rel=0.01) and model.stretch(1) == 1.0
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
+
+
+@pytest.mark.parametrize("num_drafts", [0, 6])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
+    """The engine stood still for a minute between two steps: what is known of steps hardly moves,
+    and what is first known of them is no minute either."""
+    model = CostModel(LONG_PAYS)
+    contexts, tokens = [4000], [1 + num_drafts]
+    usual = model.full_pass(tokens, contexts) + 0.002
+    if is_known:
+        for _ in range(50):
+            model.observe_step(
+                StepTime(True, [1], contexts, model.full_pass([1], contexts) + 0.002)
+            )
+    before = model.overhead(1)
+    model.observe_step(StepTime(True, tokens, contexts, 60.0 + usual, num_drafts))
+    assert model.overhead(1) < before + 0.2 * usual if is_known else model.overhead(1) <= 3 * usual
+    assert model.speculating_seconds(1, True) < 0.2 * usual
+
+
+def test_a_machine_that_stays_slower_is_believed():
+    model = CostModel(LONG_PAYS)
+    for _ in range(40):
+        model.observe_step(StepTime(True, [1], [4000], 0.2))
+    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)

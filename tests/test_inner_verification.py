@@ -192,3 +192,15 @@ def test_no_draw_gives_an_impossible_token(monkeypatch, drawn, token):
         assert noise.sample(0, probs) == token
     monkeypatch.setattr(noise, "uniform", lambda row: 1.0)  # rounded up to the sum
     assert noise.sample(0, probs) == 3
+
+
+def test_data_parallel_replicas_draw_other_noise_and_the_ranks_of_one_the_same():
+    probs = torch.full((1000,), 0.001)
+
+    def drawn(replica: int) -> list[int]:
+        noise = InnerNoise(0, torch.device("cpu"), replica=replica)
+        noise.begin([], [(0, 0)])
+        return [noise.sample(0, probs) for _ in range(20)]
+
+    assert drawn(0) == drawn(0)
+    assert len(set(map(tuple, map(drawn, range(4))))) == 4

@@ -234,6 +234,20 @@ def test_models_that_cannot_be_made_sparse(tmp_path, config, named):
         engine_config(model, triforce(), max_model_len=None)
 
 
+def test_prompts_of_embeddings_are_refused(gqa_pair):
+    with pytest.raises(ValueError, match=r"enable_prompt_embeds=True.*drop --enable-prompt-embeds"):
+        engine_config(gqa_pair["target"], triforce(), enable_prompt_embeds=True)
+
+
+def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):
+    """What vLLM says of the target decides; with text alone it is fed token ids."""
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "supports_multimodal_inputs", property(lambda self: True))
+    with pytest.raises(ValueError, match=r"takes images.*--language-model-only"):
+        engine_config(gqa_pair["target"], triforce())
+
+
 def test_unsupported_vllm_version():
     from vllm_triforce.config.compatibility import check_vllm_version
 

@@ -168,3 +168,48 @@ def test_abort_between_proposal_and_full_pass(stock, llm, text):
     )
     assert_same_outputs(stock, wanted, [found["a"], found["b"]])
     assert_nothing_is_kept(llm)
+
+
+def test_a_given_min_context_is_reached_while_a_prompt_is_read_in_chunks(engines, pair, text):
+    """A chunk brings hundreds of tokens a step: the batch must not rest for as many steps as tokens
+    are missing. As many proposals as where the prompt is read at once."""
+    keys = {"method": "triforce", "retrieval_budget": 192, "min_context": 1000}
+    proposals = []
+    for num_tokens in (512, 2048):
+        llm = engines.get(
+            pair["target"], keys, max_model_len=2048, max_num_batched_tokens=num_tokens
+        )
+        before = counters_of(llm)
+        run(llm, [text[:1500]], [greedy(120, ignore_eos=True)])
+        proposals.append(counters_of(llm).since(before).num_proposals)
+    assert min(proposals) > 5, proposals
+
+
+def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock, text):
+    """Three requests had a window where two run at a time: the one that was preempted for a request
+    of higher priority gives its own up, and reads it anew when it comes back."""
+    keys = triforce(retrieval_budget=192, model=pair["draft"])
+    llm = engines.get(
+        pair["target"],
+        keys,
+        max_model_len=512,
+        max_num_seqs=2,
+        num_gpu_blocks_override=24,
+        scheduling_policy="priority",
+    )
+    engine = llm.llm_engine
+    prompts = {"a": text[:320], "b": text[600:920], "c": text[1200:1240]}
+    params = greedy(40, ignore_eos=True)
+    for name in ("a", "b"):
+        engine.add_request(name, {"prompt_token_ids": prompts[name]}, params, priority=1)
+    found = {}
+    for step in range(1000):
+        if step == 5:
+            engine.add_request("c", {"prompt_token_ids": prompts["c"]}, params, priority=0)
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+        if len(found) == 3:
+            break
+    wanted = run(stock, list(prompts.values()), [params] * 3)
+    assert_same_outputs(stock, wanted, [found[name] for name in prompts])
+    assert len(built(llm).speculator.level1.model.cache) <= 2
+    assert_nothing_is_kept(llm)

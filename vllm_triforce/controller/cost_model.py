@@ -84,6 +84,8 @@ class StepTime:
 
 # Weight of the newest step in the moving averages.
 _NEW = 1 / 8
+# Of what a step was expected to take.
+_CREDIBLE = 2.0
 # Relative error of a prediction before any was compared with what happened: machines like the one
 # in docs/results/2026-11-21-cpu.md vary as much from run to run.
 _FIRST_ERROR = 0.15
@@ -232,18 +234,21 @@ class CostModel:
         num_rows = len(step.tokens)
         key = num_rows.bit_length(), step.is_greedy
         predicted = self.full_pass(step.tokens, step.contexts)
+        # Without any overhead known it is taken to be as long as the pass.
+        plain = predicted + (self.overhead(num_rows, step.is_greedy) or predicted)
         if step.is_look:
-            more = max(0.0, step.seconds - predicted - self.overhead(num_rows, step.is_greedy))
-            self.looks[key] = self._moved(self.looks.get(key), more, step.seconds)
+            seconds = _credible(step.seconds, plain)
+            more = max(0.0, seconds - predicted - self.overhead(num_rows, step.is_greedy))
+            self.looks[key] = self._moved(self.looks.get(key), more, seconds)
             return
         if step.seconds < predicted:
             faster = self.speed * step.seconds / predicted
             self.speed = self._moved(self.speed, faster, self.speed)
         if not step.num_drafts:
-            beside = max(0.0, step.seconds - predicted)
-            self.overheads[key] = self._moved(self.overheads.get(key), beside, step.seconds)
+            seconds = _credible(step.seconds, plain)
+            beside = max(0.0, seconds - predicted)
+            self.overheads[key] = self._moved(self.overheads.get(key), beside, seconds)
             return
-        seconds = step.seconds + step.proposal_seconds
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)
         expected = (
@@ -253,6 +258,7 @@ class CostModel:
             + constant
             + per_draft * step.num_drafts
         )
+        seconds = _credible(step.seconds + step.proposal_seconds, expected)
         error = max(-seconds, min(seconds, seconds - expected))
         typical = 4 * num_rows
         drafts = step.num_drafts / typical
@@ -290,6 +296,12 @@ class CostModel:
         if old is None:
             return new
         return old + _NEW * max(-most, min(most, new - old))
+
+
+def _credible(seconds: float, expected: float) -> float:
+    """What a step is believed to have taken: between two of them the engine may have been paused,
+    or the machine busy with something else. A machine that stays slower is believed by and by."""
+    return min(seconds, _CREDIBLE * expected)
 
 
 def _nearest(seconds: dict[tuple[int, bool], float], num_rows: int, is_greedy: bool) -> float:

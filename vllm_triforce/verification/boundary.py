@@ -1,7 +1,7 @@
 """What level 3 is told of the tokens that it verifies: kept, checked and laid out in one place.
 
 Level 3's test of a token (vLLM's rejection sampler; arXiv 2211.17192) is right if
-1. there is one row of q for each drafted token, in the requests' order, and it is the request's own;
+1. there is one row of q for each drafted token, in the requests' order and each request's own;
 2. q of the drafted token is above 0, and a row sums to 1;
 3. a token that was certain has a one-hot row;
 4. how many tokens a request hands up was fixed before the first was drawn.

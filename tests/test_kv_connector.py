@@ -1,0 +1,66 @@
+"""Promise: a KV connector sees the full passes and nothing of what is tried inside a proposal."""
+
+from collections import Counter
+
+import pytest
+from vllm.distributed import kv_transfer
+from vllm.model_executor.layers.attention import kv_transfer_utils
+
+from tests.conftest import triforce
+from tests.models import held_out_tokens
+from tests.outputs import assert_same_outputs, run, speculating
+from tests.test_scheduling import greedy
+from vllm_triforce.patches.kv_connector import hidden_kv_connector
+
+
+def test_hidden_inside_only(monkeypatch):
+    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
+    with hidden_kv_connector():
+        assert not kv_transfer_utils.has_kv_transfer_group()
+    assert kv_transfer_utils.has_kv_transfer_group()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("level1", ["draft", "lookup"])
+def test_layers_are_saved_once_a_full_pass(engines, pair, level1, tmp_path):
+    """vLLM's example connector writes each layer to a file after its attention: once for each full
+    pass, although levels 1 and 2 went through the same layers many times. Outputs are stock's."""
+    stock = engines.get(pair["target"])
+    text = held_out_tokens(stock.get_tokenizer(), 2000)
+    prompts, params = [text[:500], text[700:1500]], [greedy(30, ignore_eos=True)] * 2
+    wanted = run(stock, prompts, params)  # the connector is the process's, not an engine's
+    keys = triforce(retrieval_budget=192)
+    if level1 == "draft":
+        keys["model"] = pair["draft"]
+    llm = engines.get(
+        pair["target"],
+        keys,
+        max_model_len=2048,
+        kv_transfer_config={
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        },
+    )
+    try:
+        connector = kv_transfer.get_kv_transfer_group()
+        saved: Counter = Counter()
+        original = connector.save_kv_layer
+
+        def save(layer_name, *args, **kwargs):
+            saved[layer_name] += 1
+            return original(layer_name, *args, **kwargs)
+
+        connector.save_kv_layer = save
+        passes = []
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        forward = runner.model_runner._model_forward
+        runner.model_runner._model_forward = lambda *a, **k: passes.append(1) or forward(*a, **k)
+        with speculating(llm, rejections=False):
+            found = run(llm, prompts, params)
+        assert_same_outputs(None, wanted, found)
+        assert set(saved) == set(runner.triforce.target_layers)
+        assert set(saved.values()) == {len(passes)}
+    finally:
+        engines.clear()
+        kv_transfer.ensure_kv_transfer_shutdown()
