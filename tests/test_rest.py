@@ -8,7 +8,13 @@ from vllm_triforce.controller.allowance import SHARE
 from vllm_triforce.controller.choice import PLAIN
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.rest import LOOK_EARLIEST, LOOK_FIRST, LOOK_LATEST, Rest
+from vllm_triforce.controller.rest import (
+    LOOK_EARLIEST,
+    LOOK_FIRST,
+    LOOK_LATEST,
+    LOOK_SHARE,
+    Rest,
+)
 
 
 def test_a_rest_begins_and_ends():
@@ -31,13 +37,13 @@ def test_a_rest_begins_and_ends():
 def test_a_batch_that_changed_is_no_look():
     rest = Rest()
     rest.begin(3)
-    rest.until_next_look(10.0, 0.01)
+    rest.until_next_look(0.0, 0.01)
     rest.begin_step()
     rest.wake()
     rest.begin_step()
     rest.begin_step()
     assert not rest.is_resting and not rest.is_look
-    assert rest.until_next_look(10.0, 0.01) == LOOK_FIRST
+    assert rest.until_next_look(0.0, 0.01) == LOOK_FIRST
 
 
 def test_a_short_rest_is_long_enough_to_be_timed():
@@ -86,12 +92,62 @@ def test_looks_take_their_share(look):
         if not found.rest.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             looks.append(step)
+    if look == 0.0:
+        assert looks[:6] == [0, 8, 24, 56, 88, 120]  # 8, 16, 32, and no more of what is not known
     if look == 10.0:
-        assert looks[:6] == [0, 8, 24, 56, 120, 248]  # 8, 16, 32, 64, 128
+        assert looks[:3] == [0, LOOK_LATEST, 2 * LOOK_LATEST]
     if look in (0.0005, 0.005):
         share = len(looks) * look / (steps * found.model.full_pass([1], [4000]))
         assert share == pytest.approx(SHARE, rel=0.1)
     assert steps / LOOK_LATEST <= len(looks) <= steps / LOOK_EARLIEST
+
+
+@pytest.mark.parametrize("look", [0.0005, 0.002, 0.005])
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_looks_take_no_more_however_often_requests_join(look, every):
+    """A server's batch changes all the time: what looks may take of it does not."""
+    found = controller(NOTHING_PAYS)
+    plain = found.measured.full_pass([1], [4000])
+    found.measured.observe_step(StepTime(True, [1], [4000], plain + look, is_look=True))
+    found.start(found.measured)
+    num_steps, num_looks = 5000, 0
+    for step in range(num_steps):
+        found.rest.begin_step()
+        if step % every == 0:
+            found.requests_joined(has_seed=False)
+        if not found.rest.is_resting:
+            assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
+            num_looks += 1
+    assert num_looks * look / (num_steps * plain) <= 1.1 * LOOK_SHARE
+    assert num_looks >= 0.8 * num_steps * SHARE * plain / look
+
+
+def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
+    """Not in the step that reads it, and at once after a long rest."""
+    found = controller(NOTHING_PAYS)
+    plain = found.measured.full_pass([1], [4000])
+    found.measured.observe_step(StepTime(True, [1], [4000], plain + plain / 20, is_look=True))
+    found.start(found.measured)
+    seen = []
+    for step in range(100):
+        found.rest.begin_step()
+        if step == 90:
+            found.requests_joined(has_seed=False)
+        if not found.rest.is_resting:
+            found.choose([Candidate("a", 4000, 16)])
+            seen.append(step)
+    assert 91 in seen and 90 not in seen
+
+
+@pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
+def test_who_must_not_wait_does_not(has_seed, keys):
+    """A seeded request's lengths depend on no time; and a given least context is held to."""
+    found = controller(NOTHING_PAYS, **keys)
+    found.rest.begin(50)
+    found.rest.begin_step()
+    assert found.rest.is_resting
+    found.requests_joined(has_seed)
+    assert not found.rest.is_resting
 
 
 @pytest.mark.parametrize("has_seed", [False, True])

@@ -43,6 +43,13 @@ class StreamingWindow:
         self._cached = window
         return keep, window[keep:]
 
+    def behind(self, num_tokens: int) -> int:
+        """How many tokens ``advance()`` would give to feed, if none of those cached is rejected."""
+        grown = self.num_sink_tokens + num_tokens - self._start
+        if grown > self.capacity or num_tokens <= self._start:
+            return min(num_tokens, self.num_sink_tokens + self.num_recent_tokens)
+        return max(1, grown - len(self._cached))
+
     def append(self, token_id: int) -> int:
         """A drafted token that is fed back.
 

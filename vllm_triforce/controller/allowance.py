@@ -10,17 +10,18 @@ class Allowance:
     Args:
         first: what there is before anything was earned, in steps of plain decoding.
         most: what is kept at most, in the same.
+        share: of the time, that is earned.
     """
 
-    def __init__(self, first: float, most: float) -> None:
-        self._first, self._most = first, most
+    def __init__(self, first: float, most: float, share: float = SHARE) -> None:
+        self._first, self._most, self._share = first, most, share
         self._seconds: float | None = None
 
     def earn(self, seconds: float, step_seconds: float) -> None:
         """Decoding took so long, with steps that take ``step_seconds`` where they are plain."""
         if self._seconds is None:
             self._seconds = self._first * step_seconds
-        earned = self._seconds + SHARE * seconds
+        earned = self._seconds + self._share * seconds
         self._seconds = min(earned, self._most * step_seconds)
 
     def covers(self, seconds: float) -> bool:
@@ -33,3 +34,11 @@ class Allowance:
             return False
         self._seconds -= seconds
         return True
+
+    def take(self, seconds: float) -> None:
+        """Spends what was spent already, as far as there is so much."""
+        self._seconds = max(0.0, (self._seconds or 0.0) - seconds)
+
+    def missing(self, seconds: float) -> float:
+        """How much has to be earned before so much can be spent."""
+        return max(0.0, seconds - (self._seconds or 0.0))

@@ -80,6 +80,17 @@ class Controller:
     def chooses(self) -> frozenset[str]:
         return self.config.choices if self.model is not None else frozenset()
 
+    def requests_joined(self, has_seed: bool) -> None:
+        """The batch has got requests that were not in the step before.
+
+        Args:
+            has_seed: whether one of them has; no rest may put off where its speculation begins.
+        """
+        if has_seed or "context" not in self.chooses:
+            self.rest.wake()
+        else:
+            self.rest.requests_joined()
+
     # Before a proposal.
 
     def choose(self, candidates: list[Candidate], num_plain: int = 0) -> list[Choice]:

@@ -36,6 +36,10 @@ class Measurements:
     draft: float = 0.0
     """Seconds of the draft's pass for one request."""
     draft_per_row: float = 0.0
+    draft_per_token: float = 0.0
+    """Seconds that the draft takes for a token that it has to read first."""
+    selection_per_token: float = 0.0
+    """Seconds that a request's first selection takes for a token of context."""
     sampling: float = 0.0
     """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
@@ -183,6 +187,14 @@ class CostModel:
         return self.factors.get("level 1", 1.0) * (
             self.measured.draft + (num_rows - 1) * self.measured.draft_per_row
         )
+
+    def reading_window(self, num_tokens: int) -> float:
+        """What the draft takes to read so many tokens before it can go on."""
+        return self.factors.get("level 1", 1.0) * num_tokens * self.measured.draft_per_token
+
+    def first_selection(self, num_tokens: int) -> float:
+        """What level 2 takes to look through a context for the first time."""
+        return num_tokens * self.measured.selection_per_token
 
     def round_seconds(self, num_rows: int, has_draft: bool) -> float:
         """Of a round for so many requests."""

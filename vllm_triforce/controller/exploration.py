@@ -61,7 +61,7 @@ class Exploration:
             if rates[row] <= (1 + margin) / share:
                 continue  # nothing to be gained whatever is accepted
             trial = _short(found, row, hoped.routes[best[row]])
-            if self.trials.spend(float(found.seconds[row, trial])):
+            if self.trials.spend(found.next_seconds(row, trial)):
                 columns[row] = trial
 
 

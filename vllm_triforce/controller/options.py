@@ -23,6 +23,15 @@ class Candidate:
     """Tokens of the longest n-gram that prompt lookup finds again."""
     has_seed: bool = False
     is_greedy: bool = True
+    tokens_behind: int = 0
+    """That the draft model has to read before it can draft."""
+    tokens_unselected: int = 0
+    """Of context that level 2 has not looked through yet; 0 once it has."""
+
+
+# Proposals that a request is expected to make once it has made the first by a route: each bears
+# that part of what the first one takes longer.
+_PROPOSALS = 16
 
 
 @dataclass
@@ -36,6 +45,8 @@ class Options:
         is_possible: [num_reqs, num_options], bool.
         routes: [num_options].
         match_lengths: [num_reqs].
+        first_seconds: [num_reqs, num_options], what the next proposal takes longer than
+            ``seconds``, because the draft's window or level 2's selection has to be made.
     """
 
     lengths: np.ndarray
@@ -44,6 +55,12 @@ class Options:
     is_possible: np.ndarray
     routes: list[Route] = field(default_factory=list)
     match_lengths: list[int] = field(default_factory=list)
+    first_seconds: np.ndarray | float = 0.0
+
+    def next_seconds(self, row: int, column: int) -> float:
+        """What a request's next proposal takes, with all that has to be made for it first."""
+        first = np.broadcast_to(self.first_seconds, self.seconds.shape)
+        return float(self.seconds[row, column] + first[row, column])
 
     def choice(self, row: int, column: int) -> Choice:
         if column < 0:
@@ -86,7 +103,10 @@ def build_options(
     per_token = np.array([slope + model.draft_seconds(c.is_greedy) for c in candidates])[:, None]
     full = per_token * places + attention[rows, places + 1] - attention[:, 1:2]
 
-    tokens, seconds, possible = [], [], []
+    window = np.array([model.reading_window(c.tokens_behind) for c in candidates])[:, None]
+    selecting = np.array([model.first_selection(c.tokens_unselected) for c in candidates])[:, None]
+
+    tokens, seconds, possible, first = [], [], [], []
     for route in routes:
         accepted = np.array([_rate(route, r, c) for r, c in zip(rates, candidates)])
         by_length = expected_by_length(accepted[:, None], max(longest))
@@ -96,19 +116,24 @@ def build_options(
         if route is Route.LEVELS:
             rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
             seconds.append(full + model.begin_seconds + rounds * round_seconds)
+            first.append(window + selecting)
         elif route is Route.DRAFT:
             seconds.append(full + places * draft_seconds)
+            first.append(window)
         else:
             seconds.append(full)
+            first.append(np.zeros_like(window))
             is_possible = fits & np.array([c.match_length > 0 for c in candidates])[:, None]
         possible.append(is_possible)
+    more = np.concatenate([np.broadcast_to(seconds_, shape) for seconds_ in first], axis=1)
     return Options(
         np.concatenate([places] * len(routes), axis=1),
         np.concatenate(tokens, axis=1),
-        np.concatenate(seconds, axis=1),
+        np.concatenate(seconds, axis=1) + more / _PROPOSALS,
         np.concatenate(possible, axis=1),
         [route for route in routes for _ in range(shape[1])],
         [c.match_length for c in candidates],
+        more * (1 - 1 / _PROPOSALS),
     )
 
 

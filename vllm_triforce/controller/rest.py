@@ -1,6 +1,8 @@
 """Steps that decode plainly without being asked."""
 
-from vllm_triforce.controller.allowance import SHARE
+import math
+
+from vllm_triforce.controller.allowance import SHARE, Allowance
 
 # Steps without speculation after which its time is that of plain decoding: the first one after
 # others is slower, and its way through vLLM is that of a step that may get drafts.
@@ -10,6 +12,8 @@ _TIMES_AT_REST = 8
 # Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
 # as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
 LOOK_FIRST, LOOK_UNKNOWN, LOOK_EARLIEST, LOOK_LATEST = 8, 32, 4, 128
+# Share of the time that looks may take however often requests come and go.
+LOOK_SHARE = 0.01
 
 
 class Rest:
@@ -22,6 +26,11 @@ class Rest:
         self._is_look = False
         self._num_looks = 0
         """Decisions in a row to go on plainly."""
+        self._looks = Allowance(first=1, most=1, share=LOOK_SHARE)
+        self._counted = 0
+        """Step up to which looks have earned their time."""
+        self._affordable = 0
+        """Step from which another look is paid for."""
 
     def begin_step(self) -> None:
         self._is_look = self.step == self._until - 1
@@ -37,13 +46,20 @@ class Rest:
         self.begin(_SETTLED + 1)
 
     def wake(self) -> None:
-        """The batch has changed."""
+        """There has to be a decision in this step."""
         self._until = 0
         self.was_worth_it()
 
     def was_worth_it(self) -> None:
-        """A look, or the batch is another: the next one is due early again."""
+        """A look: the next one is due early again."""
         self._num_looks = 0
+
+    def requests_joined(self) -> None:
+        """The batch has got requests of which little is known: a look is due early again, as soon
+        as it is paid for. The step that they join in is no time for it, since it reads them."""
+        if self.is_resting:
+            self._num_looks = 0
+            self._until = min(self._until, max(self.step + 1, self._affordable))
 
     def until_next_look(self, look_seconds: float, plain_seconds: float) -> int:
         """Steps after a look in vain: few at first, since little is known of a request or a
@@ -53,12 +69,18 @@ class Rest:
         Args:
             look_seconds: what a look takes; 0 where that is not known.
         """
+        self._looks.earn((self.step - self._counted) * plain_seconds, plain_seconds)
+        self._counted = self.step
+        self._looks.take(look_seconds)
+        missing = self._looks.missing(look_seconds) / (LOOK_SHARE * plain_seconds)
+        soonest = min(math.ceil(missing), LOOK_LATEST)
+        self._affordable = self.step + soonest
         most = LOOK_UNKNOWN
         if look_seconds:
             most = min(int(look_seconds / (SHARE * plain_seconds)), LOOK_LATEST)
         doubled = LOOK_FIRST << min(self._num_looks, 8)
         self._num_looks += 1
-        return min(doubled, max(most, LOOK_EARLIEST))
+        return max(min(doubled, max(most, LOOK_EARLIEST)), soonest)
 
     @property
     def is_resting(self) -> bool:

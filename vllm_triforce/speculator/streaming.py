@@ -78,6 +78,11 @@ class StreamingLevel:
             ]
         return drafted
 
+    def tokens_behind(self, request_id: str, num_tokens: int) -> int:
+        """Tokens that the draft has to read before it can go on after ``num_tokens``."""
+        window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
+        return window.behind(num_tokens)
+
     @property
     def num_requests(self) -> int:
         """Requests that something is kept for."""

@@ -68,6 +68,8 @@ class TriForceSpeculator:
                 match.length if match else 0,
                 batch.has_seed(row),
                 greedy[row],
+                self.level1.tokens_behind(request_id, len(batch.token_ids[row])),
+                0 if self.level2.knows(request_id) else batch.num_computed_tokens[row],
             )
             for row, (request_id, match) in enumerate(zip(batch.request_ids, matches))
         ]
@@ -97,7 +99,7 @@ class TriForceSpeculator:
                 if _missing(batch, proposal, row) > 0 and request_id not in self.set_aside
             ]
 
-        began = time.perf_counter()
+        began, observes = time.perf_counter(), not is_first
         while rows := unfinished():
             # Each pass of level 2 adds a token of its own, hence one less to draft.
             most = [_missing(batch, proposal, row) - 1 for row in rows]
@@ -128,8 +130,9 @@ class TriForceSpeculator:
             self.counters.num_level2_passes += 1
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
             seconds = (drafted_at - start, forwarded_at - drafted_at, verified_at - forwarded_at)
-            self._observe_round(batch, rows, sourced, verified.num_accepted, seconds)
-        if self.controller.chooses:
+            self._observe_round(batch, rows, sourced, verified.num_accepted, seconds, observes)
+            observes = True
+        if self.controller.chooses and not is_first:
             seconds = time.perf_counter() - began
             self.controller.observe_proposal(batch.request_ids, lengths, seconds)
         for row, place in enumerate(places):
@@ -155,6 +158,8 @@ class TriForceSpeculator:
             return
         start = time.perf_counter()
         lengths = [choices[row].num_tokens for row in with_draft]
+        if any(self.level1.is_far_behind(batch, row) for row in with_draft):
+            self.controller.forget_plan()
         self._begin_noise(batch, proposal, with_draft)
         sampling = batch.sampling.take(with_draft)
         drafted = self.level1.model.draft(
@@ -177,7 +182,8 @@ class TriForceSpeculator:
             seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows]
         )
 
-    def _observe_round(self, batch, rows, sourced, num_accepted, seconds) -> None:
+    def _observe_round(self, batch, rows, sourced, num_accepted, seconds, has_times) -> None:
+        """``has_times``: whether it took what rounds take; a draft's first one reads its window."""
         controller, tokens = self.controller, sourced.drafted.token_ids
         if not controller.chooses:
             return
@@ -185,6 +191,8 @@ class TriForceSpeculator:
             rows, sourced.sources, sourced.match_lengths, tokens, num_accepted
         ):
             controller.observe_round(batch.request_ids[row], source, length, len(drafted), accepted)
+        if not has_times:
+            return
         num_drafts = [len(t) for t, s in zip(tokens, sourced.sources) if s is Route.DRAFT]
         num_tests = sum(map(len, tokens)) + len(rows)
         is_greedy = batch.sampling.all_greedy

@@ -95,7 +95,7 @@ class Calibration:
         longest = self._length + 1  # what the tables of ``_batch()`` have room for
         level2_tokens = sorted({min(q, longest) for q in (1, 3, 8, longest)})
         level2 = [(q, self._level2(1, q, repeats)) for q in level2_tokens]
-        level2_per_row = draft = draft_per_row = 0.0
+        level2_per_row = draft = draft_per_row = draft_per_token = 0.0
         several = min(4, self._most_reqs)
         if several > 1:
             few = min(3, longest)
@@ -103,11 +103,19 @@ class Calibration:
             level2_per_row = max(0.0, more / (several - 1))
         if self._speculator.level1.model is not None:
             draft = self._draft(1, repeats)
+            draft_per_token = self._window(repeats, draft)
             if several > 1:
                 draft_per_row = max(0.0, (self._draft(several, repeats) - draft) / (several - 1))
-        sampling = self._sampling(32, repeats)
         return Measurements(
-            by_rows, by_tokens, level2, level2_per_row, draft, draft_per_row, sampling
+            by_rows,
+            by_tokens,
+            level2,
+            level2_per_row,
+            draft,
+            draft_per_row,
+            draft_per_token,
+            self._first_selection(repeats),
+            self._sampling(32, repeats),
         )
 
     def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
@@ -170,6 +178,39 @@ class Calibration:
         for request_id in batch.request_ids:
             level2.release(request_id)
         return seconds
+
+    def _first_selection(self, repeats: int) -> float:
+        """Of a token of context, where level 2 knows nothing of a request."""
+        context = min(2 * self._budget, self._most_context)
+        batch, _ = self._batch(1, context)
+        level2, (request_id,) = self._speculator.level2, batch.request_ids
+
+        def begin():
+            level2.release(request_id)
+            level2.forget_means(tuple(tables[0].tolist() for tables in batch.block_tables))
+            level2.begin(batch)
+
+        seconds = self._timed(begin, repeats)
+        level2.release(request_id)
+        return seconds / context
+
+    def _window(self, repeats: int, pass_seconds: float) -> float:
+        """Of a token that the draft has to read first.
+
+        Args:
+            pass_seconds: of a pass of one token.
+        """
+        batch, proposal = self._batch(1, min(self._budget, self._most_context))
+        model, (request_id,) = self._speculator.level1.model, batch.request_ids
+        num_tokens = model.tokens_behind(request_id, len(batch.token_ids[0]))
+
+        def draft():
+            model.release(request_id)
+            model.draft(batch, proposal, [0], [1], batch.sampling, self._speculator.noise)
+
+        seconds = self._timed(draft, repeats)
+        model.release(request_id)
+        return max(0.0, seconds - pass_seconds) / num_tokens
 
     def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
         batch, proposal = self._batch(num_rows, min(self._budget, self._most_context))

@@ -71,27 +71,15 @@ class PlainSteps:
         self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        controller = self._controller
-        rest = controller.rest
+        rest = self._controller.rest
         rest.begin_step()
-        present = scheduler_output.num_scheduled_tokens.keys()
-        changed = present != self._present or bool(
-            scheduler_output.scheduled_new_reqs or scheduler_output.finished_req_ids
-        )
-        self._present = frozenset(present) if changed else self._present
-        if changed:
-            rest.wake()
+        changed = self._note_changes(scheduler_output)
         if rest.wants_times:
             self._measure(scheduler_output, changed)
         else:
             self._last, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
-        is_plain = (
-            rest.is_resting
-            and not scheduler_output.scheduled_spec_decode_tokens
-            and scheduler_output.total_num_scheduled_tokens
-            == len(scheduler_output.num_scheduled_tokens)
-        )
+        is_plain = rest.is_resting and not scheduler_output.scheduled_spec_decode_tokens
         self._recorder.paused = is_plain
         if is_plain:
             self._runner.speculative_config = None
@@ -99,6 +87,21 @@ class PlainSteps:
         if output is not None:  # no tokens will be sampled
             self._restore()
         return output
+
+    def _note_changes(self, scheduler_output) -> bool:
+        """Whether this step has other requests than the last one."""
+        present = scheduler_output.num_scheduled_tokens.keys()
+        new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
+        if present == self._present and not new:
+            return False
+        joined = present - self._present
+        self._present = frozenset(present)
+        if joined or new:  # a new one may have the name of one that left
+            known = self._runner.requests
+            joining = [new.get(name) or known[name] for name in joined | new.keys()]
+            has_seed = any(_seed(request) is not None for request in joining)
+            self._controller.requests_joined(has_seed)
+        return True
 
     def sample(self, logits, spec_decode_metadata):
         """A batch that has no drafts, but may get some, needs no rejection sampler (which fails
@@ -181,3 +184,7 @@ class PlainSteps:
                 planned,
                 proposal_seconds,
             )
+
+
+def _seed(request) -> int | None:
+    return None if request.sampling_params is None else request.sampling_params.seed
