@@ -54,7 +54,7 @@ class Contender:
             # Without it the folder that the command was given in comes before PYTHONPATH.
             "PYTHONSAFEPATH": "1",
         }
-        # vLLM's own preloading is a part of its binding to cores.
+        # vLLM's own preloading misses OpenMP where torch brings another; both servers get it.
         preload = [*libraries(), os.environ.get("LD_PRELOAD", "")]
         defaults["LD_PRELOAD"] = ":".join(path for path in preload if path)
         if self.is_stock:

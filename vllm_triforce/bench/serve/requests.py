@@ -57,8 +57,9 @@ class Requests:
             for i, cell in enumerate(self._settings.cells):
                 if cell.needs_prompts:
                     self._first_start[pair, i] = needed
-                    needed += self._settings.num_requests(cell)
-                    needed += self._settings.num_warmup(cell)
+                    is_warmup = pair == _WARMUP
+                    count = self._settings.num_warmup if is_warmup else self._settings.num_requests
+                    needed += count(cell)
         longest = max((c.input_len for c in self._settings.cells if c.needs_prompts), default=0)
         available = len(self._text) - longest
         if needed > max(0, available):
