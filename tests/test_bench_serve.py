@@ -226,6 +226,24 @@ def test_vllms_own_benchmark_understands_the_arguments(tmp_path):
     assert greedy.request_rate == float("inf") and "top_p" not in greedy.extra_body
 
 
+def test_latencies_are_computed_as_vllm_does():
+    found = load.latencies(dict(ttfts=[0.1, 0.3], latencies=[0.5, 0.6], output_lens=[5, 4]))
+    assert found["median_ttft_ms"] == pytest.approx(200)
+    assert found["median_tpot_ms"] == pytest.approx(100) and found["p99_ttft_ms"] < 300
+
+
+def test_a_turn_waits_until_servers_are_at_rest(monkeypatch):
+    class Works:
+        left = [0.0, 0.5, 0.5, 0.9, 0.9, 0.91]
+
+        def cpu_seconds(self):
+            return self.left.pop(0)
+
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
+    server.wait_until_at_rest([Works()])
+    assert not Works.left
+
+
 # The store, figures.
 
 
@@ -345,6 +363,7 @@ def test_two_servers_are_measured_in_turns(pair, tmp_path):
         assert run["result"]["completed"] == 4 and run["result"]["failed"] == 0
         assert run["result"]["total_input_tokens"] == 4 * 256
         assert run["result"]["total_output_tokens"] == 4 * 32
+        assert 0 < run["result"]["median_tpot_ms"] < run["result"]["median_ttft_ms"] * 1000
     assert runs[1]["result"]["spec_decode_num_drafts"] > 0
     assert "spec_decode_num_drafts" not in runs[0]["result"]
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]

@@ -55,6 +55,7 @@ def _measure_and_report(settings: ServeSettings, folder: Path, argv: list[str]) 
     phases = schedule.phases(settings.contests, settings.pairs)
     num_pairs = settings.pairs * len(settings.cells) * len(settings.contests)
     asked_for = settings.to_dict() | {"checkouts": checkouts, **machine()}
+    del asked_for["run_limit"]  # a run that took too long may be given more
     store = RunStore(folder.resolve(), asked_for)
     done = len(store.done())
     if done:

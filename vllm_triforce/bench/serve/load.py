@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from vllm_triforce.bench.serve.cells import Cell
 from vllm_triforce.bench.serve.contenders import MODEL
 from vllm_triforce.bench.serve.server import Server, ServerFailed
 
-_PERCENTILES = "50,90,99"
+PERCENTILES = (90, 99)
 
 
 def run(
@@ -50,7 +52,27 @@ def run(
             f"with {found['total_output_tokens']} of {expected} tokens at {cell.describe()}; see "
             f"{folder / 'bench.log'}.\n{server.tail()}"
         )
-    return {name: value for name, value in found.items() if _is_a_figure(name, value)}
+    kept = {name: value for name, value in found.items() if _is_a_figure(name, value)}
+    return kept | latencies(found)
+
+
+def latencies(found: dict[str, Any]) -> dict[str, float]:
+    """Times to the first token and between later ones, as vLLM computes them of each request.
+
+    It leaves them out where it has no tokenizer.
+    """
+    first = [1e3 * seconds for seconds in found["ttfts"]]
+    later = [
+        (1e3 * whole - begun) / (tokens - 1)
+        for begun, whole, tokens in zip(first, found["latencies"], found["output_lens"])
+    ]
+    figures = {}
+    for name, values in (("ttft", first), ("tpot", later)):
+        figures[f"mean_{name}_ms"] = float(numpy.mean(values))
+        figures[f"median_{name}_ms"] = float(numpy.median(values))
+        for percentile in PERCENTILES:
+            figures[f"p{percentile}_{name}_ms"] = float(numpy.percentile(values, percentile))
+    return figures
 
 
 def bench_arguments(
@@ -72,8 +94,8 @@ def bench_arguments(
         *("--max-concurrency", str(cell.concurrency)),
         *("--request-rate", "inf" if cell.request_rate is None else str(cell.request_rate)),
         *("--temperature", str(cell.temperature), "--extra-body", json.dumps(body)),
-        *("--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el"),
-        *("--metric-percentiles", _PERCENTILES),
+        *("--ignore-eos", "--disable-tqdm", "--save-detailed", "--percentile-metrics", "e2el"),
+        *("--metric-percentiles", ",".join(map(str, PERCENTILES))),
     ]
 
 

@@ -10,7 +10,7 @@ from vllm_triforce.bench.serve import load
 from vllm_triforce.bench.serve.contenders import Contender
 from vllm_triforce.bench.serve.requests import Requests
 from vllm_triforce.bench.serve.schedule import Pair, Phase
-from vllm_triforce.bench.serve.server import Server, running
+from vllm_triforce.bench.serve.server import Server, running, wait_until_at_rest
 from vllm_triforce.bench.serve.settings import ServeSettings
 from vllm_triforce.bench.serve.store import RunStore
 
@@ -99,6 +99,7 @@ class ServeMeasurement:
             self._say(
                 f"{pair.contest.name}, pair {pair.pair + 1}: {server.name}, {cell.describe()}"
             )
+            wait_until_at_rest(servers.values())
             busy_before, idle_before = server.cpu_seconds(), idle.cpu_seconds()
             found = self._load(server, servers, pair.cell_index, prompts)
             record = {

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,9 @@ import psutil
 
 _START_LIMIT_S = 1800
 _TAIL_CHARACTERS = 3000
+# A server rests when it takes less than this share of a core over this time; one that never does
+# is not waited for longer.
+_RESTING_SHARE, _RESTING_S, _REST_LIMIT_S = 0.1, 0.3, 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,6 +63,17 @@ class Server:
                     times = process.cpu_times()
                     total += times.user + times.system
         return total
+
+
+def wait_until_at_rest(servers: Iterable[Server]) -> None:
+    """Until none works on: OpenMP's threads spin for a while after a server's last step."""
+    deadline = time.monotonic() + _REST_LIMIT_S
+    servers = list(servers)
+    while time.monotonic() < deadline:
+        before = sum(server.cpu_seconds() for server in servers)
+        time.sleep(_RESTING_S)
+        if sum(server.cpu_seconds() for server in servers) - before < _RESTING_SHARE * _RESTING_S:
+            return
 
 
 @contextmanager
