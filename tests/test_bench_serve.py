@@ -339,12 +339,12 @@ def test_the_page_stands_alone_and_has_the_numbers():
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given = arguments(pair, "--concurrencies", "2", "--input-lens", "256", "--output-lens", "32")
     given += ["--texts", "mixed", "--pairs", "1", "--requests-per-run", "4", "--warmup", "0"]
     given += ["--contests", "triforce/stock", "--output", str(tmp_path), "--budgets", "128"]
-    # One process less for each server to start.
-    engine = {"enforce_eager": True, "distributed_executor_backend": "uni", "block_size": 32}
+    engine = {"enforce_eager": True, "block_size": 32}
     given += ["--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']
     done = subprocess.run(
