@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm_triforce.bench import methods
 from vllm_triforce.bench.errors import BadInput
+from vllm_triforce.bench.serve import arguments as serve_arguments
 
 INTERRUPTED = 130
 """Exit code, as of a command that a shell interrupts."""
@@ -50,13 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--kv-cache-gib", type=float, help="of each engine; default: what cells need")
     run.add_argument("--engines-at-once", type=int, help="default: what fits into free memory")
+    serve_arguments.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 where a greedy output differs from stock vLLM's, else 0."""
+    """Returns 1 where a greedy output differs from stock vLLM's, else 0.
+
+    With --serve as ``serve.command.run``.
+    """
     from vllm_triforce.bench import settings
 
     try:
+        if args.serve:
+            from vllm_triforce.bench.serve import command as serve_command
+
+            return serve_command.run(args)
+        serve_arguments.refuse_others(args)
         asked_for = settings.read(args)
         names, left_out = methods.available(asked_for.methods)
         variants = methods.variants(

@@ -67,7 +67,12 @@ def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
     """
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * (1 << 30))
+    return kv_bytes_of(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
+
+
+def kv_bytes_of(num_requests: int, max_model_len: int, dtype: str, *models: ModelFacts) -> int:
+    """KV cache for as many requests of the greatest length, and a tenth to spare."""
     per_token = sum(model.kv_bytes_per_token(dtype) for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
-    tokens = max(settings.batch_sizes) * (settings.max_model_len + 128)
+    tokens = num_requests * (max_model_len + 128)
     return max(64 << 20, int(1.1 * tokens * per_token))

@@ -40,10 +40,14 @@ def render(results: dict) -> str:
             here = [r for r in rows if (r["dtype"], r["temperature"]) == (dtype, temperature)]
             if here:
                 parts.append(_section(results, here, dtype, temperature))
-    parts.append(_card("All cells", cells_table(rows), _reading(results), wide=True))
-    parts.append(_card("How it was run", _environment(results), "", wide=True))
-    title = html.escape(f"Decode speed: {_short(results['settings']['target'])}")
-    body = "\n".join(parts)
+    parts.append(card("All cells", cells_table(rows), _reading(results), wide=True))
+    parts.append(card("How it was run", _environment(results), "", wide=True))
+    return document(f"Decode speed: {short(results['settings']['target'])}", parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A whole page of these parts, which are HTML; the title is text."""
+    title, body = html.escape(title), "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -56,8 +60,8 @@ def _header(results: dict) -> str:
     settings, environment = results["settings"], results["environment"]
     draft = settings["draft"]
     facts = [
-        f"target <b>{html.escape(_short(settings['target']))}</b>",
-        f"draft <b>{html.escape(_short(draft))}</b>" if draft else "no draft: prompt lookup",
+        f"target <b>{html.escape(short(settings['target']))}</b>",
+        f"draft <b>{html.escape(short(draft))}</b>" if draft else "no draft: prompt lookup",
         html.escape(f"{environment['device']}, {environment['cores']} cores"),
         html.escape(f"vLLM {environment['vLLM']}"),
         html.escape(environment["date"]),
@@ -95,6 +99,11 @@ def _cards(rows: Sequence[dict]) -> str:
         ),
         (greedy, note, "bad" if different else "good" if judged else "plain"),
     ]
+    return stat_cards(cards)
+
+
+def stat_cards(cards: Sequence[tuple[str, str, str]]) -> str:
+    """Large figures: value, text, and `plain`, `good` or `bad`."""
     return (
         "<div class=cards>"
         + "".join(
@@ -132,7 +141,7 @@ def _section(results: dict, rows: list[dict], dtype: str, temperature: float) ->
     salt = f"{dtype}-{temperature:g}"
     parts = [f"<h2>{html.escape(name)}</h2>"]
     parts.append(
-        _card(
+        card(
             "Speed-up by context and batch",
             f"<div class=beside><div class=figure>{figures.speed_up(rows, 'speed-' + salt)}</div>"
             f"{overview_table(rows)}</div>",
@@ -140,16 +149,16 @@ def _section(results: dict, rows: list[dict], dtype: str, temperature: float) ->
         )
     )
     step = figures.step_time(rows, "step-" + salt)
-    parts.append(_card("Where the time of a step goes", f"<div class=figure>{step}</div>", _STEP))
+    parts.append(card("Where the time of a step goes", f"<div class=figure>{step}</div>", _STEP))
     position = figures.acceptance_by_position(rows, "position-" + salt)
     if position is not None:
         parts.append(
-            _card("Acceptance by position", f"<div class=figure>{position}</div>", _POSITION)
+            card("Acceptance by position", f"<div class=figure>{position}</div>", _POSITION)
         )
     return "<section>" + "".join(parts) + "</section>"
 
 
-def _card(title: str, content: str, text: str, wide: bool = False) -> str:
+def card(title: str, content: str, text: str, wide: bool = False) -> str:
     explained = f"<p class=note>{text}</p>" if text else ""
     kind = "card wide" if wide else "card"
     return f"<article class='{kind}'><h3>{html.escape(title)}</h3>{explained}{content}</article>"
@@ -193,6 +202,6 @@ def _environment(results: dict) -> str:
     return f"<pre>{html.escape(command)}</pre>{notes_text}<table class=facts>{lines}</table>"
 
 
-def _short(model: str) -> str:
+def short(model: str) -> str:
     """The last two parts of a path or hub name."""
     return "/".join(model.rstrip("/").split("/")[-2:])

@@ -52,28 +52,21 @@ class Settings:
 def read(args: argparse.Namespace) -> Settings:
     """Raises BadInput: an argument is out of range, or the arguments do not go together."""
     method_keys = {
-        "triforce": _json_object("--triforce", args.triforce),
-        "draft_model": _json_object("--draft-model", args.draft_model),
-        "ngram": _json_object("--ngram", args.ngram),
-        "suffix": _json_object("--suffix", args.suffix),
+        "triforce": keys_of_method("--triforce", args.triforce),
+        "draft_model": keys_of_method("--draft-model", args.draft_model),
+        "ngram": keys_of_method("--ngram", args.ngram),
+        "suffix": keys_of_method("--suffix", args.suffix),
     }
-    for name, keys in method_keys.items():
-        for key in ("method", "model", "retrieval_budget"):
-            if key in keys:
-                raise BadInput(
-                    f"key {key!r} in --{name.replace('_', '-')} is set by the benchmark; use "
-                    "--methods, --draft and --budgets"
-                )
     settings = Settings(
         target=args.target,
         draft=args.draft or None,
-        methods=_list("--methods", args.methods, str),
-        contexts=_list("--contexts", args.contexts, _tokens),
-        batch_sizes=_list("--batch-sizes", args.batch_sizes, int),
-        temperatures=_list("--temperatures", args.temperatures, float),
+        methods=list_of("--methods", args.methods, str),
+        contexts=list_of("--contexts", args.contexts, num_tokens),
+        batch_sizes=list_of("--batch-sizes", args.batch_sizes, int),
+        temperatures=list_of("--temperatures", args.temperatures, float),
         top_p=args.top_p,
-        budgets=_list("--budgets", args.budgets, _tokens),
-        dtypes=_list("--dtypes", args.dtypes, str),
+        budgets=list_of("--budgets", args.budgets, num_tokens),
+        dtypes=list_of("--dtypes", args.dtypes, str),
         tokens=args.tokens,
         repetitions=args.repetitions,
         seed=args.seed,
@@ -82,7 +75,7 @@ def read(args: argparse.Namespace) -> Settings:
         dataset_path=args.dataset_path,
         dataset_args=args.dataset_args,
         method_keys={name: keys for name, keys in method_keys.items() if keys},
-        engine_keys=_json_object("--engine", args.engine),
+        engine_keys=json_object("--engine", args.engine),
         kv_cache_gib=args.kv_cache_gib,
         engines_at_once=args.engines_at_once,
     )
@@ -117,7 +110,19 @@ def _check(settings: Settings) -> None:
         raise BadInput(f"--prompts {settings.prompts}: there is no such file or folder")
 
 
-def _list(option: str, text: str, kind) -> list:
+def keys_of_method(option: str, text: str) -> dict[str, Any]:
+    """A user's ``speculative_config`` keys, without those that the benchmark sets itself."""
+    keys = json_object(option, text)
+    for key in ("method", "model", "retrieval_budget"):
+        if key in keys:
+            raise BadInput(
+                f"key {key!r} in {option} is set by the benchmark; use --methods, --draft and "
+                "--budgets"
+            )
+    return keys
+
+
+def list_of(option: str, text: str, kind) -> list:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise BadInput(f"{option} is empty; give values with commas between them")
@@ -130,7 +135,7 @@ def _list(option: str, text: str, kind) -> list:
     return values
 
 
-def _tokens(text: str) -> int:
+def num_tokens(text: str) -> int:
     """``4096`` or ``4K``, which is the same."""
     number, factor = (text[:-1], 1024) if text[-1:] in "kK" else (text, 1)
     try:
@@ -141,7 +146,7 @@ def _tokens(text: str) -> int:
         ) from None
 
 
-def _json_object(option: str, text: str) -> dict[str, Any]:
+def json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:

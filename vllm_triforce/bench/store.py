@@ -37,8 +37,13 @@ class Store:
         self._settled = json.loads(arguments.read_text())["settled"] if arguments.exists() else {}
         self._asked_for = asked_for
         self._write_arguments()
-        self.records: list[dict] = _whole_sets(_read(folder / MEASUREMENTS))
-        _write(folder / MEASUREMENTS, self.records)
+        self.records: list[dict] = self._load(folder / MEASUREMENTS)
+
+    def _load(self, path: Path) -> list[dict]:
+        """What a run that was ended has left, without the set that was cut off."""
+        records = _whole_sets(read_lines(path))
+        _write(path, records)
+        return records
 
     def settle(self, name: str, choose: Callable[[], Any]) -> Any:
         """What the first run chose, so that a later one goes on with the same."""
@@ -69,7 +74,7 @@ def set_key(record: dict) -> tuple:
     return PairedSet(cell, record["group"], record["repetition"]).key()
 
 
-def _read(path: Path) -> list[dict]:
+def read_lines(path: Path) -> list[dict]:
     """Whole lines; the last may have been cut off when a run was ended."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

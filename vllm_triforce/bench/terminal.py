@@ -14,10 +14,14 @@ _GREEDY = {
 
 
 class Progress:
-    """A bar over sets with the time left and what goes on; lines where there is no terminal."""
+    """A bar over sets with the time left and what goes on; lines where there is no terminal.
 
-    def __init__(self, console: Console, total: int, done: int) -> None:
-        self._console, self._total = console, total
+    Args:
+        things: what is counted.
+    """
+
+    def __init__(self, console: Console, total: int, done: int, things: str = "sets") -> None:
+        self._console, self._total, self._things = console, total, things
         self._bar = bar.Progress(
             TextColumn("[bold]bench"),
             BarColumn(bar_width=30),
@@ -44,7 +48,9 @@ class Progress:
         left = time_left(seconds_left)
         self._bar.update(self._task, completed=self._total - remaining, left=left)
         if not self._console.is_terminal:
-            self._console.print(f"{self._total - remaining} of {self._total} sets, {left}")
+            self._console.print(
+                f"{self._total - remaining} of {self._total} {self._things}, {left}"
+            )
 
 
 def time_left(seconds: float | None) -> str:

@@ -1,0 +1,145 @@
+"""One ``vllm serve`` on loopback: started, watched, ended."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_START_LIMIT_S = 1800
+_TAIL_CHARACTERS = 3000
+# A server rests when it takes less than this share of a core over this time; one that never does
+# is not waited for longer.
+_RESTING_SHARE, _RESTING_S, _REST_LIMIT_S = 0.1, 0.3, 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or did not answer as it should."""
+
+
+@dataclass
+class Server:
+    """A server that answers."""
+
+    name: str
+    process: subprocess.Popen
+    port: int
+    log: Path
+    runs: int = 0
+    """Measured since it started."""
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def check(self) -> None:
+        """Raises ServerFailed: it has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise ServerFailed(f"server {self.name!r} ended with code {code}.\n{self.tail()}")
+
+    def tail(self) -> str:
+        text = self.log.read_text(errors="replace")
+        return f"The end of {self.log}:\n{text[-_TAIL_CHARACTERS:]}"
+
+    def cpu_seconds(self) -> float:
+        """Of it and all its processes."""
+        total = 0.0
+        with suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self.process.pid)
+            for process in [first, *first.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
+
+def wait_until_at_rest(servers: Iterable[Server]) -> None:
+    """Until none works on: OpenMP's threads spin for a while after a server's last step."""
+    deadline = time.monotonic() + _REST_LIMIT_S
+    servers = list(servers)
+    while time.monotonic() < deadline:
+        before = sum(server.cpu_seconds() for server in servers)
+        time.sleep(_RESTING_S)
+        if sum(server.cpu_seconds() for server in servers) - before < _RESTING_SHARE * _RESTING_S:
+            return
+
+
+@contextmanager
+def running(
+    name: str, make_command: Callable[[int], list[str]], environment: dict[str, str], log: Path
+) -> Iterator[Server]:
+    """Runs a server until the block ends.
+
+    Args:
+        make_command: from the port.
+        log: what it says is added.
+
+    Raises:
+        ServerFailed: it does not come up.
+    """
+    port = _free_port()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as out:
+        process = subprocess.Popen(
+            make_command(port),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
+        )
+    server = Server(name, process, port, log)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline:
+        server.check()
+        try:
+            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise ServerFailed(
+        f"server {server.name!r} does not answer after {_START_LIMIT_S} s.\n{server.tail()}"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    """So that no server stays behind a benchmark that was killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    # Its engine is a process of its own, in the same group.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
