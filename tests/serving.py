@@ -89,6 +89,7 @@ def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server
         # vLLM pins every worker of a machine to the same cores, whatever else runs there.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TRIFORCE_CHECK": "raise",
         "HF_HUB_OFFLINE": "1",
         # By default as long as the client's own: a request may then meet a connection that closes.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",

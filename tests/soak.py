@@ -2,14 +2,15 @@
 
     python -m tests.soak --requests 1000          # 10 to 25 minutes on 2 cores; --help for more
 
-Prompts of 1 to 4,000 tokens and up to 160 more, random sampling parameters, a tenth aborted while
-they stream. Checked:
+Prompts of 1 to 4,000 tokens and up to 160 more, random sampling parameters, priorities, grammars,
+a tenth aborted while they stream; the controller chooses. Checked:
 every greedy output equals stock vLLM's (float32; an aborted one as far as it came; ties as in
-tests/generation.py), every request answered exactly once with as many tokens as vLLM counts, all
-blocks and private caches free at the end, memory flat.
+tests/generation.py), every request answered exactly once with as many tokens as vLLM counts, what
+has a grammar follows it, all blocks and private caches free at the end, memory flat, and nothing
+found wrong where proposals are handed up.
 
-Left out: ``seed`` on sampled requests, because stock vLLM's CPU build ends the engine on a seeded
-prompt that is read in chunks (patches/README.md).
+``seed`` on sampled requests is a run of its own (``--seeds``), prompts read whole: stock vLLM's
+CPU build ends the engine on a seeded prompt that is read in chunks (patches/README.md).
 """
 
 import argparse
@@ -34,7 +35,7 @@ MAX_OUTSTANDING = 48
 SERVER = [
     *("--max-model-len", "4352", "--max-num-seqs", "16", "--num-gpu-blocks-override", "140"),
     *("--max-num-batched-tokens", "2048", "--distributed-executor-backend", "mp"),
-    *("--block-size", "32"),
+    *("--block-size", "32", "--scheduling-policy", "priority"),
     *("--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"),
     *("--speculative-model", "triforce"),
 ]
@@ -42,7 +43,9 @@ SERVER = [
 # leak: oneDNN keeps up to 1,024 compiled matrix products (0.2 MiB each, one per weight shape and
 # number of tokens), and glibc keeps freed buffers of many sizes in its heap, once one was freed.
 FLAT_MEMORY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-KEYS = {"model": str(PAIR / "draft"), "min_context": 256, "retrieval_budget": 256}
+# Sixteen prompts of any length in one step.
+WHOLE_PROMPTS = ["--max-num-batched-tokens", str(16 * 4352)]
+KEYS = {"model": str(PAIR / "draft"), "retrieval_budget": 256}
 SERVER += ["--speculative-config", json.dumps(KEYS | {"log_interval": 5})]
 
 
@@ -65,8 +68,18 @@ class Case:
         return self.params["temperature"] == 0
 
 
-def random_cases(count: int, seed: int, text: list[int], vocab_size: int = 4096) -> list[Case]:
-    """Prompts are stretches of real text, some with a common beginning, or random tokens."""
+GRAMMAR = "[ a-m]{6,}"
+_LETTERS = set(" abcdefghijklm")
+
+
+def random_cases(
+    count: int, seed: int, text: list[int], vocab_size: int = 4096, seeds: bool = False
+) -> list[Case]:
+    """Prompts are stretches of real text, some with a common beginning, or random tokens.
+
+    Args:
+        seeds: whether half of the sampled requests have a seed.
+    """
     draw = random.Random(seed)
     shared = text[:600]
     # Sixteen that fit together when they come and no longer when they have grown: preemption.
@@ -107,6 +120,14 @@ def random_cases(count: int, seed: int, text: list[int], vocab_size: int = 4096)
             params["min_tokens"] = draw.randint(1, params["max_tokens"])
         if draw.random() < 0.1:
             params["logprobs"] = draw.randint(1, 5)
+        if draw.random() < 0.08:
+            params["structured_outputs"] = {"regex": GRAMMAR}
+            for name in ("ignore_eos", "min_tokens", "logit_bias"):  # may contradict it
+                params.pop(name, None)
+        if draw.random() < 0.3:
+            params["priority"] = draw.choice([-1, 1, 2])
+        if seeds and params["temperature"] and draw.random() < 0.5:
+            params["seed"] = draw.randrange(1000)
         abort_after = draw.randint(0, 6) if draw.random() < 0.1 else None
         cases.append(Case(prompt, params, abort_after))
     return cases
@@ -220,14 +241,35 @@ def check_answers(cases: list[Case]) -> None:
             assert len(tokens) >= case.params.get("min_tokens", 0), where
 
 
+def check_grammars(tokenizer, cases: list[Case]) -> int:
+    """Returns how many outputs have a grammar."""
+    count = 0
+    for case in cases:
+        if "structured_outputs" in case.params:
+            for tokens in case.token_ids:
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                assert set(text) <= _LETTERS, (case.params, text)
+                count += 1
+    return count
+
+
+def stock_params(params: dict):
+    """A request's parameters as vLLM's ``LLM`` class takes them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = {name: value for name, value in params.items() if name != "priority"}
+    if grammar := params.pop("structured_outputs", None):
+        return SamplingParams(**params, structured_outputs=StructuredOutputsParams(**grammar))
+    return SamplingParams(**params, detokenize=False)
+
+
 def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
     """Compares greedy outputs with stock vLLM's.
 
     Returns:
         Outputs compared, and how many of them part at a tie of stock's own.
     """
-    from vllm import SamplingParams
-
     from tests.generation import assert_same_tokens
 
     greedy = [case for case in cases if case.is_greedy and case.token_ids]
@@ -236,7 +278,7 @@ def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
         some = greedy[start : start + chunk]
         outputs = stock.generate(
             [{"prompt_token_ids": case.prompt} for case in some],
-            [SamplingParams(**case.params, detokenize=False) for case in some],
+            [stock_params(case.params) for case in some],
             use_tqdm=False,
         )
         for case, output in zip(some, outputs):
@@ -245,7 +287,8 @@ def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
                 wanted = wanted[: len(found)]
             elif wanted == found:
                 assert output.outputs[0].finish_reason == case.finish_reasons[0], case.params
-            if wanted != found and {"repetition_penalty", "logit_bias"} & case.params.keys():
+            unshown = {"repetition_penalty", "logit_bias", "structured_outputs"}
+            if wanted != found and unshown & case.params.keys():
                 # Stock's log-probabilities are those before penalty and bias: they show no tie.
                 raise AssertionError(f"{case.params}: stock {wanted}, TriForce {found}")
             num_ties += not assert_same_tokens(stock, case.prompt, wanted, found)
@@ -291,11 +334,15 @@ def soak(server: Server, cases: list[Case], seed: int, on_progress=None) -> dict
     check_answers(cases)
     check_nothing_is_kept(server)
     counted = change(before, server.metrics())
+    assert not counted["vllm:triforce_boundary_faults_total"]
     aborted = [case for case in cases if None in case.finish_reasons]
     return {
         "requests": len(cases),
         "greedy": sum(case.is_greedy for case in cases),
         "with min_p": sum("min_p" in case.params for case in cases),
+        "with a grammar": sum("structured_outputs" in case.params for case in cases),
+        "with a priority": sum("priority" in case.params for case in cases),
+        "with a seed": sum("seed" in case.params for case in cases),
         "with logit_bias": sum("logit_bias" in case.params for case in cases),
         "left by the client": len(aborted),
         "prompt tokens": sum(len(case.prompt) for case in cases),
@@ -303,6 +350,8 @@ def soak(server: Server, cases: list[Case], seed: int, on_progress=None) -> dict
         "finish reasons": dict(Counter(r for c in cases for r in c.finish_reasons)),
         "preemptions": int(counted["vllm:num_preemptions_total"]),
         "prefix cache hits (tokens)": int(counted["vllm:prefix_cache_hits_total"]),
+        "steps with a proposal verified": int(counted["vllm:triforce_level3_steps_total"]),
+        "proposals straight to level 3": int(counted["vllm:triforce_direct_proposals_total"]),
         "proposals": int(counted["vllm:triforce_proposals_total"]),
         "level 2 accepted": int(counted["vllm:triforce_level2_accepted_tokens_total"]),
         "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
@@ -316,6 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", action="store_true", help="requests with a seed, whole prompts")
     parser.add_argument("--max-growth-mib", type=float, default=32)
     parser.add_argument("--log", type=Path, help="where the server's log goes; else a temporary")
     args = parser.parse_args()
@@ -323,8 +373,10 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoTokenizer
 
-    text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 12_000)
-    cases = random_cases(args.requests, args.seed, text)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    text = held_out_tokens(tokenizer, 12_000)
+    cases = random_cases(args.requests, args.seed, text, seeds=args.seeds)
+    arguments = [*SERVER, *(WHOLE_PROMPTS if args.seeds else ())]
     begun = time.monotonic()
 
     def progress(sent: int) -> None:
@@ -333,7 +385,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         serve(
-            str(PAIR / "target"), args.log or Path(folder) / "log", *SERVER, **FLAT_MEMORY
+            str(PAIR / "target"), args.log or Path(folder) / "log", *arguments, **FLAT_MEMORY
         ) as server,
     ):
         try:
@@ -347,6 +399,7 @@ def main() -> None:
 
     from tests.conftest import ENGINE
 
+    print(f"outputs that follow their grammar: {check_grammars(tokenizer, cases)}")
     stock = LLM(str(PAIR / "target"), max_model_len=10240, **ENGINE)
     compared, ties = check_greedy(stock, cases)
     print(f"greedy outputs compared with stock vLLM: {compared}, of which {ties} part at a tie")

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def server(pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     # Fixed lengths: what is counted by hand must not depend on times.
-    keys = json.dumps(soak.KEYS | {"log_interval": 5, "adaptive": False})
+    fixed = {"log_interval": 5, "adaptive": False, "min_context": 256}
+    keys = json.dumps(soak.KEYS | fixed)
     with serve(pair["target"], log, *soak.SERVER, "--speculative-config", keys) as running:
         yield running
 
