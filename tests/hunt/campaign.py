@@ -83,7 +83,9 @@ class Campaign:
             begun = time.monotonic()
             faults = self.hunt.judge(running, stream, stream_seed)
             self._hunted += time.monotonic() - begun
-            if any(fault.ends_engine for fault in faults):
+            is_new = any(fault.kind not in self.found for fault in faults)
+            if any(fault.ends_engine for fault in faults) or (is_new and self._shrink_seconds):
+                # Shrinking starts engines, and ending those takes the process groups from others.
                 running.end()
                 running = None
             for fault in {fault.kind: fault for fault in faults[::-1]}.values():

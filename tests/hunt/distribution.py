@@ -208,7 +208,8 @@ class Distribution:
         pool.add(probs, tokens, torch.tensor(choice.places))
         if model == "small":
             pool.add_frequencies(probs, tokens)
-        if choice.logprobs and not found:
+        # A grammar's mask is in stock vLLM's log-probabilities too; penalties and biases are not.
+        if choice.logprobs and "structured" not in params and not found:
             raw = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
             for place, (table, wanted) in enumerate(zip(choice.logprobs, raw)):
                 if abs(table[new[place]].logprob - wanted) > 2e-3:
