@@ -27,7 +27,7 @@ def _engine(draw, runner: str, block_size: int) -> dict:
     fits_one = -(-MAX_MODEL_LEN // block_size) + 1
     roomy = fits_one * (num_seqs + 1)
     is_cramped = draw(st.booleans())
-    num_blocks = fits_one + draw(st.integers(1, 640 // block_size)) if is_cramped else roomy
+    num_blocks = fits_one + draw(st.integers(1, 384 // block_size)) if is_cramped else roomy
     return {
         "block_size": block_size,
         "max_num_seqs": num_seqs,

@@ -58,7 +58,7 @@ def test_without_the_fault_nothing_is_caught(running):
     from tests.hunt.power import fault, streams_until_caught
 
     with fault(False):
-        caught, hunt = streams_until_caught(running, 1, 12, LEAST_P_VALUE, watches_boundary=True)
+        caught, hunt = streams_until_caught(running, 1, 8, LEAST_P_VALUE, watches_boundary=True)
     assert caught is None, hunt.distribution.pools["without seed"].p_values()
 
 
@@ -79,7 +79,7 @@ def hunted(runner: str, seconds: float, *arguments: str) -> dict:
 
 
 def test_short_hunt():
-    report = hunted("v1", 40, "--per-engine", "12")
+    report = hunted("v1", 25, "--per-engine", "12")
     assert report["streams driven"] > 3
 
 
