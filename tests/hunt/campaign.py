@@ -74,7 +74,7 @@ class Campaign:
         if running is None:
             return
         for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
-            if time.monotonic() > deadline:
+            if self.hunt.counts["driven"] and time.monotonic() > deadline:
                 break
             if running is None:
                 running = self._start(chosen)
