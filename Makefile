@@ -1,15 +1,19 @@
 # make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
 # make test    installs into .venv and passes the tests
+# make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: demo test lint types install
+.PHONY: demo test hunt lint types install
 demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+hunt: $(VENV)/.ready
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.hunt $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,202 @@
+"""The hunt itself: hypothesis draws settings, then streams for an engine with them."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, given, seed
+from hypothesis import settings as hypothesis_settings
+
+from tests.hunt.hunt import Fault, Hunt, Running
+from tests.hunt.replay import script
+from tests.hunt.settings import settings as settings_strategy
+from tests.hunt.shrink import shrink
+from tests.hunt.streams import streams as streams_strategy
+
+STREAMS_PER_ENGINE = 25
+SHRINK_SECONDS = 60
+# Of a right distribution once in a hundred thousand runs; looked at after every engine.
+LEAST_P_VALUE = 1e-5
+
+
+@dataclass
+class Found:
+    """A kind of fault: how it first showed, and how often."""
+
+    fault: Fault
+    first_stream: int
+    first_seconds: float
+    script: str
+    times: int = 1
+
+
+class Campaign:
+    """Hunts until a deadline, or until so many engines.
+
+    Args:
+        runner: "v1" or "v2"; for v2 this process must have been started for it.
+        shrink_seconds: for each kind of fault; 0 keeps what was found as it is.
+        is_control: stock vLLM in TriForce's place, which must show no fault.
+    """
+
+    def __init__(
+        self,
+        runner: str,
+        number: int,
+        shrink_seconds: float = SHRINK_SECONDS,
+        is_control: bool = False,
+        log=sys.stderr.write,
+    ) -> None:
+        self.runner, self.number, self._is_control = runner, number, is_control
+        self.hunt = Hunt()
+        self.found: dict[str, Found] = {}
+        self.engines: list[dict] = []
+        self.refused: list[str] = []
+        self._shrink_seconds, self._log = shrink_seconds, log
+        self._begun = time.monotonic()
+        self._hunted = 0.0
+
+    def run(self, seconds: float, per_engine: int = STREAMS_PER_ENGINE, most: int = 10**6) -> None:
+        """Hunts; shrinking what is found counts."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(self.engines) < most:
+            for chosen in self._drawn(settings_strategy(self.runner), 8):
+                if time.monotonic() > deadline or len(self.engines) >= most:
+                    break
+                if self._is_control:
+                    chosen = chosen | {"triforce": None}
+                self._one_engine(chosen, deadline, per_engine)
+
+    def _one_engine(self, chosen: dict, deadline: float, per_engine: int) -> None:
+        self.engines.append(chosen)
+        running = self._start(chosen)
+        if running is None:
+            return
+        for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
+            if self.hunt.counts["driven"] and time.monotonic() > deadline:
+                break
+            if running is None:
+                running = self._start(chosen)
+            stream_seed = self.number * 1_000_000 + self.hunt.counts["driven"]
+            self.hunt.counts["driven"] += 1
+            begun = time.monotonic()
+            faults = self.hunt.judge(running, stream, stream_seed)
+            self._hunted += time.monotonic() - begun
+            is_new = any(fault.kind not in self.found for fault in faults)
+            if any(fault.ends_engine for fault in faults) or (is_new and self._shrink_seconds):
+                # Shrinking starts engines, and ending those takes the process groups from others.
+                running.end()
+                running = None
+            for fault in {fault.kind: fault for fault in faults[::-1]}.values():
+                self._keep(chosen, stream, stream_seed, fault)
+        if running is not None:
+            running.end()
+        for name, pool in self.hunt.distribution.pools.items():
+            if pool.p_value() < LEAST_P_VALUE:
+                fault = Fault("distribution", f"{name}: {pool.p_values()}")
+                self._keep(chosen, [], 0, fault)
+        self._log(f"{len(self.engines)} engines, {self.hunt.counts['driven']} streams\n")
+
+    def _start(self, chosen: dict) -> Running | None:
+        try:
+            return Running(chosen)
+        except Exception as error:
+            self._log(f"does not start: {error!r}\n{json.dumps(chosen)}\n")
+            self.refused.append(repr(error))
+            return None
+
+    def _keep(self, chosen: dict, stream: list[dict], stream_seed: int, fault: Fault) -> None:
+        if fault.kind in self.found:
+            self.found[fault.kind].times += 1
+            return
+        number, seconds = self.hunt.counts["driven"], time.monotonic() - self._begun
+        self._log(f"stream {number}: {fault.check}: {fault.what}\n")
+        self.found[fault.kind] = entry = Found(fault, number, seconds, "")
+        if stream and self._shrink_seconds:
+            stream = self._shrunk(chosen, stream, stream_seed, fault)
+        entry.script = script(chosen, stream, stream_seed, fault, self.runner)
+        self._log(entry.script)
+
+    def _shrunk(self, chosen, stream, stream_seed, fault: Fault) -> list[dict]:
+        held: list[Running] = []
+
+        def fails(candidate: list[dict]) -> bool:
+            if not held:
+                held.append(Running(chosen))
+            faults = self.hunt.judge(held[0], candidate, stream_seed, pools=False)
+            if any(f.ends_engine for f in faults):
+                held.pop().end()
+            return any(f.kind == fault.kind for f in faults)
+
+        stream = shrink(stream, fails, self._shrink_seconds)
+        for running in held:
+            running.end()
+        return stream
+
+    def _drawn(self, strategy, count: int) -> list:
+        """Examples of hypothesis, new ones at each call."""
+        drawn: list = []
+
+        @seed(hash((self.number, len(self.engines), self.runner == "v1", count)))
+        @hypothesis_settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy)
+        def note(example) -> None:
+            drawn.append(example)
+
+        note()
+        return drawn
+
+    def report(self) -> dict:
+        """What was tried, and what was found."""
+        hunt, seconds = self.hunt, time.monotonic() - self._begun
+        pools = hunt.distribution.pools
+        return {
+            "runner": self.runner,
+            "seconds": round(seconds),
+            "engines": len(self.engines),
+            "engines that did not start": self.refused,
+            "streams driven": hunt.counts["driven"],
+            "streams a minute, engine starts and shrinking left out": round(
+                60 * hunt.counts["driven"] / max(self._hunted, 1e-9)
+            ),
+            "requests": hunt.counts["requests"],
+            "left by the client": hunt.counts["aborted"],
+            "tokens": hunt.counts["tokens"],
+            "greedy answers compared": hunt.stock.num_compared,
+            "of which part at a tie": hunt.stock.num_ties,
+            "sampled tokens pooled": {name: pool.num_tokens for name, pool in pools.items()},
+            "p-values": {name: pool.p_values() for name, pool in pools.items()},
+            "settings tried": _tally(self.engines),
+            "faults": {
+                kind: {
+                    "streams": found.times,
+                    "first after streams": found.first_stream,
+                    "first after seconds": round(found.first_seconds),
+                    "what": found.fault.what,
+                }
+                for kind, found in self.found.items()
+            },
+        }
+
+
+def _tally(chosen: list[dict]) -> dict:
+    """How often each value of each setting was tried."""
+    tally: dict[str, dict[str, int]] = {}
+    for one in chosen:
+        flat = {
+            "model": one["model"],
+            "lora": one["lora"],
+            **one["engine"],
+            **(one["triforce"] or {}),
+        }
+        for name, value in flat.items():
+            values = tally.setdefault(name, {})
+            values[str(value)] = values.get(str(value), 0) + 1
+    return {name: dict(sorted(values.items())) for name, values in tally.items()}

@@ -1,0 +1,221 @@
+"""Do sampled tokens follow the target's distribution? Pooled over all streams.
+
+Given what came before it, each token has a distribution p that transformers' model and the
+request's parameters say. Three statistics, each with a mean that is known whatever p does from
+token to token: the place of a token in its cumulative distribution (uniform), its surprise
+-log p (its mean is p's entropy), and how often each token came. The first two are also taken by
+place within a step: whether a step has a j-th token is known before that token is drawn, so
+each place is a fair pool of its own, while "the last of a step" would not be one.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.hunt.drive import Answer
+from tests.hunt.models import target_of, token_of_character, tokens_of
+from tests.hunt.streams import END
+from tests.v2.calibration import chi_square_tail
+
+# How far rounding may move a probability that a parameter cuts at.
+EDGE = 1e-3
+NUM_BINS = 20
+LEAST_TOKENS = 200
+PLACES = ("first", "second", "later")
+
+
+@functools.cache
+def _target(model: str):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(target_of(model), dtype=torch.float32)
+
+
+@torch.no_grad()
+def target_logits(model: str, prompt: list[int], new: list[int]) -> torch.Tensor:
+    """[len(new), vocab_size], float64."""
+    logits = _target(model)(torch.tensor([prompt + new]), logits_to_keep=len(new) + 1).logits[0]
+    return logits[:-1].double()
+
+
+def asked_for(
+    logits: torch.Tensor,  # [num_tokens, vocab_size], float64
+    prompt: list[int],
+    new: list[int],
+    params: dict,
+    end: int,
+    slack: float = 0.0,
+) -> torch.Tensor:  # [num_tokens, vocab_size]
+    """The distributions that a request asks for, in the order of vLLM's sampler.
+
+    Args:
+        end: the end token.
+        slack: lets in what a cut leaves out by less than this.
+    """
+    size = logits.shape[1]
+    logits = logits.clone()
+    if classes := params.get("structured", {}).get("classes"):
+        for place in range(len(new)):
+            allowed = [token_of_character(c) for c in classes[place % len(classes)]]
+            if place and not place % len(classes):
+                allowed.append(end)
+            logits[place] = _only(logits[place], allowed)
+    if allowed := params.get("allowed_token_ids"):
+        logits = _only(logits, allowed)
+    for token, bias in params.get("logit_bias", ()):
+        logits[:, token] += bias
+    stops = [*params.get("stop_token_ids", ()), end]
+    logits[: params.get("min_tokens", 0), stops] = -math.inf
+    one_hot = torch.nn.functional.one_hot(torch.tensor(new), size)
+    counts = one_hot.cumsum(0) - one_hot  # of what came before
+    in_prompt = torch.bincount(torch.tensor(prompt), minlength=size) > 0
+    repetition = params.get("repetition_penalty", 1.0)
+    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where((counts > 0) | in_prompt, penalized, logits)
+    logits = logits - params.get("frequency_penalty", 0.0) * counts
+    logits = logits - params.get("presence_penalty", 0.0) * (counts > 0)
+    probs = (logits / params["temperature"]).softmax(-1)
+    if min_p := params.get("min_p"):
+        probs = probs * (probs >= probs.amax(-1, keepdim=True) * (min_p * (1 - slack)))
+    if top_k := params.get("top_k"):
+        least = probs.topk(min(top_k, size)).values[:, -1:]
+        probs = probs * (probs >= least * (1 - slack))
+    probs = probs / probs.sum(-1, keepdim=True)
+    if top_p := params.get("top_p"):
+        ordered, order = probs.sort(-1, descending=True)
+        ordered = ordered * (ordered.cumsum(-1) - ordered < top_p + slack)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _only(logits: torch.Tensor, allowed: list[int]) -> torch.Tensor:
+    masked = torch.full_like(logits, -math.inf)
+    masked[..., allowed] = logits[..., allowed]
+    return masked
+
+
+@dataclass
+class Pool:
+    """Statistics of tokens drawn so far."""
+
+    bins: torch.Tensor = field(default_factory=lambda: torch.zeros(3, NUM_BINS))
+    surprise: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    variance: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    surplus: torch.Tensor | float = 0.0
+    covariance: torch.Tensor | float = 0.0
+    num_tokens: int = 0
+    num_left_out: int = 0
+    """Tokens that cannot tell anything, or that rounding may have let in."""
+
+    def add(self, probs: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> None:
+        """
+        Args:
+            probs: [num_tokens, vocab_size], float64.
+            tokens, places: [num_tokens]; places within the tokens' steps.
+        """
+        own = probs.gather(1, tokens[:, None])[:, 0]
+        told = (probs.amax(1) < 1 - 1e-6) & (own > 0)
+        self.num_left_out += int((~told).sum())
+        probs, tokens, places, own = probs[told], tokens[told], places[told], own[told]
+        self.num_tokens += len(tokens)
+        groups = places.clamp(max=2)
+        ordered, order = probs.sort(1, descending=True)
+        rank = (order == tokens[:, None]).int().argmax(1)
+        below = ordered.cumsum(1).gather(1, rank[:, None])[:, 0] - own
+        # Noise of the test's own: tokens depend on the global generator, which this leaves alone.
+        noise = torch.rand(len(own), dtype=own.dtype, generator=_GENERATOR)
+        spots = ((below + noise * own).clamp(0, 1 - 1e-12) * NUM_BINS).long()
+        self.bins.index_put_((groups, spots), torch.ones(len(spots)), accumulate=True)
+        logs = torch.where(probs > 0, probs, 1.0).log()
+        entropy = -(probs * logs).sum(1)
+        self.surprise.index_add_(0, groups, -own.log() - entropy)
+        self.variance.index_add_(0, groups, (probs * logs**2).sum(1) - entropy**2)
+
+    def add_frequencies(self, probs: torch.Tensor, tokens: torch.Tensor) -> None:
+        """How often each token came; for small vocabularies."""
+        counts = torch.bincount(tokens, minlength=probs.shape[1])
+        self.surplus = self.surplus + counts - probs.sum(0)
+        self.covariance = self.covariance + torch.diag(probs.sum(0)) - probs.T @ probs
+
+    def p_values(self) -> dict[str, float]:
+        found = {}
+        for i, place in enumerate(PLACES):
+            if (count := float(self.bins[i].sum())) >= LEAST_TOKENS:
+                expected = count / NUM_BINS
+                statistic = float(((self.bins[i] - expected) ** 2 / expected).sum())
+                found[f"spread, {place} of a step"] = chi_square_tail(statistic, NUM_BINS - 1)
+                z = float(self.surprise[i]) / math.sqrt(float(self.variance[i]))
+                found[f"surprise, {place} of a step"] = math.erfc(abs(z) / math.sqrt(2))
+        if self.num_tokens >= LEAST_TOKENS:
+            z = float(self.surprise.sum()) / math.sqrt(float(self.variance.sum()))
+            found["surprise"] = math.erfc(abs(z) / math.sqrt(2))
+        if isinstance(self.covariance, torch.Tensor) and self.num_tokens >= LEAST_TOKENS:
+            surplus, covariance = self.surplus, self.covariance
+            rank = int(torch.linalg.matrix_rank(covariance, hermitian=True, rtol=1e-6))
+            inverse = torch.linalg.pinv(covariance, hermitian=True, rtol=1e-6)
+            found["frequency"] = chi_square_tail(float(surplus @ inverse @ surplus), rank)
+        return found
+
+    def p_value(self) -> float:
+        """The least of all, times their number."""
+        values = self.p_values().values()
+        return min(1.0, min(values, default=1.0) * max(1, len(values)))
+
+
+_GENERATOR = torch.Generator().manual_seed(0)
+
+
+class Distribution:
+    """Pools what streams drew, requests with a seed apart; finds what could not be drawn."""
+
+    def __init__(self) -> None:
+        self.pools = {"without seed": Pool(), "with seed": Pool()}
+        self._seeds: set[int] = set()
+
+    def add(self, model: str, stream: list[dict], answers: list[Answer]) -> list[str]:
+        """Adds a stream's sampled tokens; a line for each token that its request excludes."""
+        found = []
+        for i, (request, answer) in enumerate(zip(stream, answers)):
+            params = request["params"]
+            structured = params.get("structured", {"classes": []})
+            if not params["temperature"] or request.get("lora") or "classes" not in structured:
+                continue
+            seed = params.get("seed")
+            pool = self.pools["without seed" if seed is None else "with seed"]
+            # Two requests of one seed have the same noise: only the first is independent.
+            is_new = seed is None or seed not in self._seeds
+            self._seeds |= {seed} - {None}
+            for choice in answer.choices.values():
+                if choice.token_ids:
+                    found += self._add(model, request, choice, pool if is_new else Pool(), i)
+        return found
+
+    def _add(self, model: str, request: dict, choice, pool: Pool, number: int) -> list[str]:
+        params, new = request["params"], choice.token_ids
+        prompt = tokens_of(model, request["prompt"])
+        logits = target_logits(model, prompt, new)
+        probs = asked_for(logits, prompt, new, params, END[model])
+        tokens = torch.tensor(new)
+        found = []
+        own = probs.gather(1, tokens[:, None])[:, 0]
+        if (own <= 0).any():
+            wider = asked_for(logits, prompt, new, params, END[model], EDGE)
+            excluded = wider.gather(1, tokens[:, None])[:, 0] <= 0
+            for place in excluded.nonzero()[:1, 0].tolist():
+                found.append(f"excluded: request {number}: token {new[place]} at {place}")
+        pool.add(probs, tokens, torch.tensor(choice.places))
+        if model == "small":
+            pool.add_frequencies(probs, tokens)
+        # A grammar's mask is in stock vLLM's log-probabilities too; penalties and biases are not.
+        if choice.logprobs and "structured" not in params and not found:
+            raw = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+            for place, (table, wanted) in enumerate(zip(choice.logprobs, raw)):
+                if abs(table[new[place]].logprob - wanted) > 2e-3:
+                    found.append(
+                        f"logprobs: request {number}: {table[new[place]].logprob} at {place}, "
+                        f"which is {wanted}"
+                    )
+                    break
+        return found

@@ -1,0 +1,108 @@
+"""Drives a stream of requests through an engine, step by step, and notes what came out."""
+
+from dataclasses import dataclass, field
+
+from tests.hunt.engines import adapters
+from tests.hunt.models import tokens_of
+
+MAX_STEPS = 4000
+
+
+@dataclass
+class Choice:
+    """One completion."""
+
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """Of each token within the tokens of its step."""
+    finish_reasons: list[str] = field(default_factory=list)
+    """Every one that was reported."""
+    logprobs: list | None = None
+
+
+@dataclass
+class Answer:
+    """What came out of one request."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    num_finished: int = 0
+    is_aborted: bool = False
+    num_after_end: int = 0
+    """Outputs after the request had finished or was aborted."""
+    num_steps: int = 0
+
+
+class DoesNotEnd(Exception):
+    """The engine goes on stepping and nothing comes of it."""
+
+
+def sampling_params(params: dict, stock_logprobs: int | None = None):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    keys = dict(params)
+    if structured := keys.pop("structured", None):
+        structured = dict(structured)
+        if classes := structured.pop("classes", None):
+            structured["regex"] = "(" + "".join(f"[{c}]" for c in classes) + ")+"
+        keys["structured_outputs"] = StructuredOutputsParams(**structured)
+    if bias := keys.pop("logit_bias", None):
+        keys["logit_bias"] = {token: float(value) for token, value in bias}
+    if stock_logprobs is not None:
+        keys["logprobs"] = stock_logprobs
+    return SamplingParams(detokenize=False, **keys)
+
+
+def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
+    """One answer for each request of the stream."""
+    engine = llm.llm_engine
+    answers = [Answer() for _ in stream]
+    lora = adapters(model) if any(request.get("lora") for request in stream) else {}
+    waiting = sorted(range(len(stream)), key=lambda i: stream[i]["arrive"])
+    aborts: dict[int, list[int]] = {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests() and not aborts:
+            step = max(step, stream[waiting[0]]["arrive"])
+        while waiting and stream[waiting[0]]["arrive"] <= step:
+            number = waiting.pop(0)
+            request = stream[number]
+            engine.add_request(
+                str(number),
+                {"prompt_token_ids": tokens_of(model, request["prompt"])},
+                sampling_params(request["params"]),
+                priority=request.get("priority", 0),
+                lora_request=lora.get(request.get("lora", 0)),
+            )
+            if "abort" in request:
+                aborts.setdefault(step + request["abort"], []).append(number)
+        for number in aborts.pop(step, ()):
+            if not answers[number].num_finished:
+                engine.abort_request([str(number)])
+                answers[number].is_aborted = True
+        for output in engine.step():
+            _note(answers[int(output.request_id)], output)
+        step += 1
+        if step > MAX_STEPS:
+            raise DoesNotEnd(f"{MAX_STEPS} steps")
+    return answers
+
+
+def _note(answer: Answer, output) -> None:
+    if answer.is_aborted or answer.num_finished:
+        answer.num_after_end += 1
+        return
+    answer.num_steps += 1
+    for found in output.outputs:
+        choice = answer.choices.setdefault(found.index, Choice())
+        tokens = list(found.token_ids)
+        if not choice.finish_reasons:
+            choice.places += range(len(tokens) - len(choice.token_ids))
+            choice.token_ids, choice.logprobs = tokens, found.logprobs
+        elif len(tokens) != len(choice.token_ids):
+            answer.num_after_end += 1
+        if found.finish_reason is not None and not (
+            choice.finish_reasons and len(output.outputs) > 1
+        ):
+            choice.finish_reasons.append(found.finish_reason)
+    answer.num_finished += output.finished

@@ -1,0 +1,63 @@
+"""Engines of the hunt, stock and with TriForce, in this process."""
+
+import gc
+
+from tests.hunt.models import adapter_of, draft_of, target_of
+from tests.hunt.settings import MAX_MODEL_LEN
+
+ARGUMENTS = dict(
+    dtype="float32",
+    distributed_executor_backend="uni",
+    gpu_memory_utilization=0.1,
+    enforce_eager=True,
+    max_model_len=MAX_MODEL_LEN,
+    disable_log_stats=True,
+)
+LORA = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
+STOCK = dict(max_num_seqs=16, block_size=32, num_gpu_blocks_override=16 * 25)
+
+
+def start(settings: dict):
+    """An engine with TriForce, or, where ``triforce`` is None, without: a control."""
+    if settings["triforce"] is None:
+        return _start(settings["model"], settings["lora"], None, **settings["engine"])
+    keys = dict(settings["triforce"])
+    if keys.pop("with_draft"):
+        keys["model"] = draft_of(settings["model"])
+    keys |= {"method": "triforce", "log_interval": 0}
+    return _start(settings["model"], settings["lora"], keys, **settings["engine"])
+
+
+def start_stock(model: str, lora: bool, **arguments):
+    return _start(model, lora, None, **{**STOCK, **arguments})
+
+
+def _start(model: str, lora: bool, keys: dict | None, **arguments):
+    from vllm import LLM
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    # vLLM compiles the ranks of log-probabilities, which takes 20 s and changes nothing.
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
+    topk_topp_sampler.HAS_TRITON = False
+    gc.collect()
+    arguments = {**ARGUMENTS, **(LORA if lora else {}), **arguments}
+    return LLM(target_of(model), speculative_config=keys, **arguments)
+
+
+def adapters(model: str) -> dict:
+    """``LoRARequest`` by number; 0 is none."""
+    from vllm.lora.request import LoRARequest
+
+    numbered = {i: LoRARequest(f"adapter {i}", i, adapter_of(model, i)) for i in (1, 2)}
+    return {0: None, **numbered}
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker

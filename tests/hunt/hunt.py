@@ -1,0 +1,109 @@
+"""One engine after another, streams through each; what is wrong is shrunk and kept."""
+
+import gc
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.hunt import engines
+from tests.hunt.boundary import BoundaryWatch
+from tests.hunt.checks import badly_answered, kept
+from tests.hunt.distribution import Distribution
+from tests.hunt.drive import drive
+from tests.hunt.stock import Stock
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong with a stream."""
+
+    check: str
+    """``engine``, ``boundary``, ``greedy``, ``answers``, ``kept`` or ``sampled``."""
+    what: str
+    ends_engine: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The same for faults that are probably one; text up to the first colon says it."""
+        return f"{self.check}: {self.what.split(': ')[0]}"
+
+
+class Running:
+    """An engine with TriForce that streams are driven through."""
+
+    def __init__(self, settings: dict) -> None:
+        self.settings = settings
+        self.llm = engines.start(settings)
+        runner = engines.worker_of(self.llm).model_runner
+        # Model Runner V2 has no such boundary: it reads draft logits from a buffer of its own.
+        is_v1 = hasattr(runner, "drafter")
+        self.watch = BoundaryWatch(runner) if is_v1 else None
+
+    def end(self) -> None:
+        """Also of one that is broken. Shutting it down would take vLLM's process groups from the
+        other engines of this process."""
+        self.llm = self.watch = None
+        gc.collect()
+
+
+@dataclass
+class Hunt:
+    """Figures and pools of a whole run."""
+
+    stock: Stock = field(default_factory=Stock)
+    distribution: Distribution = field(default_factory=Distribution)
+    counts: Counter = field(default_factory=Counter)
+    watches_boundary: bool = True
+    compares_greedy: bool = True
+
+    def judge(self, running: Running, stream: list[dict], seed: int, pools: bool = True):
+        """Drives one stream and checks it.
+
+        Args:
+            seed: of the noise of requests without a seed of their own.
+            pools: whether its sampled tokens count.
+
+        Returns:
+            Faults, the worst first.
+        """
+        settings, model = running.settings, running.settings["model"]
+        torch.manual_seed(seed)
+        try:
+            answers = drive(running.llm, model, stream)
+            left = kept(running.llm, model)
+        except Exception as error:
+            return [*self._boundary(running), Fault("engine", _where(error), True)]
+        faults = self._boundary(running)
+        faults += [Fault("kept", what, True) for what in left]
+        faults += [Fault("answers", what) for what in badly_answered(model, stream, answers)]
+        if self.compares_greedy:
+            differences = self.stock.differences(model, settings["lora"], stream, answers)
+            faults += [Fault("greedy", what) for what in differences]
+        distribution = self.distribution if pools else Distribution()
+        faults += [Fault("sampled", what) for what in distribution.add(model, stream, answers)]
+        if pools:
+            self.counts["streams"] += 1
+            self.counts["requests"] += len(stream)
+            self.counts["tokens"] += sum(
+                len(choice.token_ids) for answer in answers for choice in answer.choices.values()
+            )
+            self.counts["aborted"] += sum(answer.is_aborted for answer in answers)
+        return faults
+
+    def _boundary(self, running: Running) -> list[Fault]:
+        if running.watch is None:
+            return []
+        lines = running.watch.take()
+        if not self.watches_boundary:
+            return []
+        return [Fault("boundary", line) for line in dict.fromkeys(lines)]
+
+
+def _where(error: Exception) -> str:
+    """The innermost function, and the message."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if "vllm_triforce" in f.filename]
+    place = f"{frame.name}" + (f" from {ours[-1].name}" if ours and ours[-1] != frame else "")
+    return f"{type(error).__name__} in {place}: {str(error)[:300]}"

@@ -1,0 +1,103 @@
+"""A fault that was there once, put back, and streams that can show it.
+
+Width of the distributions that are handed up taken from the distributions, not from the tokens:
+a greedy request of a mixed batch has fewer, so that all later requests of the batch were tested
+against rows that are not theirs, or against memory behind the last one.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from tests.hunt.hunt import Hunt, Running
+from vllm_triforce.speculator.draft_batch import Proposal
+
+SETTINGS = {
+    "model": "small",
+    "lora": False,
+    "engine": {
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 8 * 25,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "fcfs",
+        "seed": 0,
+    },
+    "triforce": {
+        "retrieval_budget": 128,
+        "min_context": 0,
+        "num_sink_tokens": 4,
+        "num_recent_tokens": 60,
+        "refresh_interval": 3,
+        "with_draft": True,
+        "num_speculative_tokens": 6,
+        "gamma": 2,
+        "adaptive": False,
+        "levels": "1,2,3",
+    },
+}
+
+
+def mixed_stream(number: int) -> list[dict]:
+    """A greedy request in the batch's first row, and behind it sampled ones that are near their
+    ends, so that their proposals are shorter than its own."""
+    length = 256 + 4 + number % 8
+    prompt = {"kind": "text", "start": 37 * number % 7000, "length": length, "shared": 256}
+    greedy = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    sampled = {"max_tokens": 5, "temperature": 1.0, "ignore_eos": True, "n": 4}
+    requests = [greedy] + [sampled] * 10
+    return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
+
+
+def _faulty_dense_probs(self: Proposal, rows: list[int], num_reqs: int) -> torch.Tensor | None:
+    first = next((p for row in self.probs for p in row if p is not None), None)
+    if first is None:
+        return None
+    width = max(map(len, self.probs))  # should be that of the tokens
+    dense = first.new_zeros(num_reqs, width, len(first))
+    for row, tokens, probs in zip(rows, self.token_ids, self.probs):
+        for place, (token, p) in enumerate(zip(tokens, probs)):
+            if p is None:
+                dense[row, place, token] = 1.0
+            else:
+                dense[row, place] = p
+    return dense
+
+
+def _right_dense_probs(self: Proposal, rows: list[int], num_reqs: int) -> torch.Tensor | None:
+    first = next((p for row in self.probs for p in row if p is not None), None)
+    if first is None:
+        return None
+    width = max(map(len, self.token_ids))
+    dense = first.new_zeros(num_reqs, width, len(first))
+    for row, tokens, probs in zip(rows, self.token_ids, self.probs):
+        for place, token in enumerate(tokens):
+            p = probs[place] if place < len(probs) else None
+            if p is None:
+                dense[row, place, token] = 1.0
+            else:
+                dense[row, place] = p
+    return dense
+
+
+@contextmanager
+def fault(is_there: bool):
+    """The method as it was, or as it should be."""
+    method = _faulty_dense_probs if is_there else _right_dense_probs
+    with mock.patch.object(Proposal, "dense_probs", method):
+        yield
+
+
+def streams_until_caught(
+    running: Running, number: int, most: int, least_p_value: float, watches_boundary: bool
+) -> tuple[int | None, Hunt]:
+    """Streams until a check other than greedy ones says that something is wrong."""
+    hunt = Hunt(watches_boundary=watches_boundary, compares_greedy=False)
+    for i in range(most):
+        faults = hunt.judge(running, mixed_stream(number * most + i), number * most + i)
+        unseeded = hunt.distribution.pools["without seed"]
+        if faults or unseeded.p_value() < least_p_value:
+            return i + 1, hunt
+    return None, hunt

@@ -1,0 +1,84 @@
+"""Stock vLLM's answers to the greedy requests of a stream, and what it is undecided about."""
+
+from tests.generation import NOISE
+from tests.hunt.drive import Answer, sampling_params
+from tests.hunt.engines import adapters, start_stock
+from tests.hunt.models import tokens_of
+from tests.outputs import _assert_close_tables
+
+
+class Stock:
+    """Stock engines, started when they are first needed and kept."""
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple, object] = {}
+        self.num_compared = 0
+        self.num_ties = 0
+
+    def _engine(self, model: str, lora: bool, **arguments):
+        key = (model, lora, *arguments)
+        if key not in self._engines:
+            self._engines[key] = start_stock(model, lora, **arguments)
+        return self._engines[key]
+
+    def _outputs(self, llm, model: str, requests: list[dict], logprobs: int | None = None):
+        lora = adapters(model) if any(request.get("lora") for request in requests) else None
+        return llm.generate(
+            [{"prompt_token_ids": tokens_of(model, request["prompt"])} for request in requests],
+            [sampling_params(request["params"], logprobs) for request in requests],
+            lora_request=lora and [lora[request.get("lora", 0)] for request in requests],
+            use_tqdm=False,
+        )
+
+    def differences(
+        self, model: str, lora: bool, stream: list[dict], answers: list[Answer]
+    ) -> list[str]:
+        """How the greedy answers differ from stock's; a line each, none where all is well."""
+        greedy = [
+            i
+            for i, request in enumerate(stream)
+            if request["params"]["temperature"] == 0 and 0 in answers[i].choices
+        ]
+        if not greedy:
+            return []
+        llm = self._engine(model, lora)
+        outputs = self._outputs(llm, model, [stream[i] for i in greedy])
+        found = []
+        for i, output in zip(greedy, outputs):
+            self.num_compared += 1
+            ours, stocks = answers[i].choices[0], output.outputs[0]
+            wanted, has = list(stocks.token_ids), ours.token_ids
+            if answers[i].is_aborted:
+                wanted = wanted[: len(has)]
+            if wanted != has:
+                if self._is_undecided(model, lora, stream[i], wanted, has):
+                    self.num_ties += 1
+                else:
+                    found.append(f"tokens: request {i}: stock {wanted}, TriForce {has}")
+                continue
+            if answers[i].is_aborted:
+                continue
+            if ours.finish_reasons != [stocks.finish_reason]:
+                found.append(
+                    f"reason: request {i}: stock {stocks.finish_reason}, "
+                    f"TriForce {ours.finish_reasons}"
+                )
+            try:
+                _assert_close_tables(stocks.logprobs, ours.logprobs)
+            except AssertionError as error:
+                found.append(f"logprobs: request {i}: {error}")
+        return found
+
+    def _is_undecided(self, model, lora, request, wanted, has) -> bool:
+        """Whether stock's two best tokens, after penalties and masks, are as good as equal where
+        the answers part."""
+        place = next((i for i, (a, b) in enumerate(zip(wanted, has)) if a != b), None)
+        if place is None:
+            return False
+        llm = self._engine(model, lora, logprobs_mode="processed_logprobs")
+        output = self._outputs(llm, model, [request], logprobs=2)[0].outputs[0]
+        if list(output.token_ids)[:place] != wanted[:place]:
+            return True  # stock differs from itself
+        best = sorted(output.logprobs[place].items(), key=lambda item: -item[1].logprob)[:2]
+        margin = best[0][1].logprob - best[1][1].logprob
+        return {wanted[place], has[place]} == {token for token, _ in best} and margin < NOISE

@@ -1,0 +1,105 @@
+"""A short hunt finds nothing, and would have found a fault that was there once.
+
+Power, measured with the fault of ``power.py`` put back: what is handed to the rejection sampler
+gives it away in the first stream; the tokens alone, of about 200 sampled ones a stream, in the
+14th, 18th and 24th (p < 1e-5 after correction). The z-statistics grow with the root of the number
+of streams: from about 5 there to about 10 after 72, where fewer than one run in 100 would miss it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.hunt.__main__ import ROOT, v2_environment
+from tests.hunt.distribution import Distribution
+from tests.models import PAIR
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not (PAIR / "target").exists(), reason=f"no model pair in {PAIR}"),
+]
+
+MOST_STREAMS = 72
+LEAST_P_VALUE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def running():
+    from tests.hunt.hunt import Running
+    from tests.hunt.power import SETTINGS
+
+    started = Running(SETTINGS)
+    yield started
+    started.end()
+
+
+def test_the_fault_is_caught_at_the_boundary(running):
+    from tests.hunt.power import fault, streams_until_caught
+
+    with fault(True):
+        caught, _ = streams_until_caught(running, 0, 3, LEAST_P_VALUE, watches_boundary=True)
+    assert caught == 1
+
+
+def test_the_fault_is_caught_by_the_distribution(running):
+    from tests.hunt.power import fault, streams_until_caught
+
+    with fault(True):
+        caught, hunt = streams_until_caught(
+            running, 0, MOST_STREAMS, LEAST_P_VALUE, watches_boundary=False
+        )
+    assert caught, hunt.distribution.pools["without seed"].p_values()
+
+
+def test_without_the_fault_nothing_is_caught(running):
+    from tests.hunt.power import fault, streams_until_caught
+
+    with fault(False):
+        caught, hunt = streams_until_caught(running, 1, 8, LEAST_P_VALUE, watches_boundary=True)
+    assert caught is None, hunt.distribution.pools["without seed"].p_values()
+
+
+def hunted(runner: str, seconds: float, *arguments: str) -> dict:
+    """The report of a short hunt in a process of its own."""
+    environment = v2_environment() if runner == "v2" else {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.hunt", "--runner", runner, *arguments]
+    command += ["--minutes", str(seconds / 60), "--shrink-seconds", "0"]
+    child = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    printed = "\n" + child.stdout
+    assert "\n{\n" in printed, child.stderr[-5000:]
+    report = json.loads(printed[printed.rindex("\n{\n") :])
+    assert not report["faults"], child.stdout[-20000:]
+    assert not report["engines that did not start"], report
+    return report
+
+
+def test_short_hunt():
+    report = hunted("v1", 25, "--per-engine", "12")
+    assert report["streams driven"] > 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter runs on Linux")
+def test_short_hunt_on_runner_v2():
+    pytest.importorskip("triton")
+    report = hunted("v2", 30, "--per-engine", "3")
+    assert report["streams driven"] > 0
+
+
+def test_an_excluded_token_is_found():
+    """The distribution's own check: a token that top-k leaves out, and one that it does not."""
+    from tests.hunt.distribution import target_logits
+    from tests.hunt.drive import Answer, Choice
+    from tests.hunt.models import tokens_of
+
+    prompt = {"kind": "text", "start": 3, "length": 40}
+    logits = target_logits("small", tokens_of("small", prompt), [5])[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    request = {"prompt": prompt, "params": {"temperature": 1.0, "top_k": 2}, "arrive": 0}
+    for token, is_excluded in ((best, False), (worst, True)):
+        answer = Answer(choices={0: Choice([token], [0], ["length"])}, num_finished=1)
+        assert bool(Distribution().add("small", [request], [answer])) == is_excluded
