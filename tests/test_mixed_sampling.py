@@ -14,7 +14,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.models import make_llama
+from tests.models import held_out_tokens, make_llama
+from tests.outputs import run
 from tests.test_inner_verification import readable_distribution
 from tests.test_sampling import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
@@ -170,3 +171,35 @@ def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  #
     samples = np.array([output.outputs[0].token_ids for output in outputs])
     assert pvalue(samples, joint) > 1e-4
     assert all(q is None for _, _, q, _ in told), "certain tokens only"
+
+
+@pytest.mark.parametrize("scheduler", ["ours", "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_a_request_with_one_token_to_compute_has_no_drafts(engines, pair, scheduler):
+    """Prompts of one token, and ones that are cached but for their last token, beside a request
+    that speculates: vLLM's scheduler gives them drafts of -1, which its CPU kernel accepts by the
+    last token's probability in the row before, and that request is biased to say the last token. A
+    top-k of 1 leaves one token only, which stock vLLM's greedy answer is."""
+    stock = engines.get(pair["target"])
+    text = held_out_tokens(stock.get_tokenizer(), 1000)
+    prompts = [[7], [11], text[:97], text[200:265]]  # three blocks of 32 and a token, and two
+    only = [sampled(6, top_k=1)] * len(prompts)
+    wanted = run(stock, prompts, [greedy(6)] * len(prompts))
+    keys = triforce(retrieval_budget=192, num_speculative_tokens=4)
+    chosen = {} if scheduler == "ours" else {"scheduler_cls": scheduler}
+    llm = engines.get(pair["target"], keys, max_model_len=1024, **chosen)
+    run(llm, prompts, only)  # they are cached from now on
+    engine, found = llm.llm_engine, {}
+    last = llm.llm_engine.model_config.get_vocab_size() - 1
+    params = greedy(60)
+    params.logit_bias = {last: 100.0}
+    engine.add_request("long", {"prompt_token_ids": text[300:700]}, params)
+    for step in range(400):
+        if step >= 4 and step % 8 == 4 and (number := step // 8) < len(prompts):
+            prompt = {"prompt_token_ids": prompts[number]}
+            engine.add_request(str(number), prompt, only[number])
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+        if len(found) == 1 + len(prompts):
+            break
+    for number, output in enumerate(wanted):
+        assert found[str(number)].outputs[0].token_ids == output.outputs[0].token_ids, number
+    assert found["long"].outputs[0].token_ids == [last] * 60

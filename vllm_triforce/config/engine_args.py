@@ -30,6 +30,7 @@ _WORKERS = {
 }
 
 _ASYNC_SCHEDULER = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
+_SCHEDULER = "vllm_triforce.scheduler.scheduler.TriForceScheduler"
 
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
@@ -197,7 +198,12 @@ def _finish(vllm_config, config: TriForceConfig):
 
 
 def _choose_scheduler(vllm_config) -> None:
-    """An asynchronous scheduler must not have drafts verified that can never be there."""
+    """No scheduler must have drafts verified that can never be there. One that the user chose
+    stays; Model Runner V1 then leaves them out itself."""
     scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.async_scheduling and scheduler_config.scheduler_cls is None:
+    if scheduler_config.scheduler_cls is not None:
+        return
+    if scheduler_config.async_scheduling:
         scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
+    elif not vllm_config.use_v2_model_runner:
+        scheduler_config.scheduler_cls = _SCHEDULER

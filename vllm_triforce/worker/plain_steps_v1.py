@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
+from vllm_triforce.scheduler.placeholders import without_placeholders
 from vllm_triforce.worker.masks_v1 import FastMasks
 
 
@@ -71,6 +72,7 @@ class PlainSteps:
         self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
+        scheduler_output = without_placeholders(scheduler_output)
         rest = self._controller.rest
         rest.begin_step()
         changed = self._note_changes(scheduler_output)
