@@ -210,6 +210,37 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         store.Store(tmp_path, {"contexts": [400]})
 
 
+def test_a_run_that_is_ended_while_it_starts_loses_nothing(tmp_path, monkeypatch):
+    """Ended in the middle of any file that it writes: what was measured is still there."""
+    kept = store.Store(tmp_path, {"contexts": [300]})
+    kept.append([record(1), record(2, method="triforce")])
+    path = tmp_path / store.MEASUREMENTS
+    path.write_text(path.read_text() + '{"dtype"')  # a set that was cut off
+
+    def ended(file, *_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", ended)
+        patched.setattr(
+            "pathlib.Path.write_text", lambda path, text: (path.open("w").close(), ended(path))
+        )
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                store.Store(tmp_path, {"contexts": [300]})
+    again = store.Store(tmp_path, {"contexts": [300]})
+    assert again.done() == {("float32", 300, 1, 0.0, 0, 0)}
+    assert path.read_text().count("\n") == 2
+
+
+def test_a_whole_file_is_not_written_again(tmp_path):
+    store.Store(tmp_path, {}).append([record(1), record(2, method="triforce")])
+    path = tmp_path / store.MEASUREMENTS
+    before = path.stat()
+    assert len(store.Store(tmp_path, {}).records) == 2
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
 def results(rows) -> dict:
     asked = dict(target="a/model", draft=None, top_p=0.9, temperatures=[0.0], tokens=16)
     asked |= dict(repetitions=1, seed=0, prompts="p", dataset_name=None)

@@ -59,6 +59,8 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
         ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
         ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),
         ({"log_interval": -1}, ["log_interval=-1"]),
+        ({"log_interval": float("nan")}, ["log_interval=nan"]),
+        ({"log_interval": float("inf")}, ["log_interval=inf"]),
         ({"levels": "1,2"}, ["'1,2'", "1,3"]),
         ({"adaptive": 1}, ["adaptive=1", "bool", "int"]),
         ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_triforce.bench.errors import BadInput
-from vllm_triforce.bench.settings import Settings
+from vllm_triforce.bench.settings import GIB, Settings
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -66,7 +66,7 @@ def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
         models: those whose KV the engine's cache holds.
     """
     if settings.kv_cache_gib is not None:
-        return int(settings.kv_cache_gib * (1 << 30))
+        return int(settings.kv_cache_gib * GIB)
     per_token = sum(model.kv_bytes_per_token(dtype) for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
     tokens = max(settings.batch_sizes) * (settings.max_model_len + 128)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -242,6 +243,6 @@ class TriForceConfig:
         value = getattr(self, name)
         if value is None:
             return
-        if value < low or (high is not None and value > high):
+        if not low <= value < math.inf or (high is not None and value > high):
             bounds = f"at least {low}" + ("" if high is None else f" and at most {high}")
             raise ValueError(f"{name}={value} is out of range; it must be {bounds}")
