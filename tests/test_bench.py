@@ -120,6 +120,31 @@ def test_vllms_random_dataset_without_a_network(pair):
         prompts.token_stream(Misspelt, tokenizer)
 
 
+def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm.transformers_utils import config
+
+    from vllm_triforce.bench import model_facts
+
+    original, read = config.get_config, {}
+
+    def get_config(model, trust_remote_code, revision=None, code_revision=None):
+        read[model] = (revision, code_revision)
+        return original(model, trust_remote_code)
+
+    monkeypatch.setattr(config, "get_config", get_config)
+    asked = SimpleNamespace(target=pair["target"], draft=pair["draft"])
+    asked.engine_keys = {"revision": "t", "code_revision": "tc"}
+    for method in ("triforce", "draft_model"):
+        asked.method_keys = {"ngram": {"revision": "no"}, method: {"revision": "d"}}
+        model_facts.read_all(asked)
+        assert read == {pair["target"]: ("t", "tc"), pair["draft"]: ("d", None)}
+    asked.engine_keys = asked.method_keys = {}
+    model_facts.read_all(asked)
+    assert set(read.values()) == {(None, None)}
+
+
 # Figures.
 
 

@@ -167,6 +167,25 @@ def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named)
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("pins", [{}, {"revision": "abc"}, {"revision": "a", "code_revision": "b"}])
+def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins):
+    """Reading a config may run the code of the revision that it is read at."""
+    from vllm.transformers_utils import config
+
+    original, read = config.get_config, []
+
+    def get_config(model, trust_remote_code, revision=None, code_revision=None, *args, **kwargs):
+        if model == gqa_pair["draft"]:
+            read.append((revision, code_revision))
+        return original(model, trust_remote_code, None, None, *args, **kwargs)
+
+    monkeypatch.setattr(config, "get_config", get_config)
+    monkeypatch.setattr("vllm.config.model.get_config", get_config)
+    engine_config(gqa_pair["target"], triforce(model=gqa_pair["draft"], **pins))
+    assert len(read) >= 3  # twice by us, then by vLLM
+    assert set(read) == {(pins.get("revision"), pins.get("code_revision"))}
+
+
 def test_draft_of_another_vocabulary(gqa_pair, other_vocabulary):
     with pytest.raises(ValueError, match=r"512 tokens.*4096"):
         engine_config(gqa_pair["target"], triforce(model=other_vocabulary))

@@ -51,8 +51,17 @@ def check_vllm_version(version: str | None = None) -> None:
         )
 
 
-def read_draft_config(draft_model: str, trust_remote_code: bool):
-    """The draft's Hugging Face config; a missing or unreadable draft is refused."""
+def read_draft_config(
+    draft_model: str,
+    trust_remote_code: bool,
+    revision: str | None = None,
+    code_revision: str | None = None,
+):
+    """The draft's Hugging Face config; a missing or unreadable draft is refused.
+
+    Args:
+        revision, code_revision: what is pinned of the draft: reading a config may run its code.
+    """
     looks_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
     if (looks_local or os.path.exists(draft_model)) and not os.path.isfile(
         os.path.join(draft_model, "config.json")
@@ -66,10 +75,16 @@ def read_draft_config(draft_model: str, trust_remote_code: bool):
     from vllm.transformers_utils.config import get_config
 
     try:
-        return get_config(draft_model, trust_remote_code=trust_remote_code)
+        return get_config(
+            draft_model,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            code_revision=code_revision,
+        )
     except Exception as error:
+        pinned = f" at revision {revision!r}" if revision is not None else ""
         raise ValueError(
-            f"draft model {draft_model!r} cannot be read ({error}); correct 'model' in "
+            f"draft model {draft_model!r}{pinned} cannot be read ({error}); correct 'model' in "
             "speculative_config, or leave it out for prompt lookup"
         ) from error
 

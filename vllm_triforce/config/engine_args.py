@@ -118,6 +118,11 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
     return config.fill(can_adapt=compatibility.has_controller()), draft
 
 
+def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
+    pinned = {key: draft.get(key) for key in ("revision", "code_revision")}
+    return compatibility.read_draft_config(draft["model"], trust_remote_code, **pinned)
+
+
 def _wrap_create_engine_config(original, when_asked_for):
     @functools.wraps(original)
     def create_engine_config(self, *args, **kwargs):
@@ -127,7 +132,7 @@ def _wrap_create_engine_config(original, when_asked_for):
         compatibility.check_signatures()
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
-            compatibility.read_draft_config(draft["model"], self.trust_remote_code)
+            _read_draft_config(draft, self.trust_remote_code)
         changed = ("speculative_config", "additional_config", "async_scheduling")
         saved = {name: getattr(self, name) for name in changed}
         try:
@@ -160,7 +165,7 @@ def _wrap_create_speculative_config(original):
         compatibility.check_target(target_model_config, target_parallel_config)
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
-            hf_config = compatibility.read_draft_config(draft["model"], self.trust_remote_code)
+            hf_config = _read_draft_config(draft, self.trust_remote_code)
             compatibility.check_draft(draft["model"], hf_config, target_model_config, config)
         # Without a draft model nothing is loaded twice: the speculator does the loading, and
         # the name only satisfies SpeculativeConfig.
