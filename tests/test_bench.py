@@ -79,6 +79,20 @@ def test_time_left_is_shared_out_by_tokens():
     assert left.seconds(sets[1:]) == pytest.approx(20.0)
 
 
+def test_no_figure_stands_under_a_budget_that_was_not_used():
+    from types import SimpleNamespace as Thing
+
+    from vllm_triforce.bench.engines import _check_budget
+
+    variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
+    config = Thing(cache_config=Thing(block_size=128))
+    config.additional_config = {"triforce": {"retrieval_budget": 256}}
+    _check_budget(variant, config)
+    config.additional_config = {"triforce": {"retrieval_budget": 384}}
+    with pytest.raises(BadInput, match=r"256 does not fit .* 128 tokens; use 384"):
+        _check_budget(variant, config)
+
+
 # Prompts.
 
 

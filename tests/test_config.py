@@ -81,10 +81,18 @@ def test_bad_keys(keys, named):
 @pytest.mark.parametrize(
     "keys, block_size, named",
     [
-        ({"retrieval_budget": 1000}, 32, ["retrieval_budget=1000", "multiple", "use 992"]),
+        (
+            {"retrieval_budget": 1000, "retrieval_chunk_size": 32},
+            32,
+            ["retrieval_budget=1000", "KV block (32 tokens)", "use 1024"],
+        ),
         ({"retrieval_chunk_size": 8}, 32, ["retrieval_chunk_size=8", "--block-size 8"]),
         ({"retrieval_recent_tokens": 100}, 32, ["retrieval_recent_tokens=100", "use 128"]),
-        ({"retrieval_budget": 64}, 32, ["retrieval_budget=64", "at least 96"]),
+        (
+            {"retrieval_budget": 64, "retrieval_chunk_size": 32},
+            32,
+            ["retrieval_budget=64", "KV block (32 tokens)", "at least 96"],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
@@ -92,6 +100,24 @@ def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
         TriForceConfig(**keys).resolve(block_size)
     for part in named:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys, block_size, budget, recent",
+    [
+        ({"retrieval_budget": 256}, 128, 384, 128),  # the CPU's default block
+        ({"retrieval_budget": 1000}, 128, 1024, 256),
+        ({"retrieval_budget": 1}, 32, 96, 32),
+        ({"retrieval_budget": 512, "retrieval_recent_tokens": 384}, 128, 640, 384),
+        ({}, 2048, 6144, 2048),
+        ({"retrieval_budget": 256}, 64, 256, 64),  # fits
+    ],
+)
+def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget, recent):
+    config = TriForceConfig(**keys).resolve(block_size)
+    assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
+    assert config.min_context == 2 * budget
+    assert config.resolve(block_size) == config
 
 
 def test_window_has_room_to_grow():

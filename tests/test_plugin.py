@@ -123,6 +123,19 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     json.dumps(ours)
 
 
+@pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
+def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
+    from vllm_triforce.config import engine_args
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "warning", lambda *a: said.append(a[0] % a[1:]))
+    config = engine_config(gqa_pair["target"], triforce(retrieval_budget=given))
+    assert config.additional_config["triforce"]["retrieval_budget"] == used
+    assert len(said) == (given != used)
+    for text in said:
+        assert f"={given} " in text and "128 tokens" in text and f"is {used}" in text
+
+
 def test_block_size_that_the_user_chose_is_kept(gqa_pair):
     config = engine_config(gqa_pair["target"], triforce(), block_size=64)
     assert config.cache_config.block_size == 64
@@ -149,7 +162,11 @@ def other_vocabulary(tmp_path_factory):
     "keys, kwargs, named",
     [
         ({"gama": 2}, {}, ["gama", "gamma"]),
-        ({"retrieval_budget": 1000}, {}, ["retrieval_budget=1000", "1024"]),
+        (
+            {"retrieval_budget": 1000, "retrieval_chunk_size": 128},
+            {},
+            ["retrieval_budget=1000", "128 tokens", "1024"],
+        ),
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),

@@ -11,9 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_triforce.config import compatibility, drafting_slots, request_params
 from vllm_triforce.config.mark import mark
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
+
+logger = init_logger("vllm.triforce")
 
 # Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
 _DRAFT_KEYS = (
@@ -187,7 +191,16 @@ def _wrap_create_speculative_config(original):
 
 
 def _finish(vllm_config, config: TriForceConfig):
-    resolved = config.resolve(vllm_config.cache_config.block_size)
+    block_size = vllm_config.cache_config.block_size
+    resolved = config.resolve(block_size)
+    if resolved.retrieval_budget != config.retrieval_budget:
+        logger.warning(
+            "retrieval_budget=%d does not fit vLLM's KV block of %d tokens: it is %d. A smaller "
+            "--block-size allows smaller budgets.",
+            config.retrieval_budget,
+            block_size,
+            resolved.retrieval_budget,
+        )
     compatibility.check_vllm_config(vllm_config, resolved)
     vllm_config.additional_config[METHOD].update(resolved.to_dict())
     worker_cls = vllm_config.parallel_config.worker_cls

@@ -56,7 +56,8 @@ class TriForceConfig:
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
-    the recent ones. A multiple of ``retrieval_chunk_size``."""
+    the recent ones. Rounded up to what fits vLLM's KV block; a multiple of
+    ``retrieval_chunk_size`` where that is given."""
 
     retrieval_chunk_size: int | None = None
     """Tokens in a retrieval chunk. Default, and so far the only choice: vLLM's KV block."""
@@ -176,6 +177,9 @@ class TriForceConfig:
     def resolve(self, block_size: int) -> "TriForceConfig":
         """Fills in what depends on vLLM's KV block and checks that the sizes fit it.
 
+        The budget is rounded up to what fits. Who says ``retrieval_chunk_size`` knows the block,
+        and what does not fit it is refused.
+
         Args:
             block_size: tokens in one of vLLM's KV blocks.
         """
@@ -185,32 +189,38 @@ class TriForceConfig:
                 f"retrieval_chunk_size={chunk} differs from vLLM's KV block of {block_size} "
                 f"tokens; leave it out, or set --block-size {chunk}"
             )
-        if self.retrieval_budget % chunk:
-            near = max(1, round(self.retrieval_budget / chunk)) * chunk
+        budget = _round_up(self.retrieval_budget, chunk)
+        if budget != self.retrieval_budget and self.retrieval_chunk_size is not None:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} must be a multiple of the KV block "
-                f"({block_size} tokens); use {near}"
+                f"({block_size} tokens); use {budget}"
             )
         recent = self.retrieval_recent_tokens
         if recent is None:
-            recent = max(chunk, self.retrieval_budget // 4 // chunk * chunk)
+            recent = max(chunk, budget // 4 // chunk * chunk)
         if recent % chunk:
             raise ValueError(
                 f"retrieval_recent_tokens={recent} must be a multiple of the KV block "
-                f"({block_size} tokens); use {-(-recent // chunk) * chunk}"
+                f"({block_size} tokens); use {_round_up(recent, chunk)}"
             )
-        if recent + 2 * chunk > self.retrieval_budget:
+        least = recent + 2 * chunk
+        if budget < least and self.retrieval_chunk_size is not None:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
-                f"one retrieved chunk of {chunk} tokens and {recent} recent tokens; "
-                f"use at least {recent + 2 * chunk}"
+                f"one retrieved chunk and {recent} recent tokens, in chunks of the KV block "
+                f"({block_size} tokens); use at least {least}"
             )
+        budget = max(budget, least)
         filled = self.fill(can_adapt=False)
         context = filled.min_context
         if context is None:
-            context = 0 if "context" in filled.choices else 2 * self.retrieval_budget
+            context = 0 if "context" in filled.choices else 2 * budget
         return dataclasses.replace(
-            filled, retrieval_chunk_size=chunk, retrieval_recent_tokens=recent, min_context=context
+            filled,
+            retrieval_budget=budget,
+            retrieval_chunk_size=chunk,
+            retrieval_recent_tokens=recent,
+            min_context=context,
         )
 
     @property
@@ -246,3 +256,7 @@ class TriForceConfig:
         if not low <= value < math.inf or (high is not None and value > high):
             bounds = f"at least {low}" + ("" if high is None else f" and at most {high}")
             raise ValueError(f"{name}={value} is out of range; it must be {bounds}")
+
+
+def _round_up(tokens: int, chunk: int) -> int:
+    return -(-tokens // chunk) * chunk
