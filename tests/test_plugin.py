@@ -53,6 +53,64 @@ def test_inert_unless_asked_for(gqa_pair):
     assert "CPUWorker" in " ".join(with_plugin) and "triforce" not in " ".join(with_plugin)
 
 
+_ANOTHER_VLLM = """
+import sys
+from vllm.config.speculative import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm_triforce import plugin
+
+OWNERS = (SpeculativeConfig, EngineArgs, SamplingParams, Scheduler, StatLoggerManager)
+
+def everything():
+    return [dict(vars(owner)) for owner in OWNERS]
+
+for owner, name in [part.split(".") for part in sys.argv[1:]]:
+    owner = next(o for o in OWNERS if o.__name__ == owner)
+    original = owner.__dict__[name]
+    delattr(owner, name)
+    before = everything()
+    plugin._has_warned = False
+    plugin.register()
+    plugin.register()
+    assert everything() == before, name
+    setattr(owner, name, original)
+sys.modules["vllm.sampling_params"] = None  # a module that is no more
+plugin._has_warned = False
+before = everything()
+plugin.register()
+assert everything() == before
+"""
+
+
+def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
+    """Installed beside another vLLM we say so, once, and no process of it ends for us."""
+    names = [
+        "EngineArgs.add_cli_args",
+        "EngineArgs.from_cli_args",
+        "EngineArgs.create_engine_config",
+        "EngineArgs.create_speculative_config",
+        "SamplingParams._validate_spec_decode",
+        "SpeculativeConfig.max_num_new_slots_for_drafting",
+        "Scheduler.update_from_output",
+        "StatLoggerManager.record",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _ANOTHER_VLLM, *names],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "leaves this" in line]
+    assert len(lines) == len(names) + 1
+    for name, line in zip([*names, "vllm.sampling_params"], lines):
+        assert name in line and "0.32.0" in line
+
+
 def test_help_shows_the_flag():
     done = subprocess.run(
         [Path(sys.executable).parent / "vllm", "serve", "--help=TriForce"],

@@ -8,13 +8,13 @@ from vllm_triforce.config.triforce_config import TriForceConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
 
-_SIGNATURES = {
+ENGINE_ARGS_SIGNATURES = {
     "add_cli_args": ["parser"],
     "from_cli_args": ["args"],
     "create_engine_config": ["self", "usage_context", "headless"],
     "create_speculative_config": ["self", "target_model_config", "target_parallel_config"],
 }
-_SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
+SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
 
 
 def check_signatures() -> None:
@@ -23,8 +23,8 @@ def check_signatures() -> None:
     from vllm.sampling_params import SamplingParams
 
     for owner, signatures in (
-        (EngineArgs, _SIGNATURES),
-        (SamplingParams, _SAMPLING_PARAMS_SIGNATURES),
+        (EngineArgs, ENGINE_ARGS_SIGNATURES),
+        (SamplingParams, SAMPLING_PARAMS_SIGNATURES),
     ):
         for name, wanted in signatures.items():
             found = list(inspect.signature(getattr(owner, name)).parameters)

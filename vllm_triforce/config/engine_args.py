@@ -42,6 +42,27 @@ _CLI_HELP = (
 )
 
 
+def missing() -> list[str]:
+    """What ``install()`` would wrap and this vLLM does not have."""
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    wrapped = [
+        *((EngineArgs, name, callable) for name in compatibility.ENGINE_ARGS_SIGNATURES),
+        *((SamplingParams, name, callable) for name in compatibility.SAMPLING_PARAMS_SIGNATURES),
+        (SpeculativeConfig, drafting_slots.PROPERTY, lambda found: isinstance(found, property)),
+    ]
+    absent = [
+        f"{owner.__name__}.{name}"
+        for owner, name, is_right in wrapped
+        if not is_right(getattr(owner, name, None))
+    ]
+    if not isinstance(inspect.getattr_static(EngineArgs, "from_cli_args", None), classmethod):
+        absent.append("EngineArgs.from_cli_args as a class method")
+    return absent
+
+
 def install(when_asked_for: Callable[[], None]) -> None:
     """Wraps four methods of ``EngineArgs``; each falls through unless TriForce is asked for.
 
