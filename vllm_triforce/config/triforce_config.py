@@ -13,6 +13,10 @@ METHOD = "triforce"
 # step (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
 
+# Selection policies, and those of them that Model Runner V2's loop on the device has.
+SELECTIONS = ("retrieval", "streaming")
+SELECTIONS_ON_DEVICE = ("retrieval", "streaming")
+
 # Which levels take part (LEVELS), and what the controller may choose (CHOICES).
 LEVELS = ("1,2,3", "1,3", "2,3")
 CHOICES = ("context", "gamma", "length")
@@ -112,10 +116,10 @@ class TriForceConfig:
             raise ValueError(
                 f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
             )
-        if self.selection not in ("retrieval", "streaming"):
+        if self.selection not in SELECTIONS:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                "use 'retrieval' or 'streaming'"
+                f"use {' or '.join(map(repr, SELECTIONS))}"
             )
         if (
             self.retrieval_recent_tokens is not None
