@@ -9,12 +9,6 @@ from vllm.triton_utils import tl, triton
 from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
 
 _BLOCK = 1024
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.uint8: tl.uint8,
-}
 
 
 @dataclass
@@ -90,7 +84,7 @@ class BlockCleaner:
         self._addresses = _numbers([cache.data_ptr() for cache in caches], device)
         self._strides = _numbers([cache.stride(0) for cache in caches], device)
         self._spans = _numbers([_span(cache[0]) for cache in caches], device)
-        self._type = _TYPES.get(caches[0].dtype, tl.uint8)
+        self._type = _type_of(caches[0].dtype)
 
     def __call__(
         self,
@@ -118,6 +112,12 @@ class BlockCleaner:
             IS_FP8=self._type == tl.uint8,
             BLOCK=_BLOCK,
         )
+
+
+def _type_of(dtype: torch.dtype):
+    """Triton's; numbers of 8 bits are read as bytes."""
+    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return types.get(dtype, tl.uint8)
 
 
 def _numbers(values: list[int], device: torch.device) -> torch.Tensor:
