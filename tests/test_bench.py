@@ -79,6 +79,20 @@ def test_time_left_is_shared_out_by_tokens():
     assert left.seconds(sets[1:]) == pytest.approx(20.0)
 
 
+def test_no_figure_stands_under_a_budget_that_was_not_used():
+    from types import SimpleNamespace as Thing
+
+    from vllm_triforce.bench.engines import _check_budget
+
+    variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
+    config = Thing(cache_config=Thing(block_size=128))
+    config.additional_config = {"triforce": {"retrieval_budget": 256}}
+    _check_budget(variant, config)
+    config.additional_config = {"triforce": {"retrieval_budget": 384}}
+    with pytest.raises(BadInput, match=r"256 does not fit .* 128 tokens; use 384"):
+        _check_budget(variant, config)
+
+
 # Prompts.
 
 
@@ -118,6 +132,31 @@ def test_vllms_random_dataset_without_a_network(pair):
 
     with pytest.raises(BadInput, match="--random-imput-len"):
         prompts.token_stream(Misspelt, tokenizer)
+
+
+def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm.transformers_utils import config
+
+    from vllm_triforce.bench import model_facts
+
+    original, read = config.get_config, {}
+
+    def get_config(model, trust_remote_code, revision=None, code_revision=None):
+        read[model] = (revision, code_revision)
+        return original(model, trust_remote_code)
+
+    monkeypatch.setattr(config, "get_config", get_config)
+    asked = SimpleNamespace(target=pair["target"], draft=pair["draft"])
+    asked.engine_keys = {"revision": "t", "code_revision": "tc"}
+    for method in ("triforce", "draft_model"):
+        asked.method_keys = {"ngram": {"revision": "no"}, method: {"revision": "d"}}
+        model_facts.read_all(asked)
+        assert read == {pair["target"]: ("t", "tc"), pair["draft"]: ("d", None)}
+    asked.engine_keys = asked.method_keys = {}
+    model_facts.read_all(asked)
+    assert set(read.values()) == {(None, None)}
 
 
 # Figures.
@@ -208,6 +247,37 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert again.settle("engines_at_once", lambda: 2) == 5
     with pytest.raises(BadInput, match=r"contexts \[300\] there, \[400\] here"):
         store.Store(tmp_path, {"contexts": [400]})
+
+
+def test_a_run_that_is_ended_while_it_starts_loses_nothing(tmp_path, monkeypatch):
+    """Ended in the middle of any file that it writes: what was measured is still there."""
+    kept = store.Store(tmp_path, {"contexts": [300]})
+    kept.append([record(1), record(2, method="triforce")])
+    path = tmp_path / store.MEASUREMENTS
+    path.write_text(path.read_text() + '{"dtype"')  # a set that was cut off
+
+    def ended(file, *_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", ended)
+        patched.setattr(
+            "pathlib.Path.write_text", lambda path, text: (path.open("w").close(), ended(path))
+        )
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                store.Store(tmp_path, {"contexts": [300]})
+    again = store.Store(tmp_path, {"contexts": [300]})
+    assert again.done() == {("float32", 300, 1, 0.0, 0, 0)}
+    assert path.read_text().count("\n") == 2
+
+
+def test_a_whole_file_is_not_written_again(tmp_path):
+    store.Store(tmp_path, {}).append([record(1), record(2, method="triforce")])
+    path = tmp_path / store.MEASUREMENTS
+    before = path.stat()
+    assert len(store.Store(tmp_path, {}).records) == 2
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
 
 def results(rows) -> dict:

@@ -43,6 +43,15 @@ MISTAKES = [
     (["--target", "./nowhere"], "not a folder with a config.json"),
     (["--tokens", "4"], "must be at least 16"),
     (["--repetitions", "0"], "must be at least 1"),
+    (["--kv-cache-gib", "inf"], "--kv-cache-gib inf is no size"),
+    (["--kv-cache-gib", "nan"], "--kv-cache-gib nan is no size"),
+    (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is no size"),
+    (["--kv-cache-gib", "-1"], "--kv-cache-gib -1.0 is no size"),
+    (["--kv-cache-gib", "1e300"], "--kv-cache-gib 1e[+]300 is no size"),
+    (["--temperatures", "nan"], "--temperatures: nan is out of range"),
+    (["--top-p", "nan"], "--top-p nan is out of range"),
+    (["--tokens", "9" * 400], "positions"),
+    (["--triforce", '{"log_interval": Infinity}'], "log_interval=inf is out of range"),
     (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
 ]
 

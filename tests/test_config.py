@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -59,6 +60,8 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
         ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
         ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),
         ({"log_interval": -1}, ["log_interval=-1"]),
+        ({"log_interval": float("nan")}, ["log_interval=nan"]),
+        ({"log_interval": float("inf")}, ["log_interval=inf"]),
         ({"levels": "1,2"}, ["'1,2'", "1,3"]),
         ({"adaptive": 1}, ["adaptive=1", "bool", "int"]),
         ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),
@@ -79,10 +82,18 @@ def test_bad_keys(keys, named):
 @pytest.mark.parametrize(
     "keys, block_size, named",
     [
-        ({"retrieval_budget": 1000}, 32, ["retrieval_budget=1000", "multiple", "use 992"]),
+        (
+            {"retrieval_budget": 1000, "retrieval_chunk_size": 32},
+            32,
+            ["retrieval_budget=1000", "KV block (32 tokens)", "use 1024"],
+        ),
         ({"retrieval_chunk_size": 8}, 32, ["retrieval_chunk_size=8", "--block-size 8"]),
         ({"retrieval_recent_tokens": 100}, 32, ["retrieval_recent_tokens=100", "use 128"]),
-        ({"retrieval_budget": 64}, 32, ["retrieval_budget=64", "at least 96"]),
+        (
+            {"retrieval_budget": 64, "retrieval_chunk_size": 32},
+            32,
+            ["retrieval_budget=64", "KV block (32 tokens)", "at least 96"],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
@@ -90,6 +101,51 @@ def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
         TriForceConfig(**keys).resolve(block_size)
     for part in named:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys, block_size, budget, recent",
+    [
+        ({"retrieval_budget": 256}, 128, 384, 128),  # the CPU's default block
+        ({"retrieval_budget": 1000}, 128, 1024, 256),
+        ({"retrieval_budget": 1}, 32, 96, 32),
+        ({"retrieval_budget": 512, "retrieval_recent_tokens": 384}, 128, 640, 384),
+        ({}, 2048, 6144, 2048),
+        ({"retrieval_budget": 256}, 64, 256, 64),  # fits
+    ],
+)
+def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget, recent):
+    config = TriForceConfig(**keys).resolve(block_size)
+    assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
+    assert config.min_context == 2 * budget
+    assert config.resolve(block_size) == config
+
+
+def test_a_policy_that_is_not_written_for_the_device_is_refused_there(monkeypatch):
+    """One that was added by CONTRIBUTING's steps must not run as another, silently."""
+    import torch
+
+    from vllm_triforce.config import compatibility, triforce_config
+    from vllm_triforce.kernels.rows import Rows
+    from vllm_triforce.selection import POLICIES
+    from vllm_triforce.speculator.device.selections import DeviceSelections
+
+    assert set(triforce_config.SELECTIONS) == set(POLICIES)
+    known = (*triforce_config.SELECTIONS, "newest")
+    monkeypatch.setattr(triforce_config, "SELECTIONS", known, raising=False)
+    config = TriForceConfig(selection="newest", retrieval_budget=128).resolve(32)
+
+    class V2(MagicMock):
+        use_v2_model_runner = True
+
+    with pytest.raises(ValueError, match=r"selection='newest': .*'retrieval', 'streaming'"):
+        compatibility.check_vllm_config(V2(), config)
+    device = torch.device("cpu")
+    rows = Rows(1, 6, 2, 1, device)
+    with pytest.raises(ValueError, match="'newest'"):
+        DeviceSelections(
+            config, None, torch.zeros(1, 1, 1, 4), 2, 1, torch.float32, rows, 1, device
+        )
 
 
 def test_window_has_room_to_grow():

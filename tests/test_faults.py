@@ -201,6 +201,32 @@ def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, 
             assert torch.equal(p, q) and not p.isnan().any()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
+    """So there is nothing to clean: vLLM's kernel stores the largest number in its place."""
+    from vllm import _custom_ops as ops
+
+    from vllm_triforce.attention.cpu import FP8
+
+    cache = torch.zeros(1, 1, 64, 32, dtype=torch.uint8)
+    keys, values = cache.chunk(2, dim=2)
+    new = torch.full((32, 1, 32), wrong)
+    ops.cpu_attn_reshape_and_cache(
+        new,
+        new.clone(),
+        keys,
+        values,
+        torch.arange(32),
+        "vec",
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    stored = cache.view(FP8[kv_cache_dtype]).float()
+    assert bool(stored.isfinite().all()) and bool((stored > 400).all())
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("at_pass", [1, 6])
 @pytest.mark.parametrize("level", [1, 2])

@@ -382,6 +382,8 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--policies", "best"], "best"),
         (["--top-p", "0"], "top_p=0.0"),
         (["--temperature", "-1"], "temperature=-1.0"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--temperature", "inf"], "temperature=inf"),
         (["--needle", "hay"], "needle 'hay' is unknown"),
         (["--needle-fact", "x"], "--needle-question"),
         (["--needle-depths", "1.5"], "needle_depths=1.5"),

@@ -53,6 +53,64 @@ def test_inert_unless_asked_for(gqa_pair):
     assert "CPUWorker" in " ".join(with_plugin) and "triforce" not in " ".join(with_plugin)
 
 
+_ANOTHER_VLLM = """
+import sys
+from vllm.config.speculative import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm_triforce import plugin
+
+OWNERS = (SpeculativeConfig, EngineArgs, SamplingParams, Scheduler, StatLoggerManager)
+
+def everything():
+    return [dict(vars(owner)) for owner in OWNERS]
+
+for owner, name in [part.split(".") for part in sys.argv[1:]]:
+    owner = next(o for o in OWNERS if o.__name__ == owner)
+    original = owner.__dict__[name]
+    delattr(owner, name)
+    before = everything()
+    plugin._has_warned = False
+    plugin.register()
+    plugin.register()
+    assert everything() == before, name
+    setattr(owner, name, original)
+sys.modules["vllm.sampling_params"] = None  # a module that is no more
+plugin._has_warned = False
+before = everything()
+plugin.register()
+assert everything() == before
+"""
+
+
+def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
+    """Installed beside another vLLM we say so, once, and no process of it ends for us."""
+    names = [
+        "EngineArgs.add_cli_args",
+        "EngineArgs.from_cli_args",
+        "EngineArgs.create_engine_config",
+        "EngineArgs.create_speculative_config",
+        "SamplingParams._validate_spec_decode",
+        "SpeculativeConfig.max_num_new_slots_for_drafting",
+        "Scheduler.update_from_output",
+        "StatLoggerManager.record",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _ANOTHER_VLLM, *names],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "leaves this" in line]
+    assert len(lines) == len(names) + 1
+    for name, line in zip([*names, "vllm.sampling_params"], lines):
+        assert name in line and "0.32.0" in line
+
+
 def test_help_shows_the_flag():
     done = subprocess.run(
         [Path(sys.executable).parent / "vllm", "serve", "--help=TriForce"],
@@ -123,6 +181,19 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     json.dumps(ours)
 
 
+@pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
+def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
+    from vllm_triforce.config import engine_args
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "warning", lambda *a: said.append(a[0] % a[1:]))
+    config = engine_config(gqa_pair["target"], triforce(retrieval_budget=given))
+    assert config.additional_config["triforce"]["retrieval_budget"] == used
+    assert len(said) == (given != used)
+    for text in said:
+        assert f"={given} " in text and "128 tokens" in text and f"is {used}" in text
+
+
 def test_block_size_that_the_user_chose_is_kept(gqa_pair):
     config = engine_config(gqa_pair["target"], triforce(), block_size=64)
     assert config.cache_config.block_size == 64
@@ -149,7 +220,11 @@ def other_vocabulary(tmp_path_factory):
     "keys, kwargs, named",
     [
         ({"gama": 2}, {}, ["gama", "gamma"]),
-        ({"retrieval_budget": 1000}, {}, ["retrieval_budget=1000", "1024"]),
+        (
+            {"retrieval_budget": 1000, "retrieval_chunk_size": 128},
+            {},
+            ["retrieval_budget=1000", "128 tokens", "1024"],
+        ),
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),
@@ -165,6 +240,25 @@ def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named)
         engine_config(gqa_pair["target"], triforce(**keys), **kwargs)
     for part in named:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("pins", [{}, {"revision": "abc"}, {"revision": "a", "code_revision": "b"}])
+def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins):
+    """Reading a config may run the code of the revision that it is read at."""
+    from vllm.transformers_utils import config
+
+    original, read = config.get_config, []
+
+    def get_config(model, trust_remote_code, revision=None, code_revision=None, *args, **kwargs):
+        if model == gqa_pair["draft"]:
+            read.append((revision, code_revision))
+        return original(model, trust_remote_code, None, None, *args, **kwargs)
+
+    monkeypatch.setattr(config, "get_config", get_config)
+    monkeypatch.setattr("vllm.config.model.get_config", get_config)
+    engine_config(gqa_pair["target"], triforce(model=gqa_pair["draft"], **pins))
+    assert len(read) >= 3  # twice by us, then by vLLM
+    assert set(read) == {(pins.get("revision"), pins.get("code_revision"))}
 
 
 def test_draft_of_another_vocabulary(gqa_pair, other_vocabulary):

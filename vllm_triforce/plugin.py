@@ -1,15 +1,20 @@
 """Entry point of vLLM's ``vllm.general_plugins``: installs wrappers, inert unless asked for."""
 
 _registered = False
+_has_warned = False
 
 
 def register() -> None:
     """Lets ``EngineArgs`` understand the method ``triforce``.
 
     vLLM calls this in every process, more than once, so it is idempotent and loads
-    nothing but the wrappers.
+    nothing but the wrappers. A vLLM that lacks something of what they wrap is left as it is, and
+    goes on: this is called wherever we are installed, whether or not TriForce is asked for.
     """
     global _registered
+    if missing := _missing():
+        _say_once(missing)
+        return
     from vllm_triforce.metrics import carrier
 
     # Every time: an engine's process comes here again once it has loaded the scheduler.
@@ -19,4 +24,43 @@ def register() -> None:
     _registered = True
     from vllm_triforce.config.engine_args import install
 
-    install(when_asked_for=lambda: carrier.install(engine_process=True))
+    install(when_asked_for=_install_in_engine)
+
+
+def _install_in_engine() -> None:
+    from vllm_triforce.metrics import carrier
+
+    if missing := carrier.missing(engine_process=True):
+        raise ValueError(
+            f"vllm-triforce wraps {', '.join(missing)}, which this vLLM does not have; install a "
+            "vLLM that it knows, or drop method='triforce'"
+        )
+    carrier.install(engine_process=True)
+
+
+def _missing() -> list[str]:
+    """Everything is looked for before anything is wrapped: all of it, or nothing."""
+    try:
+        from vllm_triforce.config import engine_args
+        from vllm_triforce.metrics import carrier
+
+        return engine_args.missing() + carrier.missing(engine_process=False)
+    except Exception as error:  # a module that moved, or does not load
+        return [f"{type(error).__name__}: {error}"]
+
+
+def _say_once(missing: list[str]) -> None:
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
+    from vllm.logger import init_logger
+
+    from vllm_triforce.config.compatibility import SUPPORTED_VLLM
+
+    init_logger("vllm.triforce").warning(
+        "vllm-triforce leaves this vLLM alone, and method 'triforce' is not available: it does "
+        "not have what would be wrapped (%s). Install vLLM %s, or uninstall vllm-triforce.",
+        ", ".join(missing),
+        ", ".join(SUPPORTED_VLLM),
+    )

@@ -29,7 +29,7 @@ TABLE: list[Surface] = [
     has("config/parallel.py", "ParallelConfig", "worker_cls data_parallel_index pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
     has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
     has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds supports_multimodal_inputs get_vocab_size max_model_len dtype seed", CHECK),
-    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=", CHECK),
+    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", CHECK),
     has("platforms/interface.py", "Platform", "is_cpu device_name check_and_update_config", CHECK),
     does("platforms/cpu.py", "CpuPlatform.check_and_update_config", "parallel_config.worker_cls =", OURS),
     does("platforms/cuda.py", "CudaPlatformBase.check_and_update_config", "parallel_config.worker_cls =", OURS),

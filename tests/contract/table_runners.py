@@ -13,6 +13,8 @@ GRAPHS = "speculator/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
+FACTS = "worker/request_facts_v2.py"
+REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
 ALONE2 = "v1/worker/gpu/spec_decode/standalone_ar/speculator.py"
@@ -124,6 +126,21 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
     has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", V2),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
+    # What is heard of each request, and its named log-probabilities beside drafts.
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors logprob_token_ids_state logprobs_mode", FACTS),
+    does("v1/worker/gpu/sample/sampler.py", "Sampler.add_request", "processor.add_request(", FACTS),
+    overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.add_request", "self, req_idx, sampling_params", FACTS),
+    overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.apply", "self, logits, ctx", FACTS),
+    has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder max_num_reqs", FACTS),
+    overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", FACTS),
+    overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", FACTS),
+    does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", FACTS),
+    calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
+    has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
+    has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
+    # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
+    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "kernels/noise.py"),
+    calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "kernels/noise.py"),
     calls("v1/worker/gpu/async_utils.py", "async_copy_to_np", "x", HANDED),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", V2),
     has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),
@@ -138,6 +155,8 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "worker/plain_decode_graphs.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "worker/plain_decode_graphs.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "scheduler/scheduler.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "[ -1 ] * self.num_spec_tokens < self._update_after_schedule(", "scheduler/scheduler.py"),
     overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "scheduler/async_scheduler.py"),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "scheduler/async_scheduler.py"),
     has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),

@@ -10,6 +10,8 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
+from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, SLOT
+from vllm_triforce.kernels.faults import BlockCleaner, Faults
 from vllm_triforce.kernels.hand_up import hand_up_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.verification import draw_drafts, verify_drafts
@@ -19,6 +21,13 @@ NUM_SPECULATIVE_TOKENS = 6
 
 def integers(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def no_faults(num_rows: int) -> Faults:
+    hosted = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
+    hosted[:, SLOT] = torch.arange(num_rows)
+    nothing = [0] * num_rows
+    return Faults(integers(nothing), integers(nothing), integers([0], torch.int64), hosted)
 
 
 def some_logits(*shape: int, seed: int) -> torch.Tensor:
@@ -76,6 +85,8 @@ def test_verification(vocab_size, gamma, certain):
         num_drafted.to(torch.int32).to(DEVICE),
         integers([0] * num_rows),
         target.argmax(-1).to(DEVICE),
+        target.amax(-1).to(DEVICE),
+        no_faults(len(target)),
         target.to(DEVICE),
         lse(target, temperature),
         None if certain else draft.to(DEVICE),
@@ -131,6 +142,8 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
         num_drafted,
         integers([0, 0, 0]),
         best,
+        best.float(),
+        no_faults(3),
         None,
         None,
         None,
@@ -156,6 +169,8 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         drafted,
         1,
         logits.argmax(-1).to(DEVICE),
+        logits.amax(-1).to(DEVICE),
+        no_faults(num_rows),
         logits.to(DEVICE),
         lse(logits, temperature),
         temperature.to(DEVICE),
@@ -183,7 +198,8 @@ def test_frequencies_over_many_seeds():
     many_draft = draft.repeat(num_rows, 1)
     parameters = (temperature.to(DEVICE), seeds.to(DEVICE), places, race)
     best = integers([0] * num_rows, torch.int64)
-    draw_drafts(drafted, 0, best, many_draft.to(DEVICE), lse(many_draft, temperature), *parameters)
+    distribution = (many_draft.to(DEVICE), lse(many_draft, temperature))
+    draw_drafts(drafted, 0, best, best.float(), no_faults(num_rows), *distribution, *parameters)
     many = target.repeat(num_rows, 1, 1)
     proposal, length = integers([[0, 0]] * num_rows, torch.int64), integers([0] * num_rows)
     verify_drafts(
@@ -196,6 +212,8 @@ def test_frequencies_over_many_seeds():
         integers([1] * num_rows),
         integers([0] * num_rows),
         many.argmax(-1).to(DEVICE),
+        many.amax(-1).to(DEVICE),
+        no_faults(num_rows),
         many.to(DEVICE),
         lse(many, temperature),
         many_draft[:, None].contiguous().to(DEVICE),
@@ -218,6 +236,7 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     length, room = integers([1, 1]), integers([6, 6])
     proposal = integers([[-7] * 6] * 2, torch.int64)
     temperature = torch.ones(2)
+    faults = no_faults(2)
     verify_drafts(
         proposal,
         length,
@@ -228,6 +247,8 @@ def test_logits_that_are_not_numbers_end_the_proposal():
         integers([1, 1]),
         integers([0, 0]),
         target.argmax(-1).to(DEVICE),
+        target.amax(-1).to(DEVICE),
+        faults,
         target.to(DEVICE),
         lse(target, temperature),
         draft.to(DEVICE),
@@ -240,10 +261,89 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     assert length.tolist() == [1, 2] and room.tolist() == [1, 6]
     assert 0 <= proposal[1, 1] < 5
     assert (proposal[0] == -7).all()
+    assert faults.slot.tolist() == faults.row.tolist() == [1, 0] and faults.count.item() == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("place", "left", "found"),
+    [
+        (0, [], True),
+        (1, [4], True),
+        (2, [4, 4], True),  # behind what is accepted
+        (3, [4, 4, 4], False),  # behind what was drafted: nothing was written there
+    ],
+)
+def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, found):
+    """Of the second request; the first and the third get what they had."""
+    target = torch.full((3, 4, 9), -50.0)
+    target[..., 4] = 50
+    target[1, place, 2] = torch.nan
+    faults, length, room = no_faults(3), integers([0, 0, 0]), integers([6, 6, 6])
+    proposal = integers([[-7] * 6] * 3, torch.int64)
+    temperatures = torch.tensor([temperature, temperature, 0.0])
+    nothing = temperature == 0
+    verify_drafts(
+        proposal,
+        length,
+        room,
+        integers([0] * 3),
+        integers([0, 0, 0], torch.int64),
+        integers([[4, 4, 4]] * 3),
+        integers([2, 2, 2]),
+        integers([0] * 3),
+        target.argmax(-1).to(DEVICE),
+        target.amax(-1).to(DEVICE),
+        faults,
+        None if nothing else target.to(DEVICE),
+        None if nothing else lse(target, temperatures),
+        None,
+        None,
+        temperatures.to(DEVICE),
+        integers([1, 2, 3], torch.int64),
+        integers([10, 10, 10]),
+        Race(3, 9, DEVICE),
+    )
+    length, proposal = length.tolist(), proposal.tolist()
+    assert [proposal[row][: length[row]] for row in range(3)] == [[4] * 3, left, [4] * 3]
+    assert room.tolist() == [6, len(left) if found else 6, 6]
+    assert faults.slot.tolist() == [0, int(found), 0] and faults.count.item() == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_nan_reached_is_made_finite(dtype, whole):
+    """Blocks of 4 tokens, interleaved as vLLM may lay them out; only those that were written, and
+    only of the row that has a fault."""
+    memory = torch.ones(8, 3, 2, 5, dtype=torch.float32)
+    memory[:, :, 1, 2], memory[:, :, 0, 4] = torch.nan, torch.inf
+    if dtype == torch.uint8:
+        memory = memory.nan_to_num(127, 127).to(dtype)
+        memory[:, :, 1, 2] = 255
+    memory = memory.to(dtype).to(DEVICE)
+    caches = [memory[:, layer].transpose(1, 2) for layer in range(2)]
+    before = memory.clone()
+    faults = no_faults(2)
+    faults.row[1] = 1
+    faults.hosted[:, 4] = 12  # three blocks are allocated, of a table of four
+    tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
+    cleaner = BlockCleaner(caches, 4, DEVICE)
+    cleaner(faults, 2, integers([5, 5]), tables, None if whole else 20)
+    cleaned = [0, 5, 6, 7] if whole else [5, 6]
+    for block in range(8):
+        for layer in range(3):
+            found, was = memory[block, layer].float(), before[block, layer].float()
+            if block in cleaned and layer < 2:
+                ones = was == 1
+                assert (found[ones] == 1).all() and (found[~ones] == 0).all()
+            else:
+                assert torch.equal(found, was) or was.isnan().any()
+                assert torch.equal(found.isnan(), was.isnan())
+
+
+@pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0]])
 @pytest.mark.parametrize("vocab_size", [19, 5000])
-def test_distributions_are_handed_up_where_the_tokens_went(vocab_size):
+def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
     draft_logits = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     is_stale = torch.zeros(5, 6, dtype=torch.int8, device=DEVICE)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
@@ -255,9 +355,14 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size):
         integers([2, 5, 6]),
         integers([2, 3, 1]),
         torch.tensor([1.0, 0.0, 0.5], device=DEVICE),
+        integers([[3] * 6, [1] * 6, [0] * 6], torch.int64),
+        integers(certain) if any(certain) else None,
     )
     expected = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     expected[4, 0:2] = target[0, :2]
+    if certain[0]:
+        expected[4, 0:2] = torch.full((vocab_size,), -torch.inf)
+        expected[4, 0:2, 3] = 0
     expected[2, 5] = target[2, 0]
     assert torch.equal(draft_logits, expected), "a greedy row hands up none"
     assert is_stale.nonzero().tolist() == [[2, 5], [4, 0], [4, 1]]

@@ -62,6 +62,13 @@ def sampling() -> dict:
     return run_group("sampling")
 
 
+@pytest.fixture(scope="module")
+def faults() -> dict:
+    if not (PAIR / "target").exists():
+        pytest.skip(f"no model pair in {PAIR}")
+    return run_group("faults")
+
+
 @pytest.mark.parametrize("level1", ["draft", "lookup"])
 def test_greedy_tokens_are_those_of_stock(greedy, level1):
     found = greedy[level1]
@@ -143,3 +150,38 @@ def test_a_wrong_distribution_is_noticed(sampling):
 
 def test_seeded_requests_are_reproducible(sampling):
     assert sampling["seed_reproduces"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_nan_costs_a_request_its_speculation_and_nothing_else(faults, kind, level):
+    """Sampled requests have top_k=1, so that there is one right answer."""
+    found = faults[f"nan_{kind}_{level}"]
+    assert found["poisoned"] and found["nan_requests"] == 1
+    assert found["same"]
+    assert 3 in found["rows"] and found["rows"][-1] < 3, "it is set aside, the others are not"
+    assert found["accepted"] > 0
+    assert found["finite"], "what it may have reached is cleaned"
+    # What comes after is as if nothing had been.
+    assert found["same_again"] and found["nan_requests_again"] == 0
+    assert found["accepted_again"] > found["accepted"]
+    assert found["held"]["set aside"] == 0
+
+
+def test_named_logprobs_come_beside_speculation(faults):
+    """vLLM's rejection sampler drops them as soon as anybody in the batch has drafts."""
+    found = faults["named"]
+    assert found["lengths"] == [0, 24, 0]
+    assert found["same_tokens"] and found["furthest"] < 1e-3
+    assert found["accepted"] > 0
+
+
+def test_what_a_grammar_may_cut_is_handed_up_as_certain(faults):
+    """The scheduler cuts a proposal at its first token that the grammar forbids: where it ends
+    depends on what was drawn, and only a certain token is tested rightly then."""
+    found = faults["grammar"]
+    certain, free = found["probs"]  # the third is greedy
+    assert len(certain) > 3 and all(p == 1 for p in certain)
+    assert any(p < 0.999 for p in free), "level 2's own distribution"
+    for row in (0, 2):
+        assert set(found["texts"][row]) <= set(" abcdefghijklm")

@@ -105,13 +105,17 @@ def _measure_and_report(
     for name, reason in left_out.items():
         console.print(f"[yellow]{name} is left out: {reason}")
     trust = bool(asked_for.engine_keys.get("trust_remote_code", False))
-    target = model_facts.read("--target", asked_for.target, trust)
-    draft = model_facts.read("--draft", asked_for.draft, trust) if asked_for.draft else None
+    target, draft = model_facts.read_all(asked_for)
     model_facts.check_contexts(asked_for, target)
     with console.status("reading the prompts"):
         from vllm.tokenizers import get_tokenizer
 
-        tokenizer = get_tokenizer(asked_for.target, trust_remote_code=trust)
+        keys = asked_for.engine_keys
+        tokenizer = get_tokenizer(
+            asked_for.target,
+            trust_remote_code=trust,
+            revision=keys.get("tokenizer_revision") or keys.get("revision"),
+        )
         tokens = prompts.token_stream(asked_for, tokenizer)
     about = {"variants": [variant.keys for variant in variants], **machine()}
     store = Store(folder, asked_for.to_dict() | about)

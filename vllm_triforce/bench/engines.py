@@ -10,9 +10,11 @@ from vllm.entrypoints.llm import LLM
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_triforce.bench.errors import BadInput
 from vllm_triforce.bench.methods import Variant
 from vllm_triforce.bench.model_facts import ModelFacts, kv_cache_bytes
 from vllm_triforce.bench.settings import Settings
+from vllm_triforce.config.triforce_config import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
@@ -115,10 +117,24 @@ def start(
         speculative_config=None if variant.keys is None else dict(variant.keys),
         **{**arguments, **settings.engine_keys},
     )
+    if variant.is_triforce:
+        _check_budget(variant, llm.llm_engine.vllm_config)
     recorder = SpeculationRecorder()
     loggers: Any = llm.llm_engine.logger_manager
     loggers.stat_loggers.append(recorder)
     return Engine(variant, llm, recorder, max(0, _memory_bytes() - before))
+
+
+def _check_budget(variant: Variant, vllm_config) -> None:
+    """A figure must not stand under a budget that was not used: TriForce rounds up what does not
+    fit vLLM's KV block."""
+    budget = vllm_config.additional_config[METHOD]["retrieval_budget"]
+    if budget != variant.budget:
+        raise BadInput(
+            f"--budgets: {variant.budget} does not fit vLLM's KV block of "
+            f"{vllm_config.cache_config.block_size} tokens; use {budget}, or a smaller block "
+            "(--engine '{\"block_size\": 32}')"
+        )
 
 
 def end(engines: list[Engine]) -> None:

@@ -1,12 +1,16 @@
 """What a model's config says: how long a prompt may be, how much memory a token takes."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_triforce.bench.errors import BadInput
-from vllm_triforce.bench.settings import Settings
+from vllm_triforce.bench.settings import GIB, Settings
 
+_PINS = {"revision", "code_revision"}
+_NOTHING: Mapping[str, Any] = {}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,8 +26,28 @@ class ModelFacts:
         return self.kv_values_per_token * _BYTES[dtype]
 
 
-def read(option: str, model: str, trust_remote_code: bool) -> ModelFacts:
+def read_all(settings: Settings) -> tuple[ModelFacts, ModelFacts | None]:
+    """The target's facts and the draft's, at the revisions that their engines will load.
+
+    Raises:
+        BadInput: there is no such model.
+    """
+    trust = bool(settings.engine_keys.get("trust_remote_code", False))
+    target = read("--target", settings.target, trust, settings.engine_keys)
+    if settings.draft is None:
+        return target, None
+    own = [settings.method_keys.get(name, {}) for name in ("triforce", "draft_model")]
+    pinned = next((keys for keys in own if _PINS & keys.keys()), {})
+    return target, read("--draft", settings.draft, trust, pinned)
+
+
+def read(
+    option: str, model: str, trust_remote_code: bool, pinned: Mapping[str, Any] = _NOTHING
+) -> ModelFacts:
     """Reads a model's config; no weights.
+
+    Args:
+        pinned: keys of which ``revision`` and ``code_revision`` count: reading may run code.
 
     Raises:
         BadInput: there is no such model.
@@ -34,7 +58,12 @@ def read(option: str, model: str, trust_remote_code: bool) -> ModelFacts:
     from vllm.transformers_utils.config import get_config
 
     try:
-        config = get_config(model, trust_remote_code=trust_remote_code)
+        config = get_config(
+            model,
+            trust_remote_code=trust_remote_code,
+            revision=pinned.get("revision"),
+            code_revision=pinned.get("code_revision"),
+        )
     except Exception as error:
         raise BadInput(f"{option} {model}: cannot be read ({error})") from error
     text = config.get_text_config()
@@ -66,7 +95,7 @@ def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
         models: those whose KV the engine's cache holds.
     """
     if settings.kv_cache_gib is not None:
-        return int(settings.kv_cache_gib * (1 << 30))
+        return int(settings.kv_cache_gib * GIB)
     return kv_bytes_of(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
 
 

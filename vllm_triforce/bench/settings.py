@@ -12,6 +12,7 @@ from vllm_triforce.bench.methods import check_names
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_TOKENS = 16
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,14 @@ def _check(settings: Settings) -> None:
         ("--engines-at-once", [settings.engines_at_once or 2], 2),
     ):
         for value in values:
-            if not math.isfinite(value) or value < low:
+            if not low <= value < math.inf:
                 raise BadInput(f"{option}: {value} is out of range; it must be at least {low}")
     if not 0 < settings.top_p <= 1:
         raise BadInput(f"--top-p {settings.top_p} is out of range; it must be in (0, 1]")
-    if settings.kv_cache_gib is not None and not settings.kv_cache_gib > 0:
-        raise BadInput(f"--kv-cache-gib {settings.kv_cache_gib} must be more than 0")
+    if settings.kv_cache_gib is not None and not 1 <= settings.kv_cache_gib * GIB < math.inf:
+        raise BadInput(
+            f"--kv-cache-gib {settings.kv_cache_gib} is no size; give a number of GiB above 0"
+        )
     for dtype in settings.dtypes:
         if dtype not in DTYPES:
             raise BadInput(f"--dtypes: {dtype!r} is unknown; known: {', '.join(DTYPES)}")

@@ -1,6 +1,7 @@
 """The output folder: what was asked for, every measurement, and what is made of them."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -41,8 +42,10 @@ class Store:
 
     def _load(self, path: Path) -> list[dict]:
         """What a run that was ended has left, without the set that was cut off."""
-        records = _whole_sets(read_lines(path))
-        _write(path, records)
+        found, is_whole = _read(path)
+        records = _whole_sets(found)
+        if not is_whole or len(records) < len(found):
+            _replace(path, _lines(records))
         return records
 
     def settle(self, name: str, choose: Callable[[], Any]) -> Any:
@@ -60,12 +63,12 @@ class Store:
         """Adds the measurements of one set, each with how many they are."""
         records = [record | {"num_paired": len(records)} for record in records]
         with (self.folder / MEASUREMENTS).open("a") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.write(_lines(records))
         self.records += records
 
     def _write_arguments(self) -> None:
         text = json.dumps({"arguments": self._asked_for, "settled": self._settled}, indent=1)
-        (self.folder / ARGUMENTS).write_text(text + "\n")
+        _replace(self.folder / ARGUMENTS, text + "\n")
 
 
 def set_key(record: dict) -> tuple:
@@ -76,12 +79,28 @@ def set_key(record: dict) -> tuple:
 
 def read_lines(path: Path) -> list[dict]:
     """Whole lines; the last may have been cut off when a run was ended."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return _read(path)[0]
 
 
-def _write(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def _read(path: Path) -> tuple[list[dict], bool]:
+    """Whole lines, and whether there is nothing else; the last line may have been cut off when a
+    run was ended."""
+    *lines, rest = path.read_text().split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines], not rest
+
+
+def _lines(records: list[dict]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whenever the process is ended, the file is either as it was or as it shall be."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 def _whole_sets(records: list[dict]) -> list[dict]:

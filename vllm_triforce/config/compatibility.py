@@ -4,17 +4,17 @@ import inspect
 import os
 
 from vllm_triforce.config.draft_files import check_draft_files
-from vllm_triforce.config.triforce_config import TriForceConfig
+from vllm_triforce.config.triforce_config import SELECTIONS_ON_DEVICE, TriForceConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
 
-_SIGNATURES = {
+ENGINE_ARGS_SIGNATURES = {
     "add_cli_args": ["parser"],
     "from_cli_args": ["args"],
     "create_engine_config": ["self", "usage_context", "headless"],
     "create_speculative_config": ["self", "target_model_config", "target_parallel_config"],
 }
-_SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
+SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
 
 
 def check_signatures() -> None:
@@ -23,8 +23,8 @@ def check_signatures() -> None:
     from vllm.sampling_params import SamplingParams
 
     for owner, signatures in (
-        (EngineArgs, _SIGNATURES),
-        (SamplingParams, _SAMPLING_PARAMS_SIGNATURES),
+        (EngineArgs, ENGINE_ARGS_SIGNATURES),
+        (SamplingParams, SAMPLING_PARAMS_SIGNATURES),
     ):
         for name, wanted in signatures.items():
             found = list(inspect.signature(getattr(owner, name)).parameters)
@@ -51,8 +51,17 @@ def check_vllm_version(version: str | None = None) -> None:
         )
 
 
-def read_draft_config(draft_model: str, trust_remote_code: bool):
-    """The draft's Hugging Face config; a missing or unreadable draft is refused."""
+def read_draft_config(
+    draft_model: str,
+    trust_remote_code: bool,
+    revision: str | None = None,
+    code_revision: str | None = None,
+):
+    """The draft's Hugging Face config; a missing or unreadable draft is refused.
+
+    Args:
+        revision, code_revision: what is pinned of the draft: reading a config may run its code.
+    """
     looks_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
     if (looks_local or os.path.exists(draft_model)) and not os.path.isfile(
         os.path.join(draft_model, "config.json")
@@ -66,10 +75,16 @@ def read_draft_config(draft_model: str, trust_remote_code: bool):
     from vllm.transformers_utils.config import get_config
 
     try:
-        return get_config(draft_model, trust_remote_code=trust_remote_code)
+        return get_config(
+            draft_model,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            code_revision=code_revision,
+        )
     except Exception as error:
+        pinned = f" at revision {revision!r}" if revision is not None else ""
         raise ValueError(
-            f"draft model {draft_model!r} cannot be read ({error}); correct 'model' in "
+            f"draft model {draft_model!r}{pinned} cannot be read ({error}); correct 'model' in "
             "speculative_config, or leave it out for prompt lookup"
         ) from error
 
@@ -160,6 +175,11 @@ def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
     if config.levels != "1,2,3" and vllm_config.use_v2_model_runner:
         raise ValueError(
             f"levels={config.levels!r}: Model Runner V2 has no levels switched off; leave it out"
+        )
+    if config.selection not in SELECTIONS_ON_DEVICE and vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"selection={config.selection!r}: Model Runner V2 has {SELECTIONS_ON_DEVICE} only; use "
+            "one of them, or Model Runner V1 (VLLM_USE_V2_MODEL_RUNNER=0, on the CPU)"
         )
     if not is_cpu() and not vllm_config.use_v2_model_runner:
         raise ValueError(

@@ -8,6 +8,8 @@ need another one, and its first token would come that much later.
 
 from vllm_triforce.config.mark import is_triforce
 
+PROPERTY = "max_num_new_slots_for_drafting"
+
 
 def install() -> None:
     """Wraps the property that the scheduler asks; it falls through for any other method."""

@@ -11,9 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_triforce.config import compatibility, drafting_slots, request_params
 from vllm_triforce.config.mark import mark
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
+
+logger = init_logger("vllm.triforce")
 
 # Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
 _DRAFT_KEYS = (
@@ -37,6 +41,27 @@ _CLI_HELP = (
     "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
     '--speculative-config \'{"method": "triforce", ...}\'.'
 )
+
+
+def missing() -> list[str]:
+    """What ``install()`` would wrap and this vLLM does not have."""
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    wrapped = [
+        *((EngineArgs, name, callable) for name in compatibility.ENGINE_ARGS_SIGNATURES),
+        *((SamplingParams, name, callable) for name in compatibility.SAMPLING_PARAMS_SIGNATURES),
+        (SpeculativeConfig, drafting_slots.PROPERTY, lambda found: isinstance(found, property)),
+    ]
+    absent = [
+        f"{owner.__name__}.{name}"
+        for owner, name, is_right in wrapped
+        if not is_right(getattr(owner, name, None))
+    ]
+    if not isinstance(inspect.getattr_static(EngineArgs, "from_cli_args", None), classmethod):
+        absent.append("EngineArgs.from_cli_args as a class method")
+    return absent
 
 
 def install(when_asked_for: Callable[[], None]) -> None:
@@ -119,6 +144,11 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
     return config.fill(can_adapt=compatibility.has_controller()), draft
 
 
+def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
+    pinned = {key: draft.get(key) for key in ("revision", "code_revision")}
+    return compatibility.read_draft_config(draft["model"], trust_remote_code, **pinned)
+
+
 def _wrap_create_engine_config(original, when_asked_for):
     @functools.wraps(original)
     def create_engine_config(self, *args, **kwargs):
@@ -128,7 +158,7 @@ def _wrap_create_engine_config(original, when_asked_for):
         compatibility.check_signatures()
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
-            compatibility.read_draft_config(draft["model"], self.trust_remote_code)
+            _read_draft_config(draft, self.trust_remote_code)
         changed = ("speculative_config", "additional_config", "async_scheduling")
         saved = {name: getattr(self, name) for name in changed}
         try:
@@ -161,7 +191,7 @@ def _wrap_create_speculative_config(original):
         compatibility.check_target(target_model_config, target_parallel_config)
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
-            hf_config = compatibility.read_draft_config(draft["model"], self.trust_remote_code)
+            hf_config = _read_draft_config(draft, self.trust_remote_code)
             compatibility.check_draft(draft["model"], hf_config, target_model_config, config)
         # Without a draft model nothing is loaded twice: the speculator does the loading, and
         # the name only satisfies SpeculativeConfig.
@@ -183,7 +213,16 @@ def _wrap_create_speculative_config(original):
 
 
 def _finish(vllm_config, config: TriForceConfig):
-    resolved = config.resolve(vllm_config.cache_config.block_size)
+    block_size = vllm_config.cache_config.block_size
+    resolved = config.resolve(block_size)
+    if resolved.retrieval_budget != config.retrieval_budget:
+        logger.warning(
+            "retrieval_budget=%d does not fit vLLM's KV block of %d tokens: it is %d. A smaller "
+            "--block-size allows smaller budgets.",
+            config.retrieval_budget,
+            block_size,
+            resolved.retrieval_budget,
+        )
     compatibility.check_vllm_config(vllm_config, resolved)
     vllm_config.additional_config[METHOD].update(resolved.to_dict())
     worker_cls = vllm_config.parallel_config.worker_cls

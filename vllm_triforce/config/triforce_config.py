@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,10 @@ METHOD = "triforce"
 # vLLM's rejection sampler takes at most this many draft tokens per request and
 # step (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
+
+# Selection policies, and those of them that Model Runner V2's loop on the device has.
+SELECTIONS = ("retrieval", "streaming")
+SELECTIONS_ON_DEVICE = ("retrieval", "streaming")
 
 # Which levels take part (LEVELS), and what the controller may choose (CHOICES).
 LEVELS = ("1,2,3", "1,3", "2,3")
@@ -55,7 +60,8 @@ class TriForceConfig:
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
-    the recent ones. A multiple of ``retrieval_chunk_size``."""
+    the recent ones. Rounded up to what fits vLLM's KV block; a multiple of
+    ``retrieval_chunk_size`` where that is given."""
 
     retrieval_chunk_size: int | None = None
     """Tokens in a retrieval chunk. Default, and so far the only choice: vLLM's KV block."""
@@ -110,10 +116,10 @@ class TriForceConfig:
             raise ValueError(
                 f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
             )
-        if self.selection not in ("retrieval", "streaming"):
+        if self.selection not in SELECTIONS:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                "use 'retrieval' or 'streaming'"
+                f"use {' or '.join(map(repr, SELECTIONS))}"
             )
         if (
             self.retrieval_recent_tokens is not None
@@ -175,6 +181,9 @@ class TriForceConfig:
     def resolve(self, block_size: int) -> "TriForceConfig":
         """Fills in what depends on vLLM's KV block and checks that the sizes fit it.
 
+        The budget is rounded up to what fits. Who says ``retrieval_chunk_size`` knows the block,
+        and what does not fit it is refused.
+
         Args:
             block_size: tokens in one of vLLM's KV blocks.
         """
@@ -184,32 +193,38 @@ class TriForceConfig:
                 f"retrieval_chunk_size={chunk} differs from vLLM's KV block of {block_size} "
                 f"tokens; leave it out, or set --block-size {chunk}"
             )
-        if self.retrieval_budget % chunk:
-            near = max(1, round(self.retrieval_budget / chunk)) * chunk
+        budget = _round_up(self.retrieval_budget, chunk)
+        if budget != self.retrieval_budget and self.retrieval_chunk_size is not None:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} must be a multiple of the KV block "
-                f"({block_size} tokens); use {near}"
+                f"({block_size} tokens); use {budget}"
             )
         recent = self.retrieval_recent_tokens
         if recent is None:
-            recent = max(chunk, self.retrieval_budget // 4 // chunk * chunk)
+            recent = max(chunk, budget // 4 // chunk * chunk)
         if recent % chunk:
             raise ValueError(
                 f"retrieval_recent_tokens={recent} must be a multiple of the KV block "
-                f"({block_size} tokens); use {-(-recent // chunk) * chunk}"
+                f"({block_size} tokens); use {_round_up(recent, chunk)}"
             )
-        if recent + 2 * chunk > self.retrieval_budget:
+        least = recent + 2 * chunk
+        if budget < least and self.retrieval_chunk_size is not None:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
-                f"one retrieved chunk of {chunk} tokens and {recent} recent tokens; "
-                f"use at least {recent + 2 * chunk}"
+                f"one retrieved chunk and {recent} recent tokens, in chunks of the KV block "
+                f"({block_size} tokens); use at least {least}"
             )
+        budget = max(budget, least)
         filled = self.fill(can_adapt=False)
         context = filled.min_context
         if context is None:
-            context = 0 if "context" in filled.choices else 2 * self.retrieval_budget
+            context = 0 if "context" in filled.choices else 2 * budget
         return dataclasses.replace(
-            filled, retrieval_chunk_size=chunk, retrieval_recent_tokens=recent, min_context=context
+            filled,
+            retrieval_budget=budget,
+            retrieval_chunk_size=chunk,
+            retrieval_recent_tokens=recent,
+            min_context=context,
         )
 
     @property
@@ -242,6 +257,10 @@ class TriForceConfig:
         value = getattr(self, name)
         if value is None:
             return
-        if value < low or (high is not None and value > high):
+        if not low <= value < math.inf or (high is not None and value > high):
             bounds = f"at least {low}" + ("" if high is None else f" and at most {high}")
             raise ValueError(f"{name}={value} is out of range; it must be {bounds}")
+
+
+def _round_up(tokens: int, chunk: int) -> int:
+    return -(-tokens // chunk) * chunk

@@ -24,6 +24,8 @@ def begin_rows_kernel(
     last_sampled_ptr,  # [max_num_reqs, 1], by state
     slot_tail_ptr,  # [num_slots], kept
     slot_known_ptr,  # [num_slots], kept
+    slot_fault_ptr,  # [num_slots], kept
+    row_fault_ptr,  # [padded rows], written
     computed_ptr,  # [padded rows], and so are all below; written
     last_token_ptr,
     room_ptr,
@@ -52,11 +54,14 @@ def begin_rows_kernel(
     first = 0
     last = 0
     token = 0
+    tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
         hosted = hosted_ptr + row * COLUMNS
         state = tl.load(hosted + 1)
         slot = tl.load(hosted + 2)
         is_due = tl.load(hosted + 3)
+        if is_due == 2:
+            tl.store(slot_fault_ptr + slot, 0)
         reserved = tl.load(hosted + 4)
         limit = tl.load(hosted + 5)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
@@ -80,6 +85,7 @@ def begin_rows_kernel(
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
         is_ready = (tl.load(num_sampled_ptr + tl.load(hosted)) > 0) & (computed >= min_context)
         is_ready = is_ready & (computed >= least_tokens) & (reach <= width)
+        is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
         room = tl.where(is_ready, tl.maximum(room, 0), 0)
     tl.store(computed_ptr + row, computed)
     tl.store(last_token_ptr + row, token)

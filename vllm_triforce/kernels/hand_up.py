@@ -20,8 +20,11 @@ def _hand_up_kernel(
     length_ptr,  # [num_reqs], after emission
     num_emitted_ptr,  # [num_reqs]
     temperature_ptr,  # [num_reqs]
+    proposal_ptr,  # [num_reqs, num_speculative_tokens]
+    is_certain_ptr,  # [num_reqs]
     num_speculative_tokens,
     vocab_size,
+    ANY_CERTAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -35,6 +38,10 @@ def _hand_up_kernel(
     mask = tokens < vocab_size
     source = target_ptr + (row * tl.num_programs(1) + place) * vocab_size
     logits = tl.load(source + tokens, mask=mask)
+    if ANY_CERTAIN:  # noqa: SIM102, known when the kernel is compiled, the other is not
+        if tl.load(is_certain_ptr + row) != 0:
+            token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+            logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + state * state_stride + to * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
     tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
@@ -75,8 +82,14 @@ def hand_up_distributions(
     length: torch.Tensor,  # [num_reqs], int32, after emission
     num_emitted: torch.Tensor,  # [num_reqs], int32
     temperature: torch.Tensor,  # [num_reqs], float32
+    proposal: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
+    is_certain: torch.Tensor | None,  # [num_reqs], int32, see below; None: of no row
 ) -> None:
-    """Copies level 2's logits of what was just emitted to where the outer test reads them."""
+    """Copies level 2's logits of what was just emitted to where the outer test reads them.
+
+    Where a request is certain, each token is said to be: a proposal that is cut at a place that
+    depends on its tokens, as a grammar does, is tested rightly only so.
+    """
     num_reqs, num_places, vocab_size = target.shape
     _hand_up_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
         draft_logits,
@@ -88,8 +101,11 @@ def hand_up_distributions(
         length,
         num_emitted,
         temperature,
+        proposal,
+        proposal if is_certain is None else is_certain,
         draft_logits.shape[1],
         vocab_size,
+        ANY_CERTAIN=is_certain is not None,
         BLOCK=_BLOCK,
     )
 

@@ -4,6 +4,10 @@ vLLM's outer test draws from generators keyed by the seed itself. Ours is keyed 
 constant, so the two are independent. A place is the index of the token that is being drawn: the
 noise of a place decides nothing about earlier tokens, so it may serve again when the outer test
 has discarded what came of it.
+
+Requests without a seed of their own are given one by vLLM, from numpy's generator, which its worker
+seeds by the engine's seed and its data-parallel index: replicas draw apart, ranks of one engine
+alike.
 """
 
 from vllm.triton_utils import tl, triton

@@ -12,6 +12,7 @@ from vllm_triforce.kernels.bookkeeping import (
     feed_window_kernel,
     finish_rows_kernel,
 )
+from vllm_triforce.kernels.faults import Faults
 
 
 class PassInputs:
@@ -53,6 +54,12 @@ class Rows:
         # Kept from proposal to proposal, by slot.
         self.slot_tail = integers(num_slots)
         self.slot_known = integers(num_slots)
+        self.faults = Faults(
+            row=integers(most_rows),
+            slot=integers(num_slots),
+            count=integers(1, dtype=torch.int64),
+            hosted=self.hosted,
+        )
         # By row.
         self.computed, self.last_token, self.room, self.length = integers(4, most_rows)
         self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, most_rows)
@@ -85,6 +92,8 @@ class Rows:
             last_sampled,
             self.slot_tail,
             self.slot_known,
+            self.faults.slot,
+            self.faults.row,
             self.computed,
             self.last_token,
             self.room,

@@ -9,6 +9,8 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import noise as _noise
+from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
+from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.noise import uniform
 from vllm_triforce.kernels.race import Race, race_kernel, winner
 
@@ -21,16 +23,22 @@ def _pick_kernel(
     values_ptr,
     tokens_ptr,
     best_ptr,  # [num_reqs]
+    top_ptr,  # [num_reqs]
+    fault_ptr,  # [num_reqs], written
     temperature_ptr,  # [num_reqs]
     num_blocks,
     gamma,
     step,
+    ALL_GREEDY: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(best_ptr + row).to(tl.int32)
-    if tl.load(temperature_ptr + row) > 0:
-        token = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+    if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
+        if tl.load(temperature_ptr + row) > 0:
+            token = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+    top = tl.load(top_ptr + row)
+    tl.store(fault_ptr + row, 1, mask=top != top)
     tl.store(drafted_ptr + row * gamma + step, token)
 
 
@@ -40,6 +48,7 @@ def _accept_kernel(
     drafted_ptr,  # [num_reqs, GAMMA]
     num_drafted_ptr,  # [num_reqs]
     best_ptr,  # [num_reqs, GAMMA + 1]
+    top_ptr,  # [num_reqs, GAMMA + 1]
     target_ptr,  # [num_reqs, GAMMA + 1, vocab_size]
     target_lse_ptr,  # [num_reqs, GAMMA + 1]
     draft_ptr,  # [num_reqs, GAMMA, vocab_size]
@@ -58,7 +67,8 @@ def _accept_kernel(
     going = True
     for place in tl.static_range(GAMMA):
         token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
-        accept = token == tl.load(best_ptr + row * (GAMMA + 1) + place)
+        top = tl.load(top_ptr + row * (GAMMA + 1) + place)
+        accept = (token == tl.load(best_ptr + row * (GAMMA + 1) + place)) & (top == top)
         if not ALL_GREEDY:
             temperature = tl.load(temperature_ptr + row)
             if temperature > 0:
@@ -85,10 +95,15 @@ def _emit_kernel(
     room_ptr,  # [num_reqs], written
     num_emitted_ptr,  # [num_reqs], written
     counters_ptr,  # [3], added to: rounds, drafted, accepted
+    row_fault_ptr,  # [num_reqs], written
+    slot_fault_ptr,  # [num_slots], written
+    num_faults_ptr,  # [1], added to
+    hosted_ptr,  # [num_reqs, COLUMNS]
     drafted_ptr,  # [num_reqs, GAMMA]
     num_drafted_ptr,  # [num_reqs]
     num_accepted_ptr,  # [num_reqs]
     best_ptr,  # [num_reqs, GAMMA + 1]
+    top_ptr,  # [num_reqs, GAMMA + 1]
     target_lse_ptr,  # [num_reqs, GAMMA + 1]
     temperature_ptr,  # [num_reqs]
     values_ptr,
@@ -97,6 +112,7 @@ def _emit_kernel(
     num_speculative_tokens,
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -105,14 +121,24 @@ def _emit_kernel(
     tl.store(num_emitted_ptr + row, 0)
     if length < room:
         accepted = tl.load(num_accepted_ptr + row)
-        at = row * (GAMMA + 1) + accepted
-        last = tl.load(best_ptr + at).to(tl.int32)
+        num_drafted = tl.load(num_drafted_ptr + row)
+        at = row * (GAMMA + 1)
+        last = tl.load(best_ptr + at + accepted).to(tl.int32)
         is_number = True
+        # Level 1's was found before. Of level 2 every place counts: its keys are in the cache.
+        has_fault = tl.load(row_fault_ptr + row) != 0
+        for place in tl.static_range(GAMMA + 1):
+            top = tl.load(top_ptr + at + place)
+            is_right = top == top
+            if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled
+                if tl.load(temperature_ptr + row) > 0:
+                    lse = tl.load(target_lse_ptr + at + place)
+                    is_right = (lse == lse) & (tl.abs(lse) < float("inf"))
+            is_number = is_number & (is_right | (place != accepted))
+            has_fault = has_fault | ((place <= num_drafted) & (is_right == 0))
         if not ALL_GREEDY:  # noqa: SIM102
             if tl.load(temperature_ptr + row) > 0:
                 last = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
-                lse = tl.load(target_lse_ptr + at)
-                is_number = (lse == lse) & (tl.abs(lse) < float("inf"))
         out = proposal_ptr + row * num_speculative_tokens + length
         for place in tl.static_range(GAMMA):
             token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
@@ -121,13 +147,16 @@ def _emit_kernel(
         if is_number:
             tl.store(out + accepted, last.to(tl.int64))
             emitted += 1
-        else:
-            # Level 2's logits are not numbers: the proposal ends with what was accepted.
-            tl.store(room_ptr + row, length + accepted)
+        if has_fault:
+            # The proposal ends with what there is, and the request is not speculated on again.
+            tl.store(room_ptr + row, length + emitted)
+            tl.store(row_fault_ptr + row, 1)
+            tl.store(slot_fault_ptr + tl.load(hosted_ptr + row * COLUMNS + 2), 1)
+            tl.atomic_add(num_faults_ptr, 1)
         tl.store(length_ptr + row, length + emitted)
         tl.store(num_emitted_ptr + row, emitted)
         tl.atomic_add(counters_ptr, 1)
-        tl.atomic_add(counters_ptr + 1, tl.load(num_drafted_ptr + row).to(tl.int64))
+        tl.atomic_add(counters_ptr + 1, num_drafted.to(tl.int64))
         tl.atomic_add(counters_ptr + 2, accepted.to(tl.int64))
 
 
@@ -135,6 +164,8 @@ def draw_drafts(
     drafted: torch.Tensor,  # [num_reqs, gamma], int32, column ``step`` is written
     step: int,
     best: torch.Tensor,  # [num_reqs], argmax of each row
+    top: torch.Tensor,  # [num_reqs], its logit; NaN where the row has one
+    faults: Faults,  # of the rows; written
     logits: torch.Tensor | None,  # [num_reqs, vocab_size], masked; None if all are greedy
     lse: torch.Tensor | None,  # [num_reqs], float32, of logits / temperature
     temperature: torch.Tensor,  # [num_reqs], float32
@@ -144,10 +175,26 @@ def draw_drafts(
 ) -> None:
     """Draws one token of level 1 for each request."""
     num_reqs, gamma = drafted.shape
-    if logits is None:
-        drafted[:, step] = best
-        return
-    vocab_size = logits.shape[-1]
+    if logits is not None:
+        _race_for_drafts(drafted, logits, lse, temperature, seeds, places, race)
+    _pick_kernel[(num_reqs,)](
+        drafted,
+        race.values,
+        race.tokens,
+        best,
+        top,
+        faults.row,
+        temperature,
+        race.num_blocks,
+        gamma,
+        step,
+        ALL_GREEDY=logits is None,
+        PADDED_BLOCKS=race.padded_blocks,
+    )
+
+
+def _race_for_drafts(drafted, logits, lse, temperature, seeds, places, race: Race) -> None:
+    num_reqs, vocab_size = logits.shape
     race_kernel[(num_reqs, race.num_blocks)](
         logits,
         lse,
@@ -167,17 +214,6 @@ def draw_drafts(
         CERTAIN=True,
         BLOCK=race.block,
     )
-    _pick_kernel[(num_reqs,)](
-        drafted,
-        race.values,
-        race.tokens,
-        best,
-        temperature,
-        race.num_blocks,
-        gamma,
-        step,
-        PADDED_BLOCKS=race.padded_blocks,
-    )
 
 
 def verify_drafts(
@@ -190,6 +226,8 @@ def verify_drafts(
     num_drafted: torch.Tensor,  # [num_reqs], int32
     num_accepted: torch.Tensor,  # [num_reqs], int32, written
     best: torch.Tensor,  # [num_reqs, gamma + 1], argmax of level 2's logits
+    top: torch.Tensor,  # [num_reqs, gamma + 1], their largest; NaN where there is one
+    faults: Faults,  # of the rows; written
     target: torch.Tensor | None,  # [num_reqs, gamma + 1, vocab_size], masked; None: all greedy
     target_lse: torch.Tensor | None,  # [num_reqs, gamma + 1], float32
     draft: torch.Tensor | None,  # [num_reqs, gamma, vocab_size], masked; None: certain tokens
@@ -215,6 +253,7 @@ def verify_drafts(
         drafted,
         num_drafted,
         best,
+        top,
         target,
         target_lse,
         draft,
@@ -253,10 +292,15 @@ def verify_drafts(
         room,
         num_emitted,
         counters,
+        faults.row,
+        faults.slot,
+        faults.count,
+        faults.hosted,
         drafted,
         num_drafted,
         num_accepted,
         best,
+        top,
         target_lse,
         temperature,
         race.values,
@@ -265,5 +309,6 @@ def verify_drafts(
         proposal.shape[1],
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
+        COLUMNS=NUM_COLUMNS,
         PADDED_BLOCKS=race.padded_blocks,
     )

@@ -1,5 +1,6 @@
 """What a run of the lab measures, checked before anything is loaded."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +127,8 @@ class LabSettings:
     def _check_at_least(self, name: str, low: float) -> None:
         value = getattr(self, name)
         for item in value if isinstance(value, tuple) else (value,):
-            if item < low:
-                raise ValueError(f"{name}={item} must be at least {low}")
+            if not low <= item < math.inf:
+                raise ValueError(f"{name}={item} must be a number, at least {low}")
 
     def _check_share(self, name: str) -> None:
         value = getattr(self, name)

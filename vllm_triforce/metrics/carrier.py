@@ -11,6 +11,7 @@ on nothing carries nothing.
 
 import functools
 import sys
+from collections.abc import Callable
 
 from vllm_triforce.config.triforce_config import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
@@ -80,6 +81,15 @@ def _attach_later(output, added: dict[str, int]):
     return output
 
 
+def missing(engine_process: bool) -> list[str]:
+    """What ``install()`` would wrap and this vLLM does not have."""
+    return [
+        f"{owner.__name__}.{name}"
+        for owner, name, _ in _to_wrap(engine_process)
+        if not callable(vars(owner).get(name))  # an interface's own would be no implementation
+    ]
+
+
 def install(engine_process: bool) -> None:
     """Wraps the scheduler and the statistics' manager; both fall through without counters.
 
@@ -87,15 +97,22 @@ def install(engine_process: bool) -> None:
         engine_process: False where it is not known that an engine will run here: what vLLM has
             not loaded is then left alone.
     """
+    for owner, name, wrap in _to_wrap(engine_process):
+        _wrap_once(owner, name, wrap)
+
+
+def _to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
+    found: list[tuple[type, str, Callable]] = []
     if engine_process or "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        _wrap_once(Scheduler, "update_from_output", _into_scheduler_stats)
+        found.append((Scheduler, "update_from_output", _into_scheduler_stats))
     if engine_process or "vllm.v1.metrics.loggers" in sys.modules:
         from vllm.v1.metrics.loggers import StatLoggerManager
 
-        _wrap_once(StatLoggerManager, "__init__", _with_prometheus)
-        _wrap_once(StatLoggerManager, "record", _out_of_scheduler_stats)
+        found.append((StatLoggerManager, "__init__", _with_prometheus))
+        found.append((StatLoggerManager, "record", _out_of_scheduler_stats))
+    return found
 
 
 def _wrap_once(owner: type, name: str, wrap) -> None:

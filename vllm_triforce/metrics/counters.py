@@ -13,6 +13,7 @@ DEVICE_COUNTERS = (
     "num_level2_accepted",
     "num_level3_rejections",
     "num_level3_steps",
+    "num_nan_requests",
 )
 
 

@@ -121,7 +121,8 @@ class RetrievalLevel:
         """Removes NaN from the lookahead slots of a request.
 
         The full pass writes them again, but not before it reads the block they are in: kernels
-        multiply what is masked by 0, and 0 times NaN is NaN.
+        multiply what is masked by 0, and 0 times NaN is NaN. An fp8 cache has none: vLLM's CPU
+        kernels store the largest number instead.
         """
         start = batch.num_computed_tokens[row]
         layers = self._vllm_config.compilation_config.static_forward_context

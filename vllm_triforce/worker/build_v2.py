@@ -5,6 +5,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.speculator.device.level1 import (
@@ -97,13 +98,21 @@ class DeviceBuild:
             )
             attention = draft_attention(draft_layers, builder)
             level1 = self._streaming(
-                draft, attention, cache, vllm_config, config, draft_logits, race, device
+                draft,
+                attention,
+                cache,
+                vllm_config,
+                config,
+                draft_logits,
+                race,
+                device,
+                BlockCleaner([x.kv_cache for x in draft_layers.values()], cache.block_size, device),
             )
         self.slots = Slots(self.num_slots)
         self.triforce = DeviceTriForce(config, level1, level2, rows, self.slots, draft_logits, race)
 
     def _streaming(
-        self, draft, attention, cache, vllm_config, config, draft_logits, race, device
+        self, draft, attention, cache, vllm_config, config, draft_logits, race, device, cleaner
     ) -> DeviceStreaming:
         draft_config = vllm_config.speculative_config.draft_model_config
         capacity = cache.blocks_per_slot * cache.block_size
@@ -156,6 +165,7 @@ class DeviceBuild:
             draft_logits.shape[2],
             draft_logits.dtype,
             race,
+            cleaner,
         )
 
     def capture(self, mode: CUDAGraphMode) -> None:

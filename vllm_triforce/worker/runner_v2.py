@@ -21,6 +21,7 @@ from vllm_triforce.worker.build import attention_layers
 from vllm_triforce.worker.build_v2 import DeviceBuild
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
+from vllm_triforce.worker.request_facts_v2 import RequestFacts, hear_of_requests
 
 logger = init_logger("vllm.triforce")
 
@@ -59,6 +60,10 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             device, vllm_config.scheduler_config.async_scheduling
         )
         self._report = IntervalReport(config.log_interval)
+        self._facts: RequestFacts | None = None
+        self._set_aside: set[str] = set()
+        """Requests that are not speculated on again, because a level's logits had a NaN."""
+        self._num_faults = 0
         # By state: a proposal, and distributions, may still be there.
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
@@ -91,6 +96,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
+        self._facts = hear_of_requests(self._runner)
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         self._built = DeviceBuild(
@@ -124,7 +130,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         """Nothing: lengths are fixed on this runner, whose passes have fixed shapes."""
 
     def held_requests(self) -> dict[str, int]:
-        return {"slots": len(self._built.slots)}
+        return {"slots": len(self._built.slots), "set aside": len(self._set_aside)}
 
     def synchronize_times(self, synchronize: bool) -> None:
         self._built.triforce.times.synchronize = synchronize
@@ -184,9 +190,29 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         triforce.hand_up(draft_tokens, self._to_device(row_of_batch), states)
         self._has_proposal[hosted_states] = row_of_batch >= 0
         triforce.note_counters()
+        if triforce.known_counters.num_nan_requests > self._num_faults:
+            self._put_aside(triforce.known_counters.num_nan_requests)
         self._report.log_if_due(lambda: triforce.counters, logger)
         self._handler.proposed(draft_tokens, triforce.num_proposed[states])
         return draft_tokens
+
+    def _put_aside(self, num_faults: int) -> None:
+        """The device has stopped to speculate on them by itself; now the host does.
+
+        It waits for the device here, as often as there is a NaN.
+        """
+        if not self._num_faults:
+            logger.warning(
+                "NaN in level 1's or level 2's logits: the request goes on without speculation, "
+                "its output is not affected. Further requests are counted "
+                "(vllm:triforce_nan_requests_total), not logged; check the models' weights and "
+                "dtype."
+            )
+        self._num_faults = num_faults
+        slots = self._built.slots
+        for request_id in slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist()):
+            self._set_aside.add(request_id)
+            slots.release(request_id)
 
     def _warm_up(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
@@ -206,7 +232,11 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
         decodes = read >= input_batch.prefill_len_np[:num_reqs]
         longest = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
-        rows = np.flatnonzero(decodes & (longest >= self.config.min_context))
+        states = input_batch.idx_mapping_np[:num_reqs]
+        speculates = decodes & ~self._facts.decodes_plainly[states]
+        rows = np.flatnonzero(speculates & (longest >= self.config.min_context))
+        if self._set_aside:
+            rows = [row for row in rows if input_batch.req_ids[row] not in self._set_aside]
         slots = self._built.slots
         known = [row for row in rows if input_batch.req_ids[row] in slots]
         new = [row for row in rows if input_batch.req_ids[row] not in slots]
@@ -240,6 +270,8 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def _sampling(self, states: np.ndarray, on_device: torch.Tensor) -> DeviceSampling:
         sampling = self._runner.sampler.sampling_states
+        # The scheduler cuts a proposal where its grammar forbids a token.
+        is_cut = self._facts.has_grammar[states]
 
         def rows_of(values, unused) -> torch.Tensor | None:
             return None if (values.np[states] == unused).all() else values.gpu[on_device]
@@ -251,6 +283,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             top_p=rows_of(sampling.top_p, 1.0),
             min_p=rows_of(sampling.min_p, 0.0),
             all_greedy=bool((sampling.temperature.np[states] == 0).all()),
+            is_certain=self._to_device(is_cut.astype(np.int32)) if is_cut.any() else None,
         )
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
@@ -262,7 +295,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         A preempted request leaves the runner too; who prefills has just come, or come back.
         """
         slots = self._built.slots
-        known = slots.request_ids()
+        known = [*slots.request_ids(), *self._set_aside]
         if not known:
             return
         prefilling = {
@@ -272,6 +305,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         for request_id in known:
             if request_id not in alive or request_id in prefilling:
                 slots.release(request_id)
+                self._set_aside.discard(request_id)
 
     def _count_full_pass(self, input_batch, states, num_sampled) -> None:
         scheduled = input_batch.num_draft_tokens_per_req

@@ -16,6 +16,8 @@ class DeviceSampling:
     top_p: torch.Tensor | None  # [num_rows], float32
     min_p: torch.Tensor | None  # [num_rows], float32
     all_greedy: bool
+    is_certain: torch.Tensor | None = None
+    """[num_rows], int32; not 0: the proposal is handed up as if each token were certain."""
 
 
 @dataclass

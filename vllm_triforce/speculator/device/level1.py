@@ -8,6 +8,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
+from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
@@ -25,6 +26,9 @@ class DeviceLevel1(ABC):
 
     def begin(self, batch: DeviceBatch, slots: list[Slot]) -> None:  # noqa: B027
         """Called once a proposal, before its rounds."""
+
+    def clean(self, batch: DeviceBatch, rows: Rows) -> None:  # noqa: B027
+        """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
 
     @property
     def distributions(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -78,9 +82,11 @@ class DeviceStreaming(DeviceLevel1):
         vocab_size: int,
         logits_dtype: torch.dtype,
         race: Race,
+        cleaner: BlockCleaner,
     ) -> None:
         self._model = model
         self._rebuild = rebuild
+        self._cleaner = cleaner
         self.cache = cache
         self._tables = tables
         self._num_sinks, self._num_recent, self._capacity = num_sinks, num_recent, capacity
@@ -140,10 +146,14 @@ class DeviceStreaming(DeviceLevel1):
             self._draw(batch, self._step.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
 
+    def clean(self, batch: DeviceBatch, rows: Rows) -> None:
+        tables = self._tables[: rows.num_rows]
+        self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
+
     def _draw(self, batch: DeviceBatch, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden).to(self._logits_dtype)
-        best = logits.argmax(-1)
+        top, best = logits.max(-1)
         masked = lse = None
         if not self._all_greedy:
             masked, lse = masked_logits(logits, batch.sampling)
@@ -154,6 +164,8 @@ class DeviceStreaming(DeviceLevel1):
             rows.drafted[:count],
             step,
             best,
+            top,
+            rows.faults,
             masked,
             lse,
             batch.sampling.temperature,

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.speculator.device.batch import DeviceBatch
 from vllm_triforce.speculator.device.model_pass import ModelPass
@@ -43,6 +44,18 @@ class DeviceRetrieval:
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.most_rows, dtype=torch.int32, device=device)
         self._batch: DeviceBatch | None = None
+        layers = vllm_config.compilation_config.static_forward_context
+        self._cleaners = [
+            BlockCleaner(
+                [
+                    layers[name].kv_cache
+                    for name in group.sparse_layer_names + group.dense_layer_names
+                ],
+                group.block_size,
+                device,
+            )
+            for group in groups
+        ]
         config = vllm_config.model_config
         self._pass = ModelPass(
             model,
@@ -87,6 +100,13 @@ class DeviceRetrieval:
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
         return logits.unflatten(0, hidden.shape[:2])
+
+    def clean(self) -> None:
+        """Removes NaN from the lookahead slots of the rows that have a fault."""
+        rows = self._rows
+        reach = rows.num_speculative_tokens + rows.gamma
+        for cleaner, table in zip(self._cleaners, self._batch.tables):
+            cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
 
     def _metadata(self, num_rows: int) -> dict:
         inputs, heads = self._pass.inputs, self._num_kv_heads

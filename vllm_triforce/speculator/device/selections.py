@@ -9,6 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.triforce_config import SELECTIONS_ON_DEVICE
 from vllm_triforce.kernels.chunk_scores import rows_at_a_time, score_chunks
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.sparse_tables import build_sparse_tables
@@ -36,6 +37,8 @@ class DeviceSelections:
         num_slots: int,
         device: torch.device,
     ) -> None:
+        if config.selection not in SELECTIONS_ON_DEVICE:
+            raise ValueError(f"selection={config.selection!r} is not written for the device")
         num_layers, _, _, head_dim = queries.shape
         block_size = config.retrieval_chunk_size
         self.block_size = block_size

@@ -39,6 +39,9 @@ class Slots:
     def request_ids(self) -> list[str]:
         return list(self._taken)
 
+    def owners_of(self, indices: list[int]) -> list[str]:
+        return [name for name, slot in self._taken.items() if slot.index in indices]
+
     def take(self, request_id: str) -> Slot:
         """The request's slot, given on first use; there must be one left."""
         if request_id not in self._taken:

@@ -58,6 +58,7 @@ class DeviceTriForce:
         """A copy of ``counters``, at most some steps old."""
         self._copied: torch.Tensor | None = None
         self._counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
+        rows.faults.count = self._counters[-1:]
 
     @property
     def counters(self) -> LevelCounters:
@@ -108,6 +109,9 @@ class DeviceTriForce:
                 break  # every round adds a token to every row that has room
             left = rows.room[: rows.num_rows] - rows.length[: rows.num_rows]
             missing = int(left.max())  # the host waits here
+        with self.times.part("verification"):
+            self.level1.clean(batch, rows)
+            self.level2.clean()
 
     def _begin(self, batch: DeviceBatch, most: int) -> None:
         rows, level2 = self._rows, self.level2
@@ -151,6 +155,7 @@ class DeviceTriForce:
             self.level1.draft(batch, rows, is_first)
         with self.times.part("level 2"):
             logits = self.level2.forward().to(self._draft_logits.dtype)
+            top, best = logits.max(-1)
         with self.times.part("verification"):
             target = target_lse = draft = draft_lse = None
             if not sampling.all_greedy:
@@ -168,7 +173,9 @@ class DeviceTriForce:
                 rows.drafted[:count],
                 rows.num_drafted[:count],
                 rows.num_accepted[:count],
-                logits.argmax(-1),
+                best,
+                top,
+                rows.faults,
                 target,
                 target_lse,
                 draft,
@@ -187,6 +194,8 @@ class DeviceTriForce:
                     rows.length[:count],
                     rows.num_emitted[:count],
                     sampling.temperature,
+                    rows.proposal[:count],
+                    sampling.is_certain,
                 )
 
     def hand_up(

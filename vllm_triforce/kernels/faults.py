@@ -1,0 +1,128 @@
+"""Requests in whose logits there was a NaN: found, and what it may have reached made finite, on the
+device, so that the host need not wait to know."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
+
+_BLOCK = 1024
+
+
+@dataclass
+class Faults:
+    row: torch.Tensor  # [most_rows], int32; not 0: a level's logits had a NaN in this proposal
+    slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
+    count: torch.Tensor  # [1], int64, requests so far
+    hosted: torch.Tensor  # [most_rows, NUM_COLUMNS], int32, the rows' table
+
+
+@triton.jit
+def _clean_kernel(
+    caches_ptr,  # [num_layers], int64, addresses
+    strides_ptr,  # [num_layers], int64, from block to block, in numbers
+    spans_ptr,  # [num_layers], int64, numbers from the first of a block to its last
+    fault_ptr,  # [num_rows]
+    hosted_ptr,  # [num_rows, COLUMNS]
+    computed_ptr,  # [num_rows]
+    tables_ptr,  # [num_rows, width]
+    table_stride,
+    width,
+    block_size,
+    reach,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TYPE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    layer = tl.program_id(1)
+    if tl.load(fault_ptr + row) == 0:
+        return
+    first = 0
+    end = width
+    if not WHOLE:
+        computed = tl.load(computed_ptr + row)
+        first = computed // block_size
+        end = tl.minimum((computed + reach) // block_size + 1, width)
+        end = tl.minimum(end, tl.load(hosted_ptr + row * COLUMNS + 4) // block_size)
+    cache = tl.load(caches_ptr + layer).to(tl.pointer_type(TYPE))
+    stride = tl.load(strides_ptr + layer)
+    span = tl.load(spans_ptr + layer)
+    for index in range(first, end):
+        block = cache + tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * stride
+        for start in range(0, span, BLOCK):
+            places = start + tl.arange(0, BLOCK)
+            mask = places < span
+            found = tl.load(block + places, mask=mask, other=0)
+            if IS_FP8:  # e4m3: all bits but the sign's
+                wrong = (found & 127) == 127
+            else:
+                number = found.to(tl.float32)
+                wrong = (number != number) | (tl.abs(number) == float("inf"))
+            tl.store(block + places, tl.zeros_like(found), mask=mask & wrong)
+
+
+class BlockCleaner:
+    """Puts 0 in the place of NaN and infinities in KV blocks of the rows that have a fault.
+
+    Kernels multiply what is masked by 0, and 0 times NaN is NaN: what level 2 left in lookahead
+    slots would reach the full pass, which writes them again but reads their block before, and what
+    level 1 left in a window would reach the window's next owner. One launch, and nearly always
+    nothing to do in it.
+
+    Args:
+        caches: of each layer, [num_blocks, ...]; of one dtype.
+    """
+
+    def __init__(self, caches: list[torch.Tensor], block_size: int, device: torch.device) -> None:
+        self._caches = caches  # they must live as long as their addresses are used
+        self._block_size = block_size
+        self._addresses = _numbers([cache.data_ptr() for cache in caches], device)
+        self._strides = _numbers([cache.stride(0) for cache in caches], device)
+        self._spans = _numbers([_span(cache[0]) for cache in caches], device)
+        self._type = _type_of(caches[0].dtype)
+
+    def __call__(
+        self,
+        faults: Faults,
+        num_rows: int,
+        computed: torch.Tensor,  # [num_rows], int32
+        tables: torch.Tensor,  # [num_rows, width], int32
+        reach: int | None,  # tokens after the computed ones that were written; None: all blocks
+    ) -> None:
+        _clean_kernel[(num_rows, len(self._caches))](
+            self._addresses,
+            self._strides,
+            self._spans,
+            faults.row,
+            faults.hosted,
+            computed,
+            tables,
+            tables.stride(0),
+            tables.shape[1],
+            self._block_size,
+            reach or 0,
+            COLUMNS=NUM_COLUMNS,
+            WHOLE=reach is None,
+            TYPE=self._type,
+            IS_FP8=self._type == tl.uint8,
+            BLOCK=_BLOCK,
+        )
+
+
+def _type_of(dtype: torch.dtype):
+    """Triton's; numbers of 8 bits are read as bytes."""
+    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return types.get(dtype, tl.uint8)
+
+
+def _numbers(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _span(block: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride()))

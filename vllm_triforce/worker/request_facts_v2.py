@@ -1,0 +1,76 @@
+"""What the loop must know of a request's parameters and Model Runner V2 does not keep."""
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+
+class RequestFacts(LogitsProcessor):
+    """Hears of each request where the sampler does, and leaves its logits as they are."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
+        self.decodes_plainly = np.zeros(max_num_reqs, dtype=bool)
+        """As on Model Runner V1: ``logprob_token_ids`` are for a row's only token, and of
+        ``allowed_token_ids`` level 2 would guess few."""
+
+    def add_request(self, req_idx: int, sampling_params) -> bool:
+        self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
+        self.decodes_plainly[req_idx] = bool(
+            sampling_params.logprob_token_ids or sampling_params.allowed_token_ids
+        )
+        return False
+
+    def apply(self, logits, ctx):
+        return logits
+
+
+def hear_of_requests(runner) -> RequestFacts:
+    """Gives a runner's sampler the listener, and its rejection sampler ``logprob_token_ids``."""
+    facts = RequestFacts(runner.max_num_reqs)
+    runner.sampler.logits_processors.append(facts)
+    # Where sampling is spread over ranks, what they gather has no place for named tokens.
+    if type(runner.rejection_sampler) is RejectionSampler and runner.batch_sharder is None:
+        complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
+        complete.__dict__ = runner.rejection_sampler.__dict__
+        runner.rejection_sampler = complete
+    return facts
+
+
+class CompleteRejectionSamplerV2(RejectionSampler):
+    """vLLM's, which returns no ``logprob_token_ids`` as soon as anybody in the batch has drafts."""
+
+    def _verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
+        idx_mapping_np, self._owners = rest[:2]
+        self._num_named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
+        return super()._verify(
+            logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest
+        )
+
+    def _get_logprobs_tensors(
+        self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+    ):
+        if not self._num_named:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        # [num_logits]: each request's tokens, then places that nobody reads.
+        starts = cu_num_logits[:-1].repeat_interleave(cu_num_logits.diff(), output_size=len(logits))
+        places = torch.arange(len(logits), device=logits.device) - starts
+        requests = torch.arange(len(cu_num_logits) - 1, device=logits.device).repeat_interleave(
+            cu_num_logits.diff(), output_size=len(logits)
+        )
+        tokens = torch.where(places < num_sampled[requests], sampled[requests, places], 0)
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            tokens,
+            cu_num_logits_np.tolist() if len(logits) != len(cu_num_logits_np) - 1 else None,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self._owners,
+            max_per_req_token_ids=self._num_named,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
