@@ -156,7 +156,7 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "worker/plain_decode_graphs.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "worker/plain_decode_graphs.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "scheduler/scheduler.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "[ -1 ] * self.num_spec_tokens < self._update_after_schedule(", "scheduler/scheduler.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", "scheduler/scheduler.py"),
     overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "scheduler/async_scheduler.py"),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "scheduler/async_scheduler.py"),
     has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
