@@ -15,10 +15,10 @@ def register() -> None:
     if missing := _missing():
         _say_once(missing)
         return
-    from vllm_triforce.metrics import carrier
+    from vllm_triforce import wrapping
 
     # Every time: an engine's process comes here again once it has loaded the scheduler.
-    carrier.install(engine_process=False)
+    wrapping.install(engine_process=False)
     if _registered:
         return
     _registered = True
@@ -28,23 +28,23 @@ def register() -> None:
 
 
 def _install_in_engine() -> None:
-    from vllm_triforce.metrics import carrier
+    from vllm_triforce import wrapping
 
-    if missing := carrier.missing(engine_process=True):
+    if missing := wrapping.missing(engine_process=True):
         raise ValueError(
             f"vllm-triforce wraps {', '.join(missing)}, which this vLLM does not have; install a "
             "vLLM that it knows, or drop method='triforce'"
         )
-    carrier.install(engine_process=True)
+    wrapping.install(engine_process=True)
 
 
 def _missing() -> list[str]:
     """Everything is looked for before anything is wrapped: all of it, or nothing."""
     try:
+        from vllm_triforce import wrapping
         from vllm_triforce.config import engine_args
-        from vllm_triforce.metrics import carrier
 
-        return engine_args.missing() + carrier.missing(engine_process=False)
+        return engine_args.missing() + wrapping.missing(engine_process=False)
     except Exception as error:  # a module that moved, or does not load
         return [f"{type(error).__name__}: {error}"]
 

@@ -1,15 +1,14 @@
 """The way of the counters from a worker to the process that answers /metrics.
 
     worker: what was added goes with the step's ModelRunnerOutput          CounterSender
-    engine core: Scheduler.update_from_output puts it into SchedulerStats  install()
-    front: StatLoggerManager.record takes it out, to Prometheus            install()
+    engine core: Scheduler.update_from_output puts it into SchedulerStats  to_wrap()
+    front: StatLoggerManager.record takes it out, to Prometheus            to_wrap()
 
 vLLM's own messages carry it, so it works wherever vLLM's statistics do: several engines, several
 API servers (each step's statistics go to one of them), several machines. A step that speculated
 on nothing carries nothing.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 
@@ -81,27 +80,16 @@ def _attach_later(output, added: dict[str, int]):
     return output
 
 
-def missing(engine_process: bool) -> list[str]:
-    """What ``install()`` would wrap and this vLLM does not have."""
-    return [
-        f"{owner.__name__}.{name}"
-        for owner, name, _ in _to_wrap(engine_process)
-        if not callable(vars(owner).get(name))  # an interface's own would be no implementation
-    ]
-
-
-def install(engine_process: bool) -> None:
-    """Wraps the scheduler and the statistics' manager; both fall through without counters.
+def to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
+    """Methods of the scheduler and the statistics' manager, which fall through without counters.
 
     Args:
         engine_process: False where it is not known that an engine will run here: what vLLM has
             not loaded is then left alone.
+
+    Returns:
+        The owner of each, its name and the wrapper.
     """
-    for owner, name, wrap in _to_wrap(engine_process):
-        _wrap_once(owner, name, wrap)
-
-
-def _to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
     found: list[tuple[type, str, Callable]] = []
     if engine_process or "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -113,14 +101,6 @@ def _to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
         found.append((StatLoggerManager, "__init__", _with_prometheus))
         found.append((StatLoggerManager, "record", _out_of_scheduler_stats))
     return found
-
-
-def _wrap_once(owner: type, name: str, wrap) -> None:
-    original = getattr(owner, name)
-    if not hasattr(original, "_triforce"):
-        wrapped = functools.wraps(original)(wrap(original))
-        wrapped._triforce = True
-        setattr(owner, name, wrapped)
 
 
 def _into_scheduler_stats(original):

@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.triforce_config import METHOD
 from vllm_triforce.metrics.carrier import CounterSender
+from vllm_triforce.scheduler import draft_carrier
 
 logger = init_logger("vllm.triforce")
 
@@ -24,6 +25,8 @@ class TriForceWorkerMixin:
     triforce: Any
     """The adapter of the runner that vLLM chose: ``runner_v1.py`` or ``runner_v2.py``."""
     _counter_sender: CounterSender | None = None
+    _sends_drafts = False
+    """Whether a step's drafts go with its output, and need not be asked for."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -37,6 +40,7 @@ class TriForceWorkerMixin:
             from vllm_triforce.worker.runner_v1 import TriForceProposer
 
             self.triforce = runner.drafter = TriForceProposer(*arguments)
+            self._sends_drafts = not self.vllm_config.scheduler_config.async_scheduling
 
     def get_kv_cache_spec(self) -> dict:
         """Without the draft's layers: level 1 has a private cache."""
@@ -59,7 +63,10 @@ class TriForceWorkerMixin:
         return output if output is None else self._with_counters(output)
 
     def sample_tokens(self, *args, **kwargs):
-        return self._with_counters(super().sample_tokens(*args, **kwargs))
+        output = super().sample_tokens(*args, **kwargs)
+        if self._sends_drafts:
+            draft_carrier.attach(output, self.model_runner)
+        return self._with_counters(output)
 
     def _with_counters(self, output):
         """They travel to /metrics with the step's output."""

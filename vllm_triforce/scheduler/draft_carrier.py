@@ -1,0 +1,54 @@
+"""Drafts go from the worker to the scheduler with the step's output.
+
+Once speculation is configured, vLLM's engine core asks the worker for drafts after every step,
+those too in which nothing was speculated on (``EngineCore.post_step`` in vllm/v1/engine/core.py).
+Where the worker is another process, as behind every server on the CPU, that is a message there and
+back for each step. Model Runner V1 has made the drafts by the time it gives its output, so they go
+along.
+"""
+
+import sys
+from collections.abc import Callable
+
+# Attribute of a ModelRunnerOutput; None where the step has no drafts.
+_ATTRIBUTE = "triforce_drafts"
+
+
+def attach(output, runner):
+    """``output`` with the drafts that were made in its step."""
+    # vLLM's empty output is one object for all.
+    if output is not None and getattr(output, "req_ids", None):
+        setattr(output, _ATTRIBUTE, runner.take_draft_token_ids())
+    return output
+
+
+class TakesDrafts:
+    """Over a scheduler: takes the drafts out of a step's output."""
+
+    has_drafts_of_step = False
+    """Whether the step's drafts, or that it has none, are known already."""
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.has_drafts_of_step = hasattr(model_runner_output, _ATTRIBUTE)
+        if (drafts := getattr(model_runner_output, _ATTRIBUTE, None)) is not None:
+            self.update_draft_token_ids(drafts)
+        return outputs
+
+
+def to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
+    """Owner, method and wrapper, as ``metrics/carrier.py`` has them."""
+    if engine_process:
+        import vllm.v1.engine.core  # noqa: F401
+    # While the module is still being loaded it has no such class yet.
+    owner = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    return [] if owner is None else [(owner, "post_step", _unless_they_came)]
+
+
+def _unless_they_came(original):
+    def post_step(self, model_executed):
+        if not getattr(self.scheduler, "has_drafts_of_step", False):
+            return original(self, model_executed)
+        self.scheduler.has_drafts_of_step = False
+
+    return post_step
