@@ -94,6 +94,22 @@ def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
     assert torch.equal(rows[:2], torch.eye(VOCAB)[[1, 4]])
 
 
+def test_rows_that_are_not_the_tokens_are_found_where_they_are_laid_out(monkeypatch):
+    """The fault that there was: a greedy request's rows were as many as another's proposal has."""
+    lay_out = Boundary._lay_out
+
+    def faulty(rows, token_ids):
+        return lay_out(rows, token_ids)[2:]
+
+    monkeypatch.setattr(Boundary, "_lay_out", staticmethod(faulty))
+    arguments = ["greedy", "sampled"], [4, 2], [0, 0, 0, 0, 1, 2]
+    boundary, _ = handed_up(sampled=[1, 2])
+    with pytest.raises(BoundaryFault, match="4 rows of q for 6 tokens"):
+        boundary.take(*arguments)
+    boundary, _ = handed_up(Check.SHAPES, sampled=[1, 2])
+    assert boundary.take(*arguments) is None, "all are verified as certain ones"
+
+
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
     with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):

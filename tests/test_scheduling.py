@@ -213,3 +213,20 @@ def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock,
     assert_same_outputs(stock, wanted, [found[name] for name in prompts])
     assert len(built(llm).speculator.level1.model.cache) <= 2
     assert_nothing_is_kept(llm)
+
+
+def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
+    """While the batch rests nothing is proposed, and yet nothing is kept for requests that left."""
+    llm = engines.get(pair["target"], triforce(retrieval_budget=192, model=pair["draft"]))
+    run(llm, [text[:400], text[500:900]], [greedy(20, ignore_eos=True)] * 2)
+    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
+    rest = built(llm).speculator.controller.rest
+    rest.begin(10**6)
+    begun, rest.wake = rest.wake, lambda: None
+    try:
+        run(llm, [text[:100]], [greedy(4, ignore_eos=True)])
+    finally:
+        rest.wake = begun
+        rest.wake()
+    assert not any(adapter.held_requests().values())

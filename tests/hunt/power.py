@@ -5,13 +5,13 @@ a greedy request of a mixed batch has fewer, so that all later requests of the b
 against rows that are not theirs, or against memory behind the last one.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
 
 from tests.hunt.hunt import Hunt, Running
-from vllm_triforce.speculator.draft_batch import Proposal
+from vllm_triforce.verification.boundary import Boundary
 
 SETTINGS = {
     "model": "small",
@@ -51,42 +51,24 @@ def mixed_stream(number: int) -> list[dict]:
     return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
 
 
-def _faulty_dense_probs(self: Proposal, rows: list[int], num_reqs: int) -> torch.Tensor | None:
-    first = next((p for row in self.probs for p in row if p is not None), None)
-    if first is None:
+def _faulty_take(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
+    known = [self._proposals[name].probs for name in request_ids if name in self._proposals]
+    if not known:
         return None
-    width = max(map(len, self.probs))  # should be that of the tokens
-    dense = first.new_zeros(num_reqs, width, len(first))
-    for row, tokens, probs in zip(rows, self.token_ids, self.probs):
-        for place, (token, p) in enumerate(zip(tokens, probs)):
-            if p is None:
-                dense[row, place, token] = 1.0
-            else:
-                dense[row, place] = p
-    return dense
-
-
-def _right_dense_probs(self: Proposal, rows: list[int], num_reqs: int) -> torch.Tensor | None:
-    first = next((p for row in self.probs for p in row if p is not None), None)
-    if first is None:
-        return None
-    width = max(map(len, self.token_ids))
-    dense = first.new_zeros(num_reqs, width, len(first))
-    for row, tokens, probs in zip(rows, self.token_ids, self.probs):
-        for place, token in enumerate(tokens):
-            p = probs[place] if place < len(probs) else None
-            if p is None:
-                dense[row, place, token] = 1.0
-            else:
-                dense[row, place] = p
-    return dense
+    width = max(map(len, known))  # should be that of the tokens
+    kept, start = [], 0
+    for name, count in zip(request_ids, num_drafts):
+        tokens = token_ids[start : start + count]
+        start += count
+        rows = self._rows(name, tokens) if count else []
+        kept += list(zip(tokens, rows))[:width]
+    return self._lay_out([row for _, row in kept], [token for token, _ in kept])
 
 
 @contextmanager
 def fault(is_there: bool):
-    """The method as it was, or as it should be."""
-    method = _faulty_dense_probs if is_there else _right_dense_probs
-    with mock.patch.object(Proposal, "dense_probs", method):
+    """The rows as they were laid out, or as they should be."""
+    with mock.patch.object(Boundary, "take", _faulty_take) if is_there else nullcontext():
         yield
 
 

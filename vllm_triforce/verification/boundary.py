@@ -121,9 +121,17 @@ class Boundary:
         if len(rows) != len(token_ids):
             self._report(None, f"{len(token_ids)} tokens for {len(rows)} drafts of the requests")
             return None
-        first = next((row for row in rows if row is not None), None)
-        if first is None:
+        if all(row is None for row in rows):
             return None
+        dense = self._lay_out(rows, token_ids)
+        return dense if self._belongs(dense, token_ids) else None
+
+    def __len__(self) -> int:
+        return len(self._proposals)
+
+    @staticmethod
+    def _lay_out(rows: list[torch.Tensor | None], token_ids: list[int]) -> torch.Tensor:
+        first = next(row for row in rows if row is not None)
         dense = first.new_zeros(len(rows), len(first))
         for place, (token, row) in enumerate(zip(token_ids, rows)):
             if row is None:
@@ -132,8 +140,18 @@ class Boundary:
                 dense[place] = row
         return dense
 
-    def __len__(self) -> int:
-        return len(self._proposals)
+    def _belongs(self, dense: torch.Tensor, token_ids: list[int]) -> bool:
+        """Whether what goes to level 3 has a row for each token, which could give it."""
+        if len(dense) != len(token_ids):
+            self._report(None, f"{len(dense)} rows of q for {len(token_ids)} tokens")
+            return False
+        if self._check is Check.SHAPES:
+            return True
+        given = dense[torch.arange(len(dense)), torch.tensor(token_ids)]
+        if bool((given > 0).all()):
+            return True
+        self._report(None, f"q gives the tokens {given.tolist()}")
+        return False
 
     def _rows(self, request_id: str, tokens: list[int]) -> list[torch.Tensor | None]:
         proposal = self._proposals.pop(request_id, None)

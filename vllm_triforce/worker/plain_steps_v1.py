@@ -39,6 +39,7 @@ class PlainSteps:
     Args:
         recorder: of the full pass's queries, which a plain step does not need.
         on_new_blocks: told of blocks that a step will write anew, by KV cache group.
+        on_finished: called once the runner has forgotten requests that have left.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class PlainSteps:
         controller: Controller,
         recorder,
         on_new_blocks: Callable[[tuple[list[int], ...]], None],
+        on_finished: Callable[[], None],
     ) -> None:
         self._runner = runner
         self._controller = controller
         self._recorder = recorder
         self._on_new_blocks = on_new_blocks
+        self._on_finished = on_finished
         self._speculative_config = runner.speculative_config
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
@@ -86,6 +89,8 @@ class PlainSteps:
         if is_plain:
             self._runner.speculative_config = None
         output = self._execute_model(scheduler_output, *args, **kwargs)
+        if scheduler_output.finished_req_ids:
+            self._on_finished()
         if output is not None:  # no tokens will be sampled
             self._restore()
         return output

@@ -108,6 +108,7 @@ class TriForceProposer(DraftModelProposer):
             self._built.speculator.controller,
             self._built.recorder,
             on_new_blocks=self._built.speculator.level2.forget_means,
+            on_finished=self._forget_finished,
         )
 
     def calibrate(self) -> None:
