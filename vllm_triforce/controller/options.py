@@ -27,10 +27,12 @@ class Candidate:
     """That the draft model has to read before it can draft."""
     tokens_unselected: int = 0
     """Of context that level 2 has not looked through yet; 0 once it has."""
+    num_left: int | None = None
+    """Tokens that it may still emit; None where that is not known."""
 
 
-# Proposals that a request is expected to make once it has made the first by a route: each bears
-# that part of what the first one takes longer.
+# Proposals that a request is expected to make, at most, once it has made the first by a route: each
+# bears that part of what the first one takes longer.
 _PROPOSALS = 16
 
 
@@ -126,14 +128,17 @@ def build_options(
             is_possible = fits & np.array([c.match_length > 0 for c in candidates])[:, None]
         possible.append(is_possible)
     more = np.concatenate([np.broadcast_to(seconds_, shape) for seconds_ in first], axis=1)
+    gained = np.concatenate(tokens, axis=1)
+    left = [np.inf if c.num_left is None else c.num_left for c in candidates]
+    proposals = np.clip(np.array(left)[:, None] / (1 + gained), 1, _PROPOSALS)
     return Options(
         np.concatenate([places] * len(routes), axis=1),
-        np.concatenate(tokens, axis=1),
-        np.concatenate(seconds, axis=1) + more / _PROPOSALS,
+        gained,
+        np.concatenate(seconds, axis=1) + more / proposals,
         np.concatenate(possible, axis=1),
         [route for route in routes for _ in range(shape[1])],
         [c.match_length for c in candidates],
-        more * (1 - 1 / _PROPOSALS),
+        more * (1 - 1 / proposals),
     )
 
 

@@ -41,6 +41,10 @@ class Rest:
         if self.step + num_steps > self._until:
             self._since, self._until = self.step, self.step + num_steps
 
+    def at_most(self, num_steps: int) -> None:
+        """Whatever was decided, in so many steps there is a decision."""
+        self._until = min(self._until, self.step + num_steps)
+
     def begin_short(self) -> None:
         """As long as it takes to see what plain decoding takes."""
         self.begin(_SETTLED + 1)

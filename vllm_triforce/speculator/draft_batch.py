@@ -27,6 +27,11 @@ class DraftBatch:
     sampling: SamplingRows
     num_plain: int = 0
     """Further requests of the engine's step, which cannot be speculated on."""
+    is_greedy: list[bool] | None = None
+    """Whether level 3 decides by the argmax; None: as the inner levels do. What is drafted for a
+    request with a grammar is certain, and yet it samples."""
+    num_left: list[int] | None = None
+    """Tokens that each may still emit; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self.request_ids)

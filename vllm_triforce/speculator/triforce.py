@@ -59,7 +59,7 @@ class TriForceSpeculator:
         return proposal
 
     def _choose(self, batch: DraftBatch, matches: list[Match | None]) -> list[Choice]:
-        greedy = batch.sampling.is_greedy.tolist()
+        greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
         candidates = [
             Candidate(
                 request_id,
@@ -70,6 +70,7 @@ class TriForceSpeculator:
                 greedy[row],
                 self.level1.tokens_behind(request_id, len(batch.token_ids[row])),
                 0 if self.level2.knows(request_id) else batch.num_computed_tokens[row],
+                None if batch.num_left is None else batch.num_left[row],
             )
             for row, (request_id, match) in enumerate(zip(batch.request_ids, matches))
         ]
@@ -89,7 +90,7 @@ class TriForceSpeculator:
         self.counters.add_time("selection", seconds)
         if self.controller.measured is not None and not is_first:  # which summarises the prompt
             self.controller.measured.observe_begin(len(batch), seconds)
-        if is_first:
+        if is_first or any(self.level1.is_far_behind(batch, row) for row in range(len(batch))):
             self.controller.forget_plan()
 
         def unfinished() -> list[int]:

@@ -117,7 +117,7 @@ class Boundary:
         rows: list[torch.Tensor | None] = []
         for request_id, count in zip(request_ids, num_drafts):
             tokens = token_ids[len(rows) : len(rows) + count]
-            rows += self._rows(request_id, tokens) if count else []
+            rows += self._rows(request_id, tokens)
         if len(rows) != len(token_ids):
             self._report(None, f"{len(token_ids)} tokens for {len(rows)} drafts of the requests")
             return None

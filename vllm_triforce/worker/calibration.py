@@ -90,7 +90,9 @@ class Calibration:
         seconds = self._all_timed(
             {args: partial(self._full_pass, *args) for args in passes}, repeats
         )
-        by_rows = [(n, seconds[n, 1, _NO_CONTEXT]) for n in rows]
+        # More rows take no less: a line through noise would go on to nothing, and below it.
+        rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
+        by_rows = list(zip(rows, rising))
         by_tokens = [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens]
         longest = self._length + 1  # what the tables of ``_batch()`` have room for
         level2_tokens = sorted({min(q, longest) for q in (1, 3, 8, longest)})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
-from vllm_triforce.scheduler.placeholders import without_placeholders
+from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.worker.masks_v1 import FastMasks
 
 
@@ -62,6 +62,12 @@ class PlainSteps:
         self._propose_seconds = 0.0
         self._present: frozenset[str] = frozenset()
         """The requests of the last step: one may have to wait, and come back without notice."""
+        self._has_seed = False
+        """Whether one of them has."""
+        self._reading: dict[str, int] = {}
+        """Requests without a first token yet, and the tokens of their prompts."""
+        self._scheduled: dict[str, list[int]] = {}
+        self._dropped: dict[str, int] = {}
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         self._masks = FastMasks() if runner.device.type == "cpu" else None
@@ -75,7 +81,8 @@ class PlainSteps:
         self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        scheduler_output = without_placeholders(scheduler_output)
+        scheduler_output, self._dropped = without_placeholders(scheduler_output)
+        self._scheduled = scheduler_output.scheduled_spec_decode_tokens
         rest = self._controller.rest
         rest.begin_step()
         changed = self._note_changes(scheduler_output)
@@ -84,7 +91,8 @@ class PlainSteps:
         else:
             self._last, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
-        is_plain = rest.is_resting and not scheduler_output.scheduled_spec_decode_tokens
+        gives_first = self._gives_first_token(scheduler_output)
+        is_plain = not self._scheduled and (rest.is_resting or gives_first)
         self._recorder.paused = is_plain
         if is_plain:
             self._runner.speculative_config = None
@@ -97,18 +105,42 @@ class PlainSteps:
 
     def _note_changes(self, scheduler_output) -> bool:
         """Whether this step has other requests than the last one."""
+        for name in scheduler_output.finished_req_ids:
+            self._reading.pop(name, None)
         present = scheduler_output.num_scheduled_tokens.keys()
         new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
         if present == self._present and not new:
             return False
-        joined = present - self._present
+        joined = (present - self._present) | new.keys()  # of the name of one that left, maybe
         self._present = frozenset(present)
-        if joined or new:  # a new one may have the name of one that left
-            known = self._runner.requests
-            joining = [new.get(name) or known[name] for name in joined | new.keys()]
-            has_seed = any(_seed(request) is not None for request in joining)
+        known = self._runner.requests
+        self._has_seed = any(_has_seed(new.get(name) or known[name]) for name in present)
+        for name, request in new.items():
+            self._reading[name] = len(request.prompt_token_ids or ())
+        if joined:
+            has_seed = any(_has_seed(new.get(name) or known[name]) for name in joined)
             self._controller.requests_joined(has_seed)
         return True
+
+    def _gives_first_token(self, scheduler_output) -> bool:
+        """Whether somebody's first token leaves with this step. No proposal keeps it waiting, so
+        that the step is plain; only a seeded request's do not depend on who arrives."""
+        if not self._reading:
+            return False
+        scheduled, cached = (
+            scheduler_output.num_scheduled_tokens,
+            (scheduler_output.scheduled_cached_reqs),
+        )
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
+        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        done = [
+            name
+            for name, length in self._reading.items()
+            if name in scheduled and computed.get(name, 0) + scheduled[name] >= length
+        ]
+        for name in done:
+            del self._reading[name]
+        return bool(done) and "context" in self._controller.chooses and not self._has_seed
 
     def sample(self, logits, spec_decode_metadata):
         """A batch that has no drafts, but may get some, needs no rejection sampler (which fails
@@ -120,9 +152,10 @@ class PlainSteps:
         with self._masks:
             return self._sample(logits, spec_decode_metadata)
 
-    def sample_tokens(self, *args, **kwargs):
+    def sample_tokens(self, grammar_output, *args, **kwargs):
+        grammar_output = without_their_rows(grammar_output, self._scheduled, self._dropped)
         try:
-            return self._sample_tokens(*args, **kwargs)
+            return self._sample_tokens(grammar_output, *args, **kwargs)
         finally:
             self._restore()
 
@@ -193,5 +226,6 @@ class PlainSteps:
             )
 
 
-def _seed(request) -> int | None:
-    return None if request.sampling_params is None else request.sampling_params.seed
+def _has_seed(request) -> bool:
+    params = request.sampling_params
+    return params is not None and params.seed is not None

@@ -19,6 +19,7 @@ from vllm_triforce.controller.report import describe
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal, SamplingRows
 from vllm_triforce.verification.boundary import Boundary
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.worker.adapters_v1 import AdapterSwitch
 from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.calibration import Calibration
@@ -219,8 +220,17 @@ class TriForceProposer(DraftModelProposer):
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
             self._hand_up(batch, proposal)
+        self._let_no_seeded_request_wait(rows, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
+
+    def _let_no_seeded_request_wait(self, rows, computed, counts) -> None:
+        """What a seeded request samples must not depend on how long others rest: there is a
+        decision in the first step in which it may be speculated on."""
+        for row, num_computed in enumerate(computed):
+            if row not in rows and self._has_seed(row) and not self._is_never_speculated_on(row):
+                missing = self.config.min_context - num_computed if counts[row] else 1
+                self._built.speculator.controller.rest.at_most(max(1, missing))
 
     def _hand_up(self, batch: DraftBatch, proposal: Proposal) -> None:
         set_aside, is_greedy = self._built.speculator.set_aside, batch.sampling.is_greedy.tolist()
@@ -271,11 +281,22 @@ class TriForceProposer(DraftModelProposer):
             ],
             sampling=sampling,
             num_plain=len(counts) - len(rows),
+            is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
+            num_left=[self._num_left(row, computed[row]) for row in rows],
         )
 
-    def _has_seed(self, row: int) -> bool:
+    def _params(self, row: int):
+        return self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
+
+    def _num_left(self, row: int, num_computed: int) -> int:
+        """Tokens that a request may still emit."""
         request = self._runner.requests[self._runner.input_batch.req_ids[row]]
-        return request.sampling_params.seed is not None
+        left = self._runner.max_model_len - num_computed
+        most = request.sampling_params.max_tokens
+        return left if most is None else most - (num_computed + 1 - request.num_prompt_tokens)
+
+    def _has_seed(self, row: int) -> bool:
+        return self._params(row).seed is not None
 
     def _gives_first_token(self, counts: list[int]) -> bool:
         """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
@@ -294,15 +315,19 @@ class TriForceProposer(DraftModelProposer):
         missing = min(self.config.min_context - n for n in computed)
         self._built.speculator.controller.rest.begin(missing if missing > 0 else _REST)
 
+    def _is_never_speculated_on(self, row: int) -> bool:
+        request_id = self._runner.input_batch.req_ids[row]
+        params = self._runner.requests[request_id].sampling_params
+        # The first are for a row's only token; of the second level 2 would guess few.
+        unfit = params.logprob_token_ids or params.allowed_token_ids
+        return bool(unfit) or request_id in self._built.speculator.set_aside
+
     def _room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
-        if num_computed < self.config.min_context:
+        if num_computed < self.config.min_context or self._is_never_speculated_on(row):
             return 0
         input_batch = self._runner.input_batch
-        request_id = input_batch.req_ids[row]
-        if request_id in self._built.speculator.set_aside:
-            return 0
-        request = self._runner.requests[request_id]
+        request = self._runner.requests[input_batch.req_ids[row]]
         slots = min(
             int(table.num_blocks_per_row[row]) * table.block_size
             for table in input_batch.block_table.block_tables
@@ -311,9 +336,6 @@ class TriForceProposer(DraftModelProposer):
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
         most = min(most, self._runner.max_model_len - 2 - num_computed)
         params = request.sampling_params
-        if params.logprob_token_ids or params.allowed_token_ids:
-            # The first are for a row's only token; of the second level 2 would guess few.
-            return 0
         emitted = num_computed + 1 - request.num_prompt_tokens
         if params.max_tokens is not None:
             # The full pass adds a token of its own.

@@ -1,0 +1,186 @@
+"""Promise: requests that come and go neither cost the others anything nor change what they get."""
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.output import GrammarOutput
+
+from tests.models import held_out_tokens
+from tests.outputs import assert_same_outputs, run
+from tests.test_level2 import built
+from tests.test_scheduling import greedy
+from vllm_triforce.controller import controller as controller_module
+from vllm_triforce.controller.planner import Plan
+from vllm_triforce.scheduler.placeholders import without_their_rows
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"])
+
+
+@pytest.fixture(scope="module")
+def text(stock):
+    return held_out_tokens(stock.get_tokenizer(), 6000)
+
+
+@pytest.fixture(scope="module")
+def llm(engines, pair):
+    """The controller chooses; prompts are read in chunks of 128."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
+    return engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
+
+
+def adapter(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+
+
+@pytest.fixture
+def nothing_pays(llm, monkeypatch):
+    rest_long(llm, monkeypatch)
+
+
+def rest_long(llm, monkeypatch) -> None:
+    """Only a seeded request is speculated on, and the others rest as long as they may."""
+
+    def plain(options, plain_seconds, *args, **kwargs):
+        return Plan(np.full(len(options.tokens), -1), 1.0, plain_seconds)
+
+    monkeypatch.setattr(controller_module, "plan", plain)
+    controller = built(llm).speculator.controller
+    monkeypatch.setattr(controller._exploration, "add_trials", lambda *args: None)
+    monkeypatch.setattr(controller.rest, "until_next_look", lambda *args: 128)
+
+
+def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
+    """Finished outputs by name; ``arrivals``: by step the (name, prompt, parameters) that come."""
+    engine, found, count = llm.llm_engine, {}, sum(map(len, arrivals.values()))
+    for step in range(3000):
+        for name, prompt, params in arrivals.get(step, ()):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+        if len(found) == count:
+            return found
+    raise AssertionError(f"unfinished after 3,000 steps: {count - len(found)} requests")
+
+
+@pytest.mark.parametrize("neighbour", ["decodes", "is read too", "leaves"])
+def test_a_seeded_request_is_speculated_on_as_alone(llm, text, nothing_pays, neighbour):
+    """Its prompt is read in five chunks, beside one that decodes plainly and rests: it proposes at
+    the same places as alone. (A greedy one: stock vLLM's CPU build cannot read a prompt in chunks
+    for a sampled request with a seed.)"""
+    seeded = ("seeded", text[1000:1600], greedy(40, ignore_eos=True, seed=7))
+    others = {
+        "decodes": {0: [("other", text[:60], greedy(120, ignore_eos=True))], 6: [seeded]},
+        "is read too": {0: [("other", text[:900], greedy(60, ignore_eos=True)), seeded]},
+        "leaves": {0: [("other", text[:60], greedy(9, ignore_eos=True))], 4: [seeded]},
+    }[neighbour]
+    speculator, places = built(llm).speculator, []
+    propose = speculator.propose
+
+    def spy(batch):
+        proposal = propose(batch)
+        for name, at, tokens in zip(
+            batch.request_ids, batch.num_computed_tokens, proposal.token_ids
+        ):
+            if tokens and name.startswith("seeded"):
+                places.append(at)
+        return proposal
+
+    speculator.propose = spy
+    try:
+        drive(llm, {0: [seeded]})
+        alone, places = places, []
+        drive(llm, others)
+    finally:
+        del speculator.propose
+    assert places == alone and alone[0] == 600
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12])
+def test_a_seeded_request_samples_as_alone(engines, pair, text, monkeypatch, min_tokens):
+    """Up to min_tokens a proposal ends before it: for a step there is no room for one."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
+    whole = engines.get(pair["target"], keys, max_model_len=2048)
+    rest_long(whole, monkeypatch)
+    params = SamplingParams(
+        temperature=1.0,
+        seed=7,
+        max_tokens=40,
+        min_tokens=min_tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    seeded = ("seeded", text[1000:1600], params)
+    alone = drive(whole, {0: [seeded]})["seeded"].outputs[0].token_ids
+    for length in (60, 500):
+        other = ("other", text[:length], greedy(120, ignore_eos=True))
+        beside = drive(whole, {0: [other], 6: [seeded]})["seeded"]
+        assert beside.outputs[0].token_ids == alone
+
+
+def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, nothing_pays):
+    """One request comes every other step: nothing is proposed in such a step, so that it takes
+    stock's path, and prompts are read as fast as stock reads them."""
+    adapting = adapter(llm)
+    proposed, steps = [], []
+    propose, execute = adapting.propose, adapting._steps._execute_model
+    adapting.propose = lambda **kwargs: proposed.append(1) or propose(**kwargs)
+    adapting._steps._execute_model = lambda *a, **k: steps.append(1) or execute(*a, **k)
+    prompts = [text[60 * i : 60 * i + 50] for i in range(40)]
+    arrivals = {
+        2 * i: [(str(i), prompt, greedy(6, ignore_eos=True))] for i, prompt in enumerate(prompts)
+    }
+    try:
+        found = drive(llm, arrivals)
+    finally:
+        del adapting.propose
+        adapting._steps._execute_model = execute
+    assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))
+    wanted = run(stock, prompts, [greedy(6, ignore_eos=True)] * 40)
+    assert_same_outputs(stock, wanted, [found[str(i)] for i in range(40)])
+
+
+def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
+    """A step of 32 tokens, and up to 32 drafts: padded with drafts, a prompt that is cached but for
+    its last token would never be let in."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
+    small = engines.get(
+        pair["target"], keys, max_model_len=1024, max_num_batched_tokens=32, max_num_seqs=4
+    )
+    prompt, params = text[:65], greedy(8, ignore_eos=True)
+    first = drive(small, {0: [("a", prompt, params)]})["a"]
+    again = drive(small, {0: [("b", prompt, params)]})["b"]
+    assert again.num_cached_tokens == 64
+    assert_same_outputs(stock, run(stock, [prompt] * 2, [params] * 2), [first, again])
+
+
+def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm, text):
+    """What it drafts is certain, but accepted as seldom as sampled tokens are."""
+    controller, seen = built(llm).speculator.controller, []
+    choose = controller.choose
+    controller.choose = lambda candidates, *args: (
+        seen.extend(candidates) or choose(candidates, *args)
+    )
+    grammar = StructuredOutputsParams(regex="[ a-m]{30,}")
+    params = SamplingParams(temperature=1.0, max_tokens=20, structured_outputs=grammar)
+    try:
+        drive(llm, {0: [("grammar", text[:300], params)]})
+    finally:
+        del controller.choose
+    assert seen and not any(candidate.is_greedy for candidate in seen)
+    assert [c.num_left for c in seen] == sorted((c.num_left for c in seen), reverse=True)
+    assert all(0 < candidate.num_left < 20 for candidate in seen)
+
+
+def test_rows_of_a_grammar_follow_the_tokens_that_are_left():
+    """Of three requests one had drafts, one placeholders and one neither."""
+    rows = np.arange(3 + 5 + 1)[:, None]
+    output = GrammarOutput(["drafts", "padded", "plain"], rows, [2, 0, 0])
+    found = without_their_rows(output, {"drafts": [7, 8]}, {"padded": 4})
+    assert found.grammar_bitmask[:, 0].tolist() == [0, 1, 2, 3, 8]
+    assert without_their_rows(output, {"drafts": [7, 8]}, {}) is output
+    assert without_their_rows(None, {}, {"padded": 4}) is None
