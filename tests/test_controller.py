@@ -485,3 +485,27 @@ def test_a_machine_that_stays_slower_is_believed():
     for _ in range(40):
         model.observe_step(StepTime(True, [1], [4000], 0.2))
     assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
+
+
+def test_a_trial_bears_what_speculating_takes_besides():
+    """Where nobody speculates, the step that verifies a trial and the look after it are its own:
+    in the long run trials take their share of the time with all that (without it, 14 times it)."""
+    found = controller(LONG_PAYS, has_draft=False)
+    contexts = [500] * 4
+    plain = found.measured.full_pass([1] * 4, contexts)
+    for _ in range(50):
+        found.measured.observe_step(StepTime(True, [1] * 4, contexts, 1.1 * plain, is_look=True))
+    found.measured.speculating[3, True] = fixed = 0.2 * plain
+    # Next to nothing is accepted, and much could be gained if it were.
+    engine = found.acceptance.greedy
+    engine.level2 = Rate(0.01, weight=50, memory=512)
+    engine.direct = [Rate(0.01, weight=50, memory=512) for _ in engine.direct]
+    found.start(found.measured)
+    around = fixed + found.model.look_seconds(4, True)
+    num_trials, num_steps = 0, 6000
+    for _ in range(num_steps):
+        found.rest.begin_step()
+        if not found.rest.is_resting:
+            candidates = [Candidate(str(i), 500, 16, match_length=8) for i in range(4)]
+            num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
+    assert 0.5 < num_trials * around / (SHARE * num_steps * plain) < 1.3

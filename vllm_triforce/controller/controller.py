@@ -216,12 +216,17 @@ class Controller:
         """Adds trials; where nobody speculates even so, the batch rests."""
         trials = self._exploration.trials
         trials.earn(best.seconds, plain)
+        num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
+        # The step that verifies a trial takes longer, and the one after it is a look.
+        around = self.model.speculating_seconds(num_reqs, is_greedy)
+        around += self.model.look_seconds(num_reqs, is_greedy)
         self._exploration.add_trials(
             columns,
             found,
             lambda: self._options(candidates, len(candidates), num_plain, self._hopeful),
             plain,
             self.model.error,
+            around,
         )
         if (columns < 0).all():
             num_steps = self._steps_of_rest(candidates, num_plain, plain)

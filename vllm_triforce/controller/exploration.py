@@ -46,14 +46,18 @@ class Exploration:
         hopeful: Callable[[], Options],
         plain_seconds: float,
         margin: float,
+        first_seconds: float = 0.0,
     ) -> None:
         """Lets requests speculate that would not, as far as the allowance goes.
 
         Args:
             hopeful: gives the same options if as much is accepted as may be hoped for.
+            first_seconds: what it takes besides that anybody speculates at all; the first trial
+                bears it where nobody does.
         """
+        more = 0.0 if (columns >= 0).any() else first_seconds
         could = (columns < 0) & found.is_possible.any(axis=1)
-        if not could.any() or not self.trials.covers(_cheapest(found, could)):
+        if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
             return
         share, hoped = plain_seconds / len(columns), hopeful()
         best, rates = best_alone(hoped, share)
@@ -61,8 +65,9 @@ class Exploration:
             if rates[row] <= (1 + margin) / share:
                 continue  # nothing to be gained whatever is accepted
             trial = _short(found, row, hoped.routes[best[row]])
-            if self.trials.spend(found.next_seconds(row, trial)):
+            if self.trials.spend(found.next_seconds(row, trial) + more):
                 columns[row] = trial
+                more = 0.0
 
 
 def _cheapest(found: Options, could: np.ndarray) -> float:
