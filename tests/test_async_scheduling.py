@@ -41,16 +41,22 @@ def test_short_requests_are_scheduled_without_drafts(scheduler):
     assert drafts == {"short": [], "long": PLACEHOLDERS, "absent": PLACEHOLDERS}
 
 
-def test_the_scheduler_is_chosen_where_scheduling_is_asynchronous():
+def test_the_scheduler_is_chosen_by_runner_and_scheduling():
     from vllm_triforce.config.engine_args import _choose_scheduler
 
-    for is_async, given, expected in (
-        (True, None, "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"),
-        (True, "some.Scheduler", "some.Scheduler"),
-        (False, None, None),
+    asynchronous = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
+    for is_async, is_v2, given, expected in (
+        (True, True, None, asynchronous),
+        (True, False, None, asynchronous),
+        (True, True, "some.Scheduler", "some.Scheduler"),
+        (False, False, "some.Scheduler", "some.Scheduler"),
+        (False, True, None, None),
+        (False, False, None, "vllm_triforce.scheduler.scheduler.TriForceScheduler"),
     ):
         scheduler_config = SimpleNamespace(async_scheduling=is_async, scheduler_cls=given)
-        _choose_scheduler(SimpleNamespace(scheduler_config=scheduler_config))
+        _choose_scheduler(
+            SimpleNamespace(scheduler_config=scheduler_config, use_v2_model_runner=is_v2)
+        )
         assert scheduler_config.scheduler_cls == expected
 
 
