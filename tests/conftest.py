@@ -16,6 +16,7 @@ import gc
 import pytest
 
 from tests.models import PAIR, make_llama
+from tests.process_groups import end_process_groups, keep_process_groups
 
 ENGINE = dict(
     dtype="float32",
@@ -52,17 +53,21 @@ class Engines:
         self._live: dict[str, object] = {}
 
     def clear(self) -> None:
-        """Ends all live engines, and with them vLLM's process groups."""
+        """Ends all live engines, and then vLLM's process groups."""
         self._live.clear()
+        gc.unfreeze()  # vLLM freezes what it loads, and what is frozen is never collected
         gc.collect()
+        end_process_groups()
 
     def get(self, model: str, speculative_config: dict | None = None, **kwargs):
         from vllm import LLM
 
         key = repr((model, speculative_config, sorted(kwargs.items())))
         if key not in self._live:
+            keep_process_groups()
             while len(self._live) >= self._keep:
                 self._live.pop(next(iter(self._live)))
+                gc.unfreeze()
                 gc.collect()
             arguments = {**ENGINE, "max_model_len": 10240, **kwargs}
             if model != str(PAIR / "target"):

@@ -42,9 +42,9 @@ class Running:
         self.watch = BoundaryWatch(runner) if is_v1 else None
 
     def end(self) -> None:
-        """Also of one that is broken. Shutting it down would take vLLM's process groups from the
-        other engines of this process."""
+        """Also of one that is broken."""
         self.llm = self.watch = None
+        gc.unfreeze()  # vLLM freezes what it loads, and what is frozen is never collected
         gc.collect()
 
 
