@@ -3,6 +3,8 @@
 # make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
 PYTHON ?= python3
 VENV := .venv
+# Compiled modules are kept, whatever the environment says: to compile vLLM's takes 20 s a process.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test hunt lint types install
 demo: $(VENV)/.ready

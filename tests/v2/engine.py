@@ -15,6 +15,7 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
         dtype="float32",
         distributed_executor_backend="uni",
         gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=128 << 20,
         enforce_eager=True,
         max_num_seqs=4,
         max_num_batched_tokens=256,

@@ -26,6 +26,7 @@ def run() -> dict:
         for level in (1, 2):
             results[f"nan_{name}_{level}"] = _nan(llm, prompts, own, wanted, level)
     results["grammar"] = _grammar(llm, prompts)
+    results["padded"] = _padded(llm, prompts[0][:321])
     return results
 
 
@@ -173,3 +174,25 @@ def _grammar(llm, prompts) -> dict:
         "probs": [handed_up[number] for number in sorted(handed_up)],
         "texts": [decode(output.outputs[0].token_ids) for output in found],
     }
+
+
+def _padded(llm, prompt) -> list[int]:
+    """A request whose prompt is cached but for its last token takes the state of one that had a
+    proposal: which drafts the outer test is told of in its first step."""
+    assert len(prompt) % 32 == 1
+    sampler = type(worker_of(llm).model_runner.rejection_sampler)
+    # It ends inside a proposal, so that the last is never verified.
+    outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=30, seed=0)])
+    steps = []
+    original = sampler._verify
+
+    def verify(self, logits, draft_logits, draft_sampled, *rest):
+        steps.append(draft_sampled[1:].tolist())
+        return original(self, logits, draft_logits, draft_sampled, *rest)
+
+    sampler._verify = verify
+    try:
+        outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=2, seed=1)])
+    finally:
+        sampler._verify = original
+    return steps[0]

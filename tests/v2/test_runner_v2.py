@@ -176,6 +176,12 @@ def test_named_logprobs_come_beside_speculation(faults):
     assert found["accepted"] > 0
 
 
+def test_invented_drafts_of_a_new_request_are_no_tokens(faults):
+    """The distributions at hand are of whoever had its state before, so this runner's vLLM must
+    reject such drafts without a look at them, as it does with -1."""
+    assert faults["padded"] and set(faults["padded"]) == {-1}
+
+
 def test_what_a_grammar_may_cut_is_handed_up_as_certain(faults):
     """The scheduler cuts a proposal at its first token that the grammar forbids: where it ends
     depends on what was drawn, and only a certain token is tested rightly then."""
