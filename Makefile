@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 hunt: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.hunt $(ARGS)

@@ -46,6 +46,12 @@ def gqa_pair(tmp_path_factory) -> dict[str, str]:
     return {"target": target, "draft": draft}
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Files with slow tests go first: none is left to one process while the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 class Engines:
     """At most ``keep`` live engines, by their arguments; the oldest gives way."""
 

@@ -11,6 +11,7 @@ import pytest
 from tests.models import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="needs triton; pip install triton==3.9.0 (its interpreter is used)",

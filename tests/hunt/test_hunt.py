@@ -19,6 +19,7 @@ from tests.models import PAIR
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.skipif(not (PAIR / "target").exists(), reason=f"no model pair in {PAIR}"),
 ]
 

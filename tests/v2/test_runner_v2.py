@@ -17,6 +17,7 @@ from tests.v2.run_case import MARKER
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
         reason="Model Runner V2 needs triton; pip install triton==3.9.0 (its interpreter is used)",
