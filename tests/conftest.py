@@ -16,7 +16,7 @@ import gc
 import pytest
 
 from tests.models import PAIR, make_llama
-from tests.process_groups import end_process_groups, keep_process_groups
+from tests.one_process import allow_many_engines, end_process_groups
 
 ENGINE = dict(
     dtype="float32",
@@ -71,7 +71,7 @@ class Engines:
 
         key = repr((model, speculative_config, sorted(kwargs.items())))
         if key not in self._live:
-            keep_process_groups()
+            allow_many_engines()
             while len(self._live) >= self._keep:
                 self._live.pop(next(iter(self._live)))
                 gc.unfreeze()

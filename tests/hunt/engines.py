@@ -4,7 +4,7 @@ import gc
 
 from tests.hunt.models import adapter_of, draft_of, target_of
 from tests.hunt.settings import MAX_MODEL_LEN
-from tests.process_groups import keep_process_groups
+from tests.one_process import allow_many_engines
 
 ARGUMENTS = dict(
     dtype="float32",
@@ -43,7 +43,7 @@ def _start(model: str, lora: bool, keys: dict | None, **arguments):
     sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
     topk_topp_sampler.HAS_TRITON = False
-    keep_process_groups()
+    allow_many_engines()
     gc.collect()
     arguments = {**ARGUMENTS, **(LORA if lora else {}), **arguments}
     return LLM(target_of(model), speculative_config=keys, **arguments)

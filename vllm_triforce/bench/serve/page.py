@@ -18,6 +18,10 @@ _NOTES = {
     "tpot": "Median over requests of the time between tokens after the first. Below the dashed "
     "line the challenger is faster.",
     "ttft": "Median over requests. Below the dashed line the challenger is faster.",
+    "latency": "Median over requests of the time to the last token. Below the dashed line the "
+    "challenger is faster. Requests of one length that begin together stay together with stock "
+    "vLLM, their prompts read in one step: a late first token, then none that waits for another's "
+    "prompt. Where some gain more than others they part. The whole answer tells what it comes to.",
 }
 _SPREAD = " Points are medians over pairs, bars go from the least to the greatest."
 

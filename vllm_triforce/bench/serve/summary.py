@@ -13,6 +13,7 @@ METRICS = {
     "throughput": "output_throughput",
     "tpot": "median_tpot_ms",
     "ttft": "median_ttft_ms",
+    "latency": "median_e2el_ms",
     "p99_tpot": "p99_tpot_ms",
     "p99_ttft": "p99_ttft_ms",
 }
@@ -20,6 +21,7 @@ SHOWN = {
     "throughput": "output tokens/s",
     "tpot": "time per output token",
     "ttft": "time to first token",
+    "latency": "whole answer",
 }
 FASTER, SLOWER, EVEN = "faster", "slower", "even"
 _UNCONTROLLED = 0.03

@@ -1,0 +1,27 @@
+"""What a process needs in which engines, stock and others, come and go."""
+
+import gc
+
+
+def allow_many_engines() -> None:
+    """To be called before an engine is made; idempotent.
+
+    Where an engine in this process is collected, vLLM shuts it down and ends the process groups
+    with it (``vllm/v1/engine/core.py``, ``EngineCore.shutdown``), under the engines that still
+    run, whenever the garbage collector comes to it: an engine that ends leaves them to the others.
+    And no CPU engine starts in a process that has loaded numba, which some test may have done
+    (patches/README.md).
+    """
+    from vllm.v1.engine import core
+
+    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+
+    core.cleanup_dist_env_and_memory = gc.collect
+    mend_kernel_rebinding()
+
+
+def end_process_groups() -> None:
+    """When no engine is left: the next one makes its own."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
