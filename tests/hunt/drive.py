@@ -1,11 +1,14 @@
 """Drives a stream of requests through an engine, step by step, and notes what came out."""
 
+import time
 from dataclasses import dataclass, field
 
-from tests.hunt.engines import adapters
+from tests.hunt.engines import adapters, scheduler_of
 from tests.hunt.models import tokens_of
 
 MAX_STEPS = 4000
+# As long as nothing can run, as while a grammar is compiled, steps are empty and take no time.
+MAX_SECONDS_WAITING = 20.0
 
 
 @dataclass
@@ -60,7 +63,8 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
     lora = adapters(model) if any(request.get("lora") for request in stream) else {}
     waiting = sorted(range(len(stream)), key=lambda i: stream[i]["arrive"])
     aborts: dict[int, list[int]] = {}
-    step = 0
+    step = num_working = 0
+    last_worked = time.monotonic()
     while waiting or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests() and not aborts:
             step = max(step, stream[waiting[0]]["arrive"])
@@ -83,7 +87,13 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
         for output in engine.step():
             _note(answers[int(output.request_id)], output)
         step += 1
-        if step > MAX_STEPS:
+        if scheduler_of(llm).running:
+            num_working, last_worked = num_working + 1, time.monotonic()
+        elif engine.has_unfinished_requests():
+            time.sleep(0.001)
+            if time.monotonic() - last_worked > MAX_SECONDS_WAITING:
+                raise DoesNotEnd(f"nothing runs for {MAX_SECONDS_WAITING} seconds")
+        if num_working > MAX_STEPS:
             raise DoesNotEnd(f"{MAX_STEPS} steps")
     return answers
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -61,6 +62,25 @@ def test_without_the_fault_nothing_is_caught(running):
     with fault(False):
         caught, hunt = streams_until_caught(running, 1, 8, LEAST_P_VALUE, watches_boundary=True)
     assert caught is None, hunt.distribution.pools["without seed"].p_values()
+
+
+def test_a_grammar_that_takes_its_time_is_no_fault(running, monkeypatch):
+    """Until it is compiled, in a thread, thousands of steps may pass in which nothing runs."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from tests.hunt.drive import drive
+
+    compile_grammar = StructuredOutputManager._create_grammar
+
+    def slowly(self, request):
+        time.sleep(2)
+        return compile_grammar(self, request)
+
+    monkeypatch.setattr(StructuredOutputManager, "_create_grammar", slowly)
+    params = {"max_tokens": 4, "temperature": 0, "structured": {"classes": ["Z01234567"]}}
+    prompt = {"kind": "text", "start": 3, "length": 40}
+    (answer,) = drive(running.llm, "small", [{"prompt": prompt, "params": params, "arrive": 0}])
+    assert answer.num_finished == 1
 
 
 def hunted(runner: str, seconds: float, *arguments: str) -> dict:
