@@ -1,5 +1,6 @@
 """The hunt itself: hypothesis draws settings, then streams for an engine with them."""
 
+import copy
 import json
 import sys
 import time
@@ -18,6 +19,8 @@ STREAMS_PER_ENGINE = 25
 SHRINK_SECONDS = 60
 # Of a right distribution once in a hundred thousand runs; looked at after every engine.
 LEAST_P_VALUE = 1e-5
+# Of a right distribution with one engine in a hundred: where to look if the pools of all are low.
+UNUSUAL_P_VALUE = 0.01
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Campaign:
         running = self._start(chosen)
         if running is None:
             return
+        before = copy.deepcopy(self.hunt.distribution.pools)
         for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
             if self.hunt.counts["driven"] and time.monotonic() > deadline:
                 break
@@ -96,6 +100,9 @@ class Campaign:
             if pool.p_value() < LEAST_P_VALUE:
                 fault = Fault("distribution", f"{name}: {pool.p_values()}")
                 self._keep(chosen, [], 0, fault)
+            own = pool.since(before[name])
+            if own.p_value() < UNUSUAL_P_VALUE:
+                self._log(f"unusual, {name}: {own.p_values()} with {json.dumps(chosen)}\n")
         self._log(f"{len(self.engines)} engines, {self.hunt.counts['driven']} streams\n")
 
     def _start(self, chosen: dict) -> Running | None:

@@ -8,6 +8,7 @@ place within a step: whether a step has a j-th token is known before that token 
 each place is a fair pool of its own, while "the last of a step" would not be one.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -132,6 +133,11 @@ class Pool:
         entropy = -(probs * logs).sum(1)
         self.surprise.index_add_(0, groups, -own.log() - entropy)
         self.variance.index_add_(0, groups, (probs * logs**2).sum(1) - entropy**2)
+
+    def since(self, before: "Pool") -> "Pool":
+        """What came after ``before``, a copy of an earlier state."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Pool(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     def add_frequencies(self, probs: torch.Tensor, tokens: torch.Tensor) -> None:
         """How often each token came; for small vocabularies."""
