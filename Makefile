@@ -3,7 +3,7 @@
 # make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
 PYTHON ?= python3
 VENV := .venv
-# Compiled modules are kept, whatever the environment says: to compile vLLM's takes 20 s a process.
+# Compiled modules are kept, whatever the environment says: to compile vLLM's takes 15 s a process.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test hunt lint types install
