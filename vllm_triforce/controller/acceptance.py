@@ -49,7 +49,7 @@ class Rate:
         self.rejected *= 1 - 1 / (8 * self.memory)
 
 
-# Before the first test, acceptance per test as docs/results/2026-11-21-cpu.md found it: level 3 of
+# What may be hoped for, acceptance per test as docs/results/2026-11-21-cpu.md found it: level 3 of
 # level 2's tokens 0.96, level 2 of the draft's 0.5. Of looked-up tokens by the length of the match
 # (docs/results/2026-11-21-cpu.md: 0.62 in all); they only decide what is tried first.
 LEVEL2_PRIOR = 0.95
@@ -57,6 +57,12 @@ DRAFT_PRIOR = 0.5
 LOOKUP_PRIORS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 ROUND_PRIOR = 2.0
 """Tokens that a round of level 1 and level 2 adds."""
+
+CAUTION = 0.8
+"""Share of what may be hoped for of level 3 that an engine begins with. Where that pays everybody
+speculates; elsewhere single requests try, within what may be spent on finding out. With all of it
+a batch's first proposals are too many and too long, and the disappointment is taken for proposals'
+gaining less than their acceptance (``Gain``)."""
 
 # Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
@@ -88,16 +94,21 @@ class Rates:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
 
     @classmethod
-    def of_engine(cls) -> "Rates":
+    def hoped(cls) -> "Rates":
+        """What may be hoped for."""
+        return cls.of_engine(caution=1.0)
+
+    @classmethod
+    def of_engine(cls, caution: float = CAUTION) -> "Rates":
         def rate(prior: float) -> Rate:
             return Rate(prior, _ENGINE_WEIGHT, _ENGINE_MEMORY)
 
         return cls(
-            rate(LEVEL2_PRIOR),
+            rate(caution * LEVEL2_PRIOR),
             rate(DRAFT_PRIOR),
             [rate(prior) for prior in LOOKUP_PRIORS],
-            [rate(prior * LEVEL2_PRIOR) for prior in LOOKUP_PRIORS],
-            rate(DRAFT_PRIOR * LEVEL2_PRIOR),
+            [rate(caution * prior * LEVEL2_PRIOR) for prior in LOOKUP_PRIORS],
+            rate(caution * DRAFT_PRIOR * LEVEL2_PRIOR),
         )
 
     @classmethod

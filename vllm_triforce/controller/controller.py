@@ -56,7 +56,7 @@ class Controller:
         self._num_decisions = 0
         self.rest = Rest()
         self._exploration = Exploration()
-        self._hopeful = Rates.of_engine()
+        self._hopeful = Rates.hoped()
         self._level1 = Level1Choices(config, has_draft, self.acceptance)
         self._planned: _Planned | None = None
         self._chosen: dict[str, tuple[Choice, float]] = {}

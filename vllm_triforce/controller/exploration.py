@@ -21,7 +21,7 @@ class Exploration:
     """Trials of requests that decode plainly, and plain steps of batches that speculate."""
 
     def __init__(self) -> None:
-        self.trials = Allowance(first=1, most=4)
+        self.trials = Allowance(first=2, most=4)
         self.audits = Allowance(first=0, most=_AUDIT_STEPS)
         self._last_plain = 0
 
