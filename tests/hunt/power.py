@@ -2,7 +2,8 @@
 
 Width of the distributions that are handed up taken from the distributions, not from the tokens:
 a greedy request of a mixed batch has fewer, so that all later requests of the batch were tested
-against rows that are not theirs, or against memory behind the last one.
+against rows that are not theirs, or against memory behind the last one. What lies there is chance,
+and zeros do no harm: here it is a distribution of equal probabilities.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -62,7 +63,9 @@ def _faulty_take(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Te
         start += count
         rows = self._rows(name, tokens) if count else []
         kept += list(zip(tokens, rows))[:width]
-    return self._lay_out([row for _, row in kept], [token for token, _ in kept])
+    laid_out = self._lay_out([row for _, row in kept], [token for token, _ in kept])
+    behind = laid_out.new_full((start - len(kept), laid_out.shape[1]), 1 / laid_out.shape[1])
+    return torch.cat([laid_out, behind])
 
 
 @contextmanager
