@@ -63,15 +63,26 @@ def _faulty_take(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Te
         start += count
         rows = self._rows(name, tokens) if count else []
         kept += list(zip(tokens, rows))[:width]
-    laid_out = self._lay_out([row for _, row in kept], [token for token, _ in kept])
-    behind = laid_out.new_full((start - len(kept), laid_out.shape[1]), 1 / laid_out.shape[1])
-    return torch.cat([laid_out, behind])
+    return self._lay_out([row for _, row in kept], [token for token, _ in kept])
+
+
+def _with_memory_behind(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
+    rows = _faulty_take(self, request_ids, num_drafts, token_ids)
+    if rows is None:
+        return None
+    behind = rows.new_full((sum(num_drafts) - len(rows), rows.shape[1]), 1 / rows.shape[1])
+    return torch.cat([rows, behind])
 
 
 @contextmanager
-def fault(is_there: bool):
-    """The rows as they were laid out, or as they should be."""
-    with mock.patch.object(Boundary, "take", _faulty_take) if is_there else nullcontext():
+def fault(is_there: bool, memory_behind: bool = False):
+    """The rows as they were laid out, or as they should be.
+
+    Args:
+        memory_behind: whether what is read behind them is known.
+    """
+    take = _with_memory_behind if memory_behind else _faulty_take
+    with mock.patch.object(Boundary, "take", take) if is_there else nullcontext():
         yield
 
 

@@ -49,7 +49,7 @@ def test_the_fault_is_caught_at_the_boundary(running):
 def test_the_fault_is_caught_by_the_distribution(running):
     from tests.hunt.power import fault, streams_until_caught
 
-    with fault(True):
+    with fault(True, memory_behind=True):
         caught, hunt = streams_until_caught(
             running, 0, MOST_STREAMS, LEAST_P_VALUE, watches_boundary=False
         )
