@@ -59,10 +59,10 @@ ROUND_PRIOR = 2.0
 """Tokens that a round of level 1 and level 2 adds."""
 
 CAUTION = 0.8
-"""Share of what may be hoped for of level 2's and the draft's tokens that an engine begins with.
-Where that pays everybody speculates; elsewhere single requests try, within what may be spent on
-finding out. With all of it a batch's first proposals are too many and too long, and the
-disappointment is taken for proposals' gaining less than their acceptance (``Gain``). Looked-up
+"""Share of what may be hoped for of level 3, with level 2's and the draft's tokens, that an engine
+begins with. Where that pays everybody speculates; elsewhere single requests try, within what may
+be spent on finding out. With all of it a batch's first proposals are too many and too long, and
+the disappointment is taken for proposals' gaining less than their acceptance (``Gain``). Looked-up
 tokens cost little to try, and what may be hoped for of them is no more than was found."""
 
 # Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
