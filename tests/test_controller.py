@@ -448,6 +448,60 @@ def test_a_batch_learns_what_pays_though_more_was_hoped_for(size, context, level
     assert np.mean(speeds) >= wanted, speeds
 
 
+def num_proposals(found: Controller) -> list[int]:
+    """Counts the proposals of each decision from here on."""
+    counts, choose = [], found.choose
+
+    def counted(*args):
+        chosen = choose(*args)
+        counts.append(sum(choice is not PLAIN for choice in chosen))
+        return chosen
+
+    found.choose = counted
+    return counts
+
+
+def test_what_is_always_in_vain_is_tried_less_and_less():
+    """Requests that come and go, of whose proposals nothing is accepted: in the end an eighth is
+    spent of what may be spent on finding out (0.994 times plain decoding where all of it is)."""
+    world = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001)
+    found = controller(SMALL_ON_CPU)
+    world.decode_batch(found, 4, 3000, 60_000)
+    counts = num_proposals(found)
+    assert world.decode_batch(found, 4, 2000, 60_000) > 0.998
+    assert sum(counts) > 0
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_what_becomes_worth_it_is_found_after_long_in_vain(size):
+    """The first 1,000 steps of good traffic after 3,000 of bad: a trial that pays is followed by
+    the next at once (as fast as plain decoding where each has to be earned)."""
+    found = controller(SMALL_ON_CPU)
+    vain = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001)
+    assert vain.decode_batch(found, size, 3000, 8000) > 0.98
+    good = dataclasses.replace(vain, level2=0.95, draft=0.6)
+    assert good.decode_batch(found, size, 1000, 8000) >= 1.2
+
+
+def test_who_gains_nothing_does_not_keep_the_others_from_their_turn():
+    """Four requests of which nothing is accepted, and time for one trial now and then: each of
+    them gets as many as the others, wherever in the batch it is."""
+    found = controller(LONG_PAYS, has_draft=False)
+    found.acceptance.greedy.level2 = Rate(0.01, weight=50, memory=512)
+    found._exploration.trials = Allowance(first=0.3, most=0.3)
+    candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
+    trials = [0] * 4
+    for _ in range(6000):
+        found.rest.begin_step()
+        if found.rest.is_resting:
+            continue
+        for row, choice in enumerate(found.choose(candidates)):
+            if choice is not PLAIN:
+                trials[row] += 1
+                found.observe_full_pass(str(row), choice.num_tokens, 0)
+    assert min(trials) > 0 and max(trials) - min(trials) <= 2, trials
+
+
 @pytest.mark.parametrize("speculating", [0.02, 0.1])
 def test_a_cost_that_nothing_foretells_is_found(speculating):
     """Steps with drafts take longer than all their parts: noticed, and speculation given up."""

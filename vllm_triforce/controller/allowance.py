@@ -35,6 +35,10 @@ class Allowance:
         self._seconds -= seconds
         return True
 
+    def give_back(self, seconds: float) -> None:
+        """What was spent has paid for itself."""
+        self._seconds = (self._seconds or 0.0) + seconds
+
     def take(self, seconds: float) -> None:
         """Spends what was spent already, as far as there is so much."""
         self._seconds = max(0.0, (self._seconds or 0.0) - seconds)

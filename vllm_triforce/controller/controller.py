@@ -20,6 +20,7 @@ from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
+from vllm_triforce.controller.promise import Kind, Promise, kind_of
 from vllm_triforce.controller.rest import Rest
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
@@ -35,6 +36,23 @@ class _Planned:
     num_drafts: int
     seconds: float
     """That they and their verification add, without what is learnt from comparing it."""
+
+
+@dataclass
+class _Chosen:
+    """What a request did last.
+
+    Args:
+        expected: tokens that were expected to be accepted; 0 where that is not estimated.
+        needed: tokens that had to be, so that the proposal paid.
+        charged: seconds that it was allowed as a trial.
+    """
+
+    choice: Choice
+    kind: Kind
+    expected: float = 0.0
+    needed: float = 0.0
+    charged: float = 0.0
 
 
 class Controller:
@@ -56,11 +74,11 @@ class Controller:
         self._num_decisions = 0
         self.rest = Rest()
         self._exploration = Exploration()
+        self._promise = Promise()
         self._hopeful = Rates.hoped()
         self._level1 = Level1Choices(config, has_draft, self.acceptance)
         self._planned: _Planned | None = None
-        self._chosen: dict[str, tuple[Choice, float]] = {}
-        """What each request did last, and how many tokens that was expected to gain."""
+        self._chosen: dict[str, _Chosen] = {}
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -100,19 +118,15 @@ class Controller:
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
         self._planned = None
-        expected = [0.0] * len(candidates)
         if not self.chooses:
-            chosen = [self._fixed.choice(c) for c in candidates]
+            chosen = [_Chosen(self._fixed.choice(c), kind_of(c)) for c in candidates]
         else:
-            chosen, expected = self._choose(candidates, num_plain)
-        for candidate, choice, tokens in zip(candidates, chosen, expected):
-            self._chosen[candidate.request_id] = choice, tokens
-        return chosen
+            chosen = self._choose(candidates, num_plain)
+        for candidate, its in zip(candidates, chosen):
+            self._chosen[candidate.request_id] = its
+        return [its.choice for its in chosen]
 
-    def _choose(
-        self, candidates: list[Candidate], num_plain: int
-    ) -> tuple[list[Choice], list[float]]:
-        """And the tokens that each choice is expected to gain; 0 where that is not estimated."""
+    def _choose(self, candidates: list[Candidate], num_plain: int) -> list[_Chosen]:
         self._adopt_measurements()
         model, num_rows = self.model, len(candidates)
         is_greedy = all(c.is_greedy for c in candidates)
@@ -127,27 +141,31 @@ class Controller:
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
-            columns = best.options
+            columns, charged = best.options, {}
             has_seed = any(c.has_seed for c in candidates)
             if self._exploration.audits_now(self.rest.step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
                 self.rest.begin_short()
             else:
-                self._try_again(best, columns, candidates, found, plain, num_plain)
+                charged = self._try_again(best, columns, candidates, found, plain, num_plain)
         else:
             columns, rates = best_alone(found, plain / num_rows)
-            columns = np.where(np.isfinite(rates), columns, -1)
-        chosen = [found.choice(row, column) for row, column in enumerate(columns)]
+            columns, charged = np.where(np.isfinite(rates), columns, -1), {}
+        chosen = [
+            _Chosen(found.choice(row, column), kind_of(candidate), charged=charged.get(row, 0.0))
+            for row, (column, candidate) in enumerate(zip(columns, candidates))
+        ]
         rows = np.flatnonzero(columns >= 0)
-        expected = [0.0] * num_rows
         for row in rows:
-            expected[row] = float(found.tokens[row, columns[row]])
-        for row, candidate in enumerate(candidates):
+            its, column = chosen[row], columns[row]
+            its.expected = float(found.tokens[row, column])
+            its.needed = float(found.seconds[row, column]) * num_rows / plain
+        for its, candidate in zip(chosen, candidates):
             if candidate.has_seed:
-                chosen[row] = self._fixed.choice(candidate)
-        if len(rows) == sum(choice is not PLAIN for choice in chosen):
+                its.choice = self._fixed.choice(candidate)
+        if len(rows) == sum(its.choice is not PLAIN for its in chosen):
             self._planned = self._plan_of(found, rows, columns[rows], candidates)
-        return chosen, expected
+        return chosen
 
     def _plan_of(self, found: Options, rows, columns, candidates) -> _Planned:
         lengths, seconds = found.lengths[rows, columns], found.seconds[rows, columns]
@@ -212,34 +230,40 @@ class Controller:
 
     def _try_again(
         self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
-    ) -> None:
-        """Adds trials; where nobody speculates even so, the batch rests."""
+    ) -> dict[int, float]:
+        """Adds trials, of which it gives the rows and what they were charged; where nobody
+        speculates even so, the batch rests."""
         trials = self._exploration.trials
-        trials.earn(best.seconds, plain)
+        promise = max(self._promise.of(kind_of(candidate)) for candidate in candidates)
+        trials.earn(promise * best.seconds, plain)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer, and the one after it is a look.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
         around += self.model.look_seconds(num_reqs, is_greedy)
-        self._exploration.add_trials(
+        charged = self._exploration.add_trials(
             columns,
             found,
             lambda: self._options(candidates, len(candidates), num_plain, self._hopeful),
             plain,
             self.model.error,
+            [self.acceptance.of(c.request_id, c.is_greedy).num_tested for c in candidates],
             around,
         )
         if (columns < 0).all():
-            num_steps = self._steps_of_rest(candidates, num_plain, plain)
-            trials.earn(num_steps * plain, plain)
+            num_steps = self._steps_of_rest(candidates, num_plain, plain, promise)
+            trials.earn(promise * num_steps * plain, plain)
             self.rest.begin(num_steps)
         else:
             self.rest.was_worth_it()
+        return charged
 
-    def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
+    def _steps_of_rest(
+        self, candidates, num_plain: int, plain_seconds: float, promise: float
+    ) -> int:
         """Until the next look."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.rest.until_next_look(look, plain_seconds)
+        num_steps = self.rest.until_next_look(look, plain_seconds, promise)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
@@ -315,13 +339,17 @@ class Controller:
 
     def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
         """Level 3 tested ``drafted`` tokens of the request's proposal."""
-        choice, expected = self._chosen.get(request_id, (PLAIN, 0.0))
-        if choice is PLAIN or not self.chooses:
+        its = self._chosen.get(request_id)
+        if its is None or its.choice is PLAIN or not self.chooses:
             return
-        if expected and drafted == choice.num_tokens:
-            is_greedy = self.acceptance.is_greedy(request_id)
-            gain = self.acceptance.gains[choice.route, is_greedy]
-            gain.add(expected / gain.value, accepted)
+        choice = its.choice
+        if its.expected and drafted == choice.num_tokens:
+            gain = self.acceptance.gains[choice.route, self.acceptance.is_greedy(request_id)]
+            gain.add(its.expected / gain.value, accepted)
+            has_paid = accepted >= min(its.needed, drafted)
+            self._promise.add(its.kind, has_paid)
+            if has_paid:
+                self._exploration.trials.give_back(its.charged)
         for rates in self.acceptance.both(request_id):
             if choice.route is Route.LEVELS:
                 rates.level2.add(drafted, accepted)

@@ -1,6 +1,6 @@
 """Finding out what present choices do not show, within a share of the time (``allowance.py``)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -46,28 +46,37 @@ class Exploration:
         hopeful: Callable[[], Options],
         plain_seconds: float,
         margin: float,
+        num_tested: Sequence[float],
         first_seconds: float = 0.0,
-    ) -> None:
-        """Lets requests speculate that would not, as far as the allowance goes.
+    ) -> dict[int, float]:
+        """Lets requests speculate that would not, as far as the allowance goes: those first of
+        whom least is known, or one that gains nothing would keep the others from their turn.
 
         Args:
             hopeful: gives the same options if as much is accepted as may be hoped for.
+            num_tested: tokens of each request that level 3 has tested.
             first_seconds: what it takes besides that anybody speculates at all; the first trial
                 bears it where nobody does.
+
+        Returns:
+            The rows that were let, and the seconds that each was charged.
         """
+        charged: dict[int, float] = {}
         more = 0.0 if (columns >= 0).any() else first_seconds
         could = (columns < 0) & found.is_possible.any(axis=1)
         if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
-            return
+            return charged
         share, hoped = plain_seconds / len(columns), hopeful()
         best, rates = best_alone(hoped, share)
-        for row in np.flatnonzero(could):
+        for row in sorted(np.flatnonzero(could), key=lambda row: num_tested[row]):
             if rates[row] <= (1 + margin) / share:
                 continue  # nothing to be gained whatever is accepted
             trial = _short(found, row, hoped.routes[best[row]])
-            if self.trials.spend(found.next_seconds(row, trial) + more):
-                columns[row] = trial
+            seconds = found.next_seconds(row, trial) + more
+            if self.trials.spend(seconds):
+                columns[row], charged[row] = trial, seconds
                 more = 0.0
+        return charged
 
 
 def _cheapest(found: Options, could: np.ndarray) -> float:

@@ -65,23 +65,27 @@ class Rest:
             self._num_looks = 0
             self._until = min(self._until, max(self.step + 1, self._affordable))
 
-    def until_next_look(self, look_seconds: float, plain_seconds: float) -> int:
+    def until_next_look(
+        self, look_seconds: float, plain_seconds: float, promise: float = 1.0
+    ) -> int:
         """Steps after a look in vain: few at first, since little is known of a request or a
         passage, and each time twice as many, until looks take the share of the time that may be
         spent on finding out.
 
         Args:
             look_seconds: what a look takes; 0 where that is not known.
+            promise: part of that share that is to be spent (``promise.py``).
         """
-        self._looks.earn((self.step - self._counted) * plain_seconds, plain_seconds)
+        each = promise * plain_seconds
+        self._looks.earn((self.step - self._counted) * each, plain_seconds)
         self._counted = self.step
         self._looks.take(look_seconds)
-        missing = self._looks.missing(look_seconds) / (LOOK_SHARE * plain_seconds)
+        missing = self._looks.missing(look_seconds) / (LOOK_SHARE * each)
         soonest = min(math.ceil(missing), LOOK_LATEST)
         self._affordable = self.step + soonest
         most = LOOK_UNKNOWN
         if look_seconds:
-            most = min(int(look_seconds / (SHARE * plain_seconds)), LOOK_LATEST)
+            most = min(int(look_seconds / (SHARE * each)), LOOK_LATEST)
         doubled = LOOK_FIRST << min(self._num_looks, 8)
         self._num_looks += 1
         return max(min(doubled, max(most, LOOK_EARLIEST)), soonest)
