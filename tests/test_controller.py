@@ -25,6 +25,7 @@ from vllm_triforce.controller.cost_model import Measurements, interpolate
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
+from vllm_triforce.controller.promise import Promise, kind_of
 
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
@@ -483,14 +484,20 @@ def test_what_becomes_worth_it_is_found_after_long_in_vain(size):
     assert good.decode_batch(found, size, 1000, 8000) >= 1.2
 
 
-def test_who_gains_nothing_does_not_keep_the_others_from_their_turn():
-    """Four requests of which nothing is accepted, and time for one trial now and then: each of
-    them gets as many as the others, wherever in the batch it is."""
+def scarce_trials(least: float = 0.01) -> Controller:
+    """There is time for one trial now and then, and of what is tried little is expected."""
     found = controller(LONG_PAYS, has_draft=False)
-    found.acceptance.greedy.level2 = Rate(0.01, weight=50, memory=512)
-    found._exploration.trials = Allowance(first=0.3, most=0.3)
+    found.acceptance.greedy.level2 = Rate(least, weight=50, memory=512)
+    found._exploration.trials = Allowance(first=0.5, most=0.5)
+    return found
+
+
+@pytest.mark.parametrize("is_verified", [True, False], ids=["in vain", "cut by a grammar"])
+def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified):
+    """Four requests of which nothing is accepted: each of them gets as many trials as the others,
+    wherever in the batch it is, and whether or not anything of its trials is verified."""
+    found, trials = scarce_trials(), [0] * 4
     candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
-    trials = [0] * 4
     for _ in range(6000):
         found.rest.begin_step()
         if found.rest.is_resting:
@@ -498,8 +505,69 @@ def test_who_gains_nothing_does_not_keep_the_others_from_their_turn():
         for row, choice in enumerate(found.choose(candidates)):
             if choice is not PLAIN:
                 trials[row] += 1
-                found.observe_full_pass(str(row), choice.num_tokens, 0)
+                if is_verified or row:
+                    found.observe_full_pass(str(row), choice.num_tokens, 0)
     assert min(trials) > 0 and max(trials) - min(trials) <= 2, trials
+
+
+def test_those_who_come_anew_do_not_keep_one_that_stays_from_its_turn():
+    """Beside one that stays there are always three that were not there ten decisions before."""
+    found, trials, num_decisions = scarce_trials(), 0, 0
+    for _ in range(12_000):
+        found.rest.begin_step()
+        if found.rest.is_resting:
+            continue
+        names = [f"{num_decisions // 10}-{i}" for i in range(3)]
+        candidates = [Candidate(name, 100_000, 16) for name in [*names, "stays"]]
+        for request, choice in zip(candidates, found.choose(candidates)):
+            if choice is not PLAIN:
+                trials += request.request_id == "stays"
+                found.observe_full_pass(request.request_id, choice.num_tokens, 0)
+        num_decisions += 1
+        if num_decisions % 10 == 0:
+            for name in names:
+                found.release(name)
+    assert found.num_requests == 4 or found.num_requests == 1
+    assert trials >= 3
+
+
+def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
+    """One request accepts everything, fifteen may not be tried (they have seeds, and contexts too
+    short for them): the plan refuses, and in the long run trials, all of them accepted, take no
+    more than two shares of the time, one for what is tried and one for what looked good."""
+    found = controller(LONG_PAYS, has_draft=False)
+    truth, context = found.measured.copy(), 6000
+    seeded = [Candidate(str(i), context, 16, has_seed=True) for i in range(15)]
+    candidates = [*seeded, Candidate("good", context, 16)]
+    found.acceptance.of("good").level2 = Rate(0.05, weight=200, memory=1000)
+    plain = truth.full_pass([1] * 16, [context] * 16)
+    num_steps, num_trials, lost = 20_000, 0, 0.0
+    for _ in range(num_steps):
+        found.rest.begin_step()
+        if found.rest.is_resting:
+            continue
+        choice = found.choose(candidates)[15]
+        if choice is not PLAIN:
+            num_trials += 1
+            rounds = choice.num_tokens / 2 * truth.round_seconds(1, False)
+            lost += rounds + truth.full_pass([1] * 15 + [1 + choice.num_tokens], [context] * 16)
+            lost -= plain * (1 + choice.num_tokens) ** (1 / 16)
+            found.observe_full_pass("good", choice.num_tokens, choice.num_tokens)
+            found.acceptance.of("good").level2 = Rate(0.05, weight=200, memory=1000)
+    assert num_trials > 0
+    assert lost <= 2.2 * SHARE * num_steps * plain, (num_trials, lost / num_steps / plain)
+
+
+def test_what_was_in_vain_of_one_kind_of_request_says_nothing_of_another():
+    promise = Promise()
+    vain, other, longer = kind_of(False, 600), kind_of(True, 600), kind_of(False, 5000)
+    assert kind_of(False, 1023) == vain and kind_of(False, 1024) != vain
+    for _ in range(200):
+        promise.add(vain, False)
+    assert promise.of(vain) == 1 / 8 and promise.of(other) == promise.of(longer) == 1
+    for _ in range(200):
+        promise.add(vain, True)
+    assert promise.of(vain) > 0.95
 
 
 @pytest.mark.parametrize("speculating", [0.02, 0.1])

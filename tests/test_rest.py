@@ -139,6 +139,38 @@ def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
     assert 91 in seen and 90 not in seen
 
 
+@pytest.mark.parametrize("promise", [1.0, 1 / 8])
+def test_looks_take_as_much_less_as_there_is_promise(promise):
+    rest, look, num_looks, num_steps = Rest(), 0.001, 0, 20_000
+    for _ in range(num_steps):
+        rest.begin_step()
+        rest.requests_joined(promise)
+        if not rest.is_resting:
+            num_looks += 1
+            rest.begin(rest.until_next_look(look, 0.01, promise))
+    assert num_looks * look == pytest.approx(promise * LOOK_SHARE * num_steps * 0.01, rel=0.1)
+
+
+def test_one_that_joins_does_not_wait_for_what_the_others_promise():
+    """After a look in vain at requests of little promise, 80 steps are to be waited for the next;
+    for one that joins with more of it 10 are."""
+    for joins, until in ((1.0, 10), (1 / 8, 80)):
+        rest = Rest()
+        for _ in range(400):  # what was kept for looks is spent
+            rest.begin_step()
+            rest.requests_joined(1 / 8)
+            if not rest.is_resting:
+                rest.begin(rest.until_next_look(0.001, 0.01, 1 / 8))
+        while rest.is_resting:
+            rest.begin_step()
+        begin = rest.step
+        rest.begin(rest.until_next_look(0.001, 0.01, 1 / 8))
+        rest.requests_joined(joins)
+        while rest.is_resting:
+            rest.begin_step()
+        assert rest.step - begin == pytest.approx(until, abs=2)
+
+
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
 def test_who_must_not_wait_does_not(has_seed, keys):
     """A seeded request's lengths depend on no time; and a given least context is held to."""

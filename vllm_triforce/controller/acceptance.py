@@ -91,12 +91,6 @@ class Rates:
     round_tokens: float = ROUND_PRIOR
     """Tokens that a round adds."""
 
-    @property
-    def num_tested(self) -> float:
-        """Tokens that level 3 has tested and that are not forgotten yet."""
-        rates = (self.level2, self.direct_draft, *self.direct)
-        return sum(rate.accepted + rate.rejected for rate in rates)
-
     def add_round(self, num_tokens: int) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
 

@@ -36,7 +36,7 @@ class Allowance:
         return True
 
     def give_back(self, seconds: float) -> None:
-        """What was spent has paid for itself."""
+        """Of what was spent so much has paid for itself."""
         self._seconds = (self._seconds or 0.0) + seconds
 
     def take(self, seconds: float) -> None:

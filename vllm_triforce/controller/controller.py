@@ -20,7 +20,7 @@ from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
-from vllm_triforce.controller.promise import Kind, Promise, kind_of
+from vllm_triforce.controller.promise import Kind
 from vllm_triforce.controller.rest import Rest
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
@@ -36,23 +36,6 @@ class _Planned:
     num_drafts: int
     seconds: float
     """That they and their verification add, without what is learnt from comparing it."""
-
-
-@dataclass
-class _Chosen:
-    """What a request did last.
-
-    Args:
-        expected: tokens that were expected to be accepted; 0 where that is not estimated.
-        needed: tokens that had to be, so that the proposal paid.
-        charged: seconds that it was allowed as a trial.
-    """
-
-    choice: Choice
-    kind: Kind
-    expected: float = 0.0
-    needed: float = 0.0
-    charged: float = 0.0
 
 
 class Controller:
@@ -74,11 +57,11 @@ class Controller:
         self._num_decisions = 0
         self.rest = Rest()
         self._exploration = Exploration()
-        self._promise = Promise()
         self._hopeful = Rates.hoped()
         self._level1 = Level1Choices(config, has_draft, self.acceptance)
         self._planned: _Planned | None = None
-        self._chosen: dict[str, _Chosen] = {}
+        self._chosen: dict[str, tuple[Choice, float]] = {}
+        """What each request did last, and how many tokens that was expected to gain."""
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -98,16 +81,17 @@ class Controller:
     def chooses(self) -> frozenset[str]:
         return self.config.choices if self.model is not None else frozenset()
 
-    def requests_joined(self, has_seed: bool) -> None:
+    def requests_joined(self, has_seed: bool, kinds: Sequence[Kind] = ()) -> None:
         """The batch has got requests that were not in the step before.
 
         Args:
             has_seed: whether one of them has; no rest may put off where its speculation begins.
+            kinds: theirs.
         """
         if has_seed or "context" not in self.chooses:
             self.rest.wake()
         else:
-            self.rest.requests_joined()
+            self.rest.requests_joined(self._exploration.promise(kinds))
 
     # Before a proposal.
 
@@ -118,15 +102,19 @@ class Controller:
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
         self._planned = None
+        expected = [0.0] * len(candidates)
         if not self.chooses:
-            chosen = [_Chosen(self._fixed.choice(c), kind_of(c)) for c in candidates]
+            chosen = [self._fixed.choice(c) for c in candidates]
         else:
-            chosen = self._choose(candidates, num_plain)
-        for candidate, its in zip(candidates, chosen):
-            self._chosen[candidate.request_id] = its
-        return [its.choice for its in chosen]
+            chosen, expected = self._choose(candidates, num_plain)
+        for candidate, choice, tokens in zip(candidates, chosen, expected):
+            self._chosen[candidate.request_id] = choice, tokens
+        return chosen
 
-    def _choose(self, candidates: list[Candidate], num_plain: int) -> list[_Chosen]:
+    def _choose(
+        self, candidates: list[Candidate], num_plain: int
+    ) -> tuple[list[Choice], list[float]]:
+        """And the tokens that each choice is expected to gain; 0 where that is not estimated."""
         self._adopt_measurements()
         model, num_rows = self.model, len(candidates)
         is_greedy = all(c.is_greedy for c in candidates)
@@ -135,37 +123,34 @@ class Controller:
         plain = model.full_pass([1] * num_rows, contexts) + overhead
         found = self._options(candidates, num_rows, num_plain)
         if "context" in self.chooses:
+            self._exploration.begin_turn(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
             best = plan(found, plain, fixed, num_plain, model.error)
             by_levels = sum(found.routes[c] is Route.LEVELS for c in best.options if c >= 0)
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
-            columns, charged = best.options, {}
+            columns = best.options
             has_seed = any(c.has_seed for c in candidates)
             if self._exploration.audits_now(self.rest.step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
                 self.rest.begin_short()
             else:
-                charged = self._try_again(best, columns, candidates, found, plain, num_plain)
+                self._try_again(best, columns, candidates, found, plain, num_plain)
         else:
             columns, rates = best_alone(found, plain / num_rows)
-            columns, charged = np.where(np.isfinite(rates), columns, -1), {}
-        chosen = [
-            _Chosen(found.choice(row, column), kind_of(candidate), charged=charged.get(row, 0.0))
-            for row, (column, candidate) in enumerate(zip(columns, candidates))
-        ]
+            columns = np.where(np.isfinite(rates), columns, -1)
+        chosen = [found.choice(row, column) for row, column in enumerate(columns)]
         rows = np.flatnonzero(columns >= 0)
+        expected = [0.0] * num_rows
         for row in rows:
-            its, column = chosen[row], columns[row]
-            its.expected = float(found.tokens[row, column])
-            its.needed = float(found.seconds[row, column]) * num_rows / plain
-        for its, candidate in zip(chosen, candidates):
+            expected[row] = float(found.tokens[row, columns[row]])
+        for row, candidate in enumerate(candidates):
             if candidate.has_seed:
-                its.choice = self._fixed.choice(candidate)
-        if len(rows) == sum(its.choice is not PLAIN for its in chosen):
+                chosen[row] = self._fixed.choice(candidate)
+        if len(rows) == sum(choice is not PLAIN for choice in chosen):
             self._planned = self._plan_of(found, rows, columns[rows], candidates)
-        return chosen
+        return chosen, expected
 
     def _plan_of(self, found: Options, rows, columns, candidates) -> _Planned:
         lengths, seconds = found.lengths[rows, columns], found.seconds[rows, columns]
@@ -230,32 +215,32 @@ class Controller:
 
     def _try_again(
         self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
-    ) -> dict[int, float]:
-        """Adds trials, of which it gives the rows and what they were charged; where nobody
-        speculates even so, the batch rests."""
-        trials = self._exploration.trials
-        promise = max(self._promise.of(kind_of(candidate)) for candidate in candidates)
-        trials.earn(promise * best.seconds, plain)
+    ) -> None:
+        """Adds trials; where nobody speculates even so, the batch rests."""
+        exploration = self._exploration
+        promise = exploration.promise_of(candidates, found)
+        exploration.earn(best.seconds, plain, promise)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer, and the one after it is a look.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
         around += self.model.look_seconds(num_reqs, is_greedy)
-        charged = self._exploration.add_trials(
+        exploration.add_trials(
             columns,
+            candidates,
             found,
+            lambda: self._options(candidates, 1, num_plain),
             lambda: self._options(candidates, len(candidates), num_plain, self._hopeful),
             plain,
+            num_plain,
             self.model.error,
-            [self.acceptance.of(c.request_id, c.is_greedy).num_tested for c in candidates],
             around,
         )
         if (columns < 0).all():
             num_steps = self._steps_of_rest(candidates, num_plain, plain, promise)
-            trials.earn(promise * num_steps * plain, plain)
+            exploration.earn(num_steps * plain, plain, promise)
             self.rest.begin(num_steps)
         else:
             self.rest.was_worth_it()
-        return charged
 
     def _steps_of_rest(
         self, candidates, num_plain: int, plain_seconds: float, promise: float
@@ -339,17 +324,14 @@ class Controller:
 
     def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
         """Level 3 tested ``drafted`` tokens of the request's proposal."""
-        its = self._chosen.get(request_id)
-        if its is None or its.choice is PLAIN or not self.chooses:
+        choice, expected = self._chosen.get(request_id, (PLAIN, 0.0))
+        if choice is PLAIN or not self.chooses:
             return
-        choice = its.choice
-        if its.expected and drafted == choice.num_tokens:
-            gain = self.acceptance.gains[choice.route, self.acceptance.is_greedy(request_id)]
-            gain.add(its.expected / gain.value, accepted)
-            has_paid = accepted >= min(its.needed, drafted)
-            self._promise.add(its.kind, has_paid)
-            if has_paid:
-                self._exploration.trials.give_back(its.charged)
+        self._exploration.came_of_it(request_id, drafted, accepted)
+        if expected and drafted == choice.num_tokens:
+            is_greedy = self.acceptance.is_greedy(request_id)
+            gain = self.acceptance.gains[choice.route, is_greedy]
+            gain.add(expected / gain.value, accepted)
         for rates in self.acceptance.both(request_id):
             if choice.route is Route.LEVELS:
                 rates.level2.add(drafted, accepted)
@@ -377,10 +359,12 @@ class Controller:
 
     @property
     def num_requests(self) -> int:
-        return max(len(self._chosen), len(self.acceptance.requests))
+        held = self._chosen, self.acceptance.requests
+        return max(*map(len, held), self._exploration.num_requests)
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
+        self._exploration.release(request_id)
         self._chosen.pop(request_id, None)
 
     def _adopt_measurements(self) -> None:

@@ -1,11 +1,10 @@
-"""How often proposals came to what they cost: whether it is promising to try."""
+"""How often trials came to what proposals have to: whether it is promising to try."""
 
 from collections import defaultdict
 
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.options import Candidate
 
-# Promise that everything begins with is worth so many proposals, and after so many one counts 1/e.
+# Promise that everything begins with is worth so many trials, and after so many one counts 1/e.
 _WEIGHT, _MEMORY = 4.0, 32.0
 # However often it was in vain, this share of what may be spent on finding out is spent: traffic
 # changes, and it is by trying that one sees it.
@@ -16,12 +15,12 @@ Kind = tuple[bool, int]
 on the one, what has to be accepted on the other."""
 
 
-def kind_of(candidate: Candidate) -> Kind:
-    return candidate.is_greedy, candidate.context.bit_length() // 2
+def kind_of(is_greedy: bool, context: int) -> Kind:
+    return is_greedy, (context.bit_length() - 1) // 2
 
 
 class Promise:
-    """By kind of request, the share of the latest proposals that paid."""
+    """By kind of request, the share of the latest trials that paid."""
 
     def __init__(self) -> None:
         self._paid: dict[Kind, Rate] = defaultdict(lambda: Rate(1.0, _WEIGHT, _MEMORY))
@@ -31,5 +30,5 @@ class Promise:
         return max(_LEAST, self._paid[kind].value)
 
     def add(self, kind: Kind, has_paid: bool) -> None:
-        """What came of a proposal."""
+        """What came of a trial."""
         self._paid[kind].add(1, int(has_paid))

@@ -30,7 +30,9 @@ class Rest:
         self._counted = 0
         """Step up to which looks have earned their time."""
         self._affordable = 0
-        """Step from which another look is paid for."""
+        """Step from which another look is paid for, by those that were in the batch."""
+        self._missing = 0.0
+        """Steps at full promise until then, from the last look on."""
 
     def begin_step(self) -> None:
         self._is_look = self.step == self._until - 1
@@ -58,12 +60,17 @@ class Rest:
         """A look: the next one is due early again."""
         self._num_looks = 0
 
-    def requests_joined(self) -> None:
+    def requests_joined(self, promise: float = 1.0) -> None:
         """The batch has got requests of which little is known: a look is due early again, as soon
-        as it is paid for. The step that they join in is no time for it, since it reads them."""
+        as it is paid for. The step that they join in is no time for it, since it reads them.
+
+        Args:
+            promise: theirs; more of it than the others' brings the look forward.
+        """
         if self.is_resting:
             self._num_looks = 0
-            self._until = min(self._until, max(self.step + 1, self._affordable))
+            affordable = min(self._affordable, self._counted + _ceil(self._missing / promise))
+            self._until = min(self._until, max(self.step + 1, affordable))
 
     def until_next_look(
         self, look_seconds: float, plain_seconds: float, promise: float = 1.0
@@ -80,8 +87,8 @@ class Rest:
         self._looks.earn((self.step - self._counted) * each, plain_seconds)
         self._counted = self.step
         self._looks.take(look_seconds)
-        missing = self._looks.missing(look_seconds) / (LOOK_SHARE * each)
-        soonest = min(math.ceil(missing), LOOK_LATEST)
+        self._missing = self._looks.missing(look_seconds) / (LOOK_SHARE * plain_seconds)
+        soonest = _ceil(self._missing / promise)
         self._affordable = self.step + soonest
         most = LOOK_UNKNOWN
         if look_seconds:
@@ -113,3 +120,7 @@ class Rest:
             or num_steps == 1  # where the step ends that decided
             or (num_steps - _SETTLED) % _TIMES_AT_REST < 2
         )
+
+
+def _ceil(num_steps: float) -> int:
+    return min(math.ceil(num_steps), LOOK_LATEST)

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
+from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.worker.masks_v1 import FastMasks
 
 
@@ -118,8 +120,10 @@ class PlainSteps:
         for name, request in new.items():
             self._reading[name] = len(request.prompt_token_ids or ())
         if joined:
-            has_seed = any(_has_seed(new.get(name) or known[name]) for name in joined)
-            self._controller.requests_joined(has_seed)
+            requests = [new.get(name) or known[name] for name in joined]
+            self._controller.requests_joined(
+                any(map(_has_seed, requests)), [_kind_of(request) for request in requests]
+            )
         return True
 
     def _gives_first_token(self, scheduler_output) -> bool:
@@ -224,6 +228,13 @@ class PlainSteps:
                 planned,
                 proposal_seconds,
             )
+
+
+def _kind_of(request) -> Kind:
+    """Of a request that begins; its prompt is nearly all of its context."""
+    params = request.sampling_params
+    is_greedy = params is None or params.temperature < GREEDY_EPSILON
+    return kind_of(is_greedy, len(request.prompt_token_ids or ()))
 
 
 def _has_seed(request) -> bool:
