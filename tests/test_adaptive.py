@@ -132,6 +132,23 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     assert dice.decided["draft"] > 2 and all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
+def test_a_draft_that_nobody_asks_keeps_no_step_from_being_compared(engines, pair, monkeypatch):
+    """What a proposal was expected to take is forgotten where it has to read what it will not read
+    again: with the request's first one by level 2, and not for a window that the draft has not read
+    since nobody asks it."""
+    keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
+    llm = engines.get(pair["target"], keys)
+    controller, forgotten = built(llm).speculator.controller, []
+    choices = lambda found, *_: [Choice(Route.LEVELS, min(3, c.most)) for c in found]  # noqa: E731
+    monkeypatch.setattr(controller, "choose", choices)
+    monkeypatch.setattr(controller, "level1", lambda *_: (Route.PLAIN, 0))
+    monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))
+    before = counters_of(llm)
+    generate(llm, [held_out_tokens(llm.get_tokenizer(), 600)], max_tokens=48)
+    assert counters_of(llm).since(before).num_proposals > 5
+    assert len(forgotten) == 1
+
+
 def test_its_own_decisions(engines, pair):
     """Defaults, lengths from 20 to 8,000 tokens in one batch: same output, and it did speculate."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}

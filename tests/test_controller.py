@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -556,6 +557,62 @@ def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
             found.acceptance.of("good").level2 = Rate(0.05, weight=200, memory=1000)
     assert num_trials > 0
     assert lost <= 2.2 * SHARE * num_steps * plain, (num_trials, lost / num_steps / plain)
+
+
+def routes_taken(found, rates: dict[Route, float], match_length: int, context: int) -> list[Route]:
+    """By four requests of a hundred steps each at a time, in the second half of 2,000 steps."""
+    routes, draw = [], random.Random(0)
+    for step in range(2000):
+        found.rest.begin_step()
+        if found.rest.is_resting:
+            continue
+        names = [f"{step // 100}-{i}" for i in range(4)]
+        candidates = [Candidate(n, context, 16, match_length=match_length) for n in names]
+        for name, choice in zip(names, found.choose(candidates)):
+            routes.append(choice.route)
+            if choice is not PLAIN:
+                kept = accepted(draw, rates[choice.route], choice.num_tokens)
+                found.observe_full_pass(name, choice.num_tokens, kept)
+        if step % 100 == 99:
+            for name in names:
+                found.release(name)
+    return routes[len(routes) // 2 :]
+
+
+@pytest.mark.parametrize("level2, is_better", [(0.97, True), (0.1, False)])
+def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
+    """Looked-up tokens pay for everybody, and level 2's are thought little of after a bad start:
+    they are tried, taken where they gain more, and tried seldom where they do not."""
+    found = controller(LONG_PAYS, has_draft=False)
+    found.acceptance.greedy.level2 = Rate(0.3, weight=8, memory=512)
+    late = routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.6}, 4, 100_000)
+    share = late.count(Route.LEVELS) / len(late)
+    assert late.count(Route.PLAIN) < 0.1 * len(late)
+    assert share > 0.8 if is_better else 0 < share < 0.02, share
+
+
+def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
+    """Long matches that are always wrong take next to no time to try, beside level 2's tokens
+    that are right: every fourth decision went to them where only their time was charged."""
+    found = controller(LONG_PAYS, has_draft=False)
+    late = routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 8, 20_000)
+    assert late.count(Route.LEVELS) > 0.97 * len(late), Counter(late)
+
+
+@pytest.mark.parametrize("level2, is_due", [(0.97, True), (0.0, False)])
+def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due):
+    """A look in vain at a lone request is to be earned for a hundred steps; four new ones of a kind
+    that speculates from its first plan on are looked at soon all the same."""
+    found = controller(LONG_PAYS, has_draft=False)
+    routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.0}, 0, 20_000)
+    found.rest.begin(found.rest.until_next_look(look_seconds=0.012, plain_seconds=0.011))
+    found.rest.begin(100)
+    found.requests_joined(False, [kind_of(True, 20_000)] * 4)
+    steps = 0
+    while found.rest.is_resting:
+        found.rest.begin_step()
+        steps += 1
+    assert steps < 30 if is_due else steps > 60, steps
 
 
 def test_what_was_in_vain_of_one_kind_of_request_says_nothing_of_another():

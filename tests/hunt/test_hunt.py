@@ -100,14 +100,14 @@ def hunted(runner: str, seconds: float, *arguments: str) -> dict:
 
 
 def test_short_hunt():
-    report = hunted("v1", 15, "--per-engine", "10")
+    report = hunted("v1", 10, "--per-engine", "10")
     assert report["streams driven"] > 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter runs on Linux")
 def test_short_hunt_on_runner_v2():
     pytest.importorskip("triton")
-    report = hunted("v2", 10, "--per-engine", "2", "--most-engines", "1")
+    report = hunted("v2", 5, "--per-engine", "2", "--most-engines", "1")
     assert report["streams driven"] > 0
 
 

@@ -22,9 +22,9 @@ def run() -> dict:
     gc.collect()
     llm = make_engine(str(PAIR / "target"), KEYS, skip_tokenizer_init=False)
     results = {"named": _named(llm, prompts, [{}, named, {}], wanted_named)}
-    for name, own in (("greedy", {}), ("sampled", dict(temperature=1.0, top_k=1))):
-        for level in (1, 2):
-            results[f"nan_{name}_{level}"] = _nan(llm, prompts, own, wanted, level)
+    sampled = dict(temperature=1.0, top_k=1)
+    for name, own, level in (("greedy", {}, 1), ("sampled", sampled, 1), ("sampled", sampled, 2)):
+        results[f"nan_{name}_{level}"] = _nan(llm, prompts, own, wanted, level)
     results["grammar"] = _grammar(llm, prompts)
     results["padded"] = _padded(llm, prompts[0][:321])
     return results

@@ -12,7 +12,7 @@ from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, wa
 # 700 tokens are prefilled in three chunks, while the others decode.
 MIXED = (700, 90, 400)
 MIN_CONTEXT = 200
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 
 
 def run() -> dict:
@@ -26,7 +26,7 @@ def run() -> dict:
 
     stock = make_engine(str(PAIR / "target"))
     wanted = generate(stock, prompts, max_tokens=NUM_TOKENS)
-    wanted_cramped = generate(stock, cramped, max_tokens=60)
+    wanted_cramped = generate(stock, cramped, max_tokens=44)
     wanted_ends = [generate(stock, ends, max_tokens=m) for m in (1, 2, 4, 30)]
     del stock
     gc.collect()
@@ -108,9 +108,9 @@ def _preemption(llm, prompts, wanted) -> dict:
     """Some requests lose their blocks, and their place in the runner, and come back."""
     runner, speculator = worker_of(llm).model_runner, speculator_of(llm)
     with watch(runner, "finish_requests") as calls, watch(speculator, "propose") as proposals:
-        found = generate(llm, prompts, max_tokens=60)
+        found = generate(llm, prompts, max_tokens=44)
     slots = speculator._built.slots
-    again = generate(llm, prompts[:1], max_tokens=60)
+    again = generate(llm, prompts[:1], max_tokens=44)
     return {
         "same": found == wanted and again == wanted[:1],
         "num_preempted": sum(len(args[0].preempted_req_ids or ()) for args, _ in calls),

@@ -91,7 +91,8 @@ class Controller:
         if has_seed or "context" not in self.chooses:
             self.rest.wake()
         else:
-            self.rest.requests_joined(self._exploration.promise(kinds))
+            exploration = self._exploration
+            self.rest.requests_joined(exploration.promise(kinds), exploration.in_vain(kinds))
 
     # Before a proposal.
 
@@ -153,7 +154,9 @@ class Controller:
         return chosen, expected
 
     def _plan_of(self, found: Options, rows, columns, candidates) -> _Planned:
-        lengths, seconds = found.lengths[rows, columns], found.seconds[rows, columns]
+        lengths = found.lengths[rows, columns]
+        # What is read once is no part of it: steps that read it are not compared.
+        seconds = (found.seconds - found.borne_seconds)[rows, columns]
         verified = sum(
             int(length) * self.model.draft_seconds(candidates[row].is_greedy)
             for row, length in zip(rows, lengths)
@@ -218,6 +221,7 @@ class Controller:
     ) -> None:
         """Adds trials; where nobody speculates even so, the batch rests."""
         exploration = self._exploration
+        exploration.note_first_plans(candidates, best)
         promise = exploration.promise_of(candidates, found)
         exploration.earn(best.seconds, plain, promise)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)

@@ -1,10 +1,12 @@
 """Finding out what present choices do not show, within a share of the time (``allowance.py``)."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_triforce.controller.acceptance import Rate
 from vllm_triforce.controller.allowance import Allowance
 from vllm_triforce.controller.choice import Route
 from vllm_triforce.controller.options import Candidate, Options
@@ -17,6 +19,12 @@ _AUDIT_AGAIN = 16
 _AUDIT_STEPS = 3
 # Steps of plain decoding that promising trials may take beyond what they are worth, at once.
 _INVESTED = 8
+# Steps of plain decoding that are saved up for trials at most.
+_SAVED = 4
+# Of so many decisions one looks whether requests that speculate should try another route.
+_OTHER_ROUTES_EVERY = 4
+# First plans that the guess "in vain" is worth, and those after which one counts 1/e.
+_FIRST_PLANS_WEIGHT, _FIRST_PLANS_MEMORY = 2.0, 32.0
 # Tokens of a trial: what a round of level 1 and level 2 adds, about.
 _TRIAL_LENGTH = 3
 
@@ -26,12 +34,14 @@ class _Trial:
     """What a request tries in this step.
 
     Args:
+        kind: the request's; None where it would have proposed something else, which says nothing
+            of whether it is promising to try where nobody speculates.
         charged: seconds of the allowance.
         needed: tokens that have to be accepted for such proposals to pay.
         num_reqs, plain_seconds: of the batch's step.
     """
 
-    kind: Kind
+    kind: Kind | None
     charged: float
     needed: float
     num_reqs: int
@@ -47,12 +57,17 @@ class Exploration:
     """Trials of requests that decode plainly, and plain steps of batches that speculate."""
 
     def __init__(self) -> None:
-        self.trials = Allowance(first=2, most=4)
+        self.trials = Allowance(first=2, most=_SAVED)
         self._promising = Allowance(first=_INVESTED, most=_INVESTED)
         """As much time again, for trials after one that was as good as it had to be."""
         self.audits = Allowance(first=0, most=_AUDIT_STEPS)
         self._last_plain = 0
         self._promise = Promise()
+        self._first_plans: dict[Kind, Rate] = defaultdict(
+            lambda: Rate(0.0, _FIRST_PLANS_WEIGHT, _FIRST_PLANS_MEMORY)
+        )
+        """By kind, how often the first plan with a request has it speculate."""
+        self._new: list[int] = []
         self._turn = 0
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
@@ -76,6 +91,16 @@ class Exploration:
         """Of requests together; 1 where there are none."""
         return max((self._promise.of(kind) for kind in kinds), default=1.0)
 
+    def note_first_plans(self, candidates: Sequence[Candidate], best: Plan) -> None:
+        """What is planned for requests of which this is the first decision."""
+        for row in self._new:
+            kind = kind_of(candidates[row].is_greedy, candidates[row].context)
+            self._first_plans[kind].add(1, int(best.options[row] >= 0))
+
+    def in_vain(self, kinds: Sequence[Kind]) -> float:
+        """How often a first look at requests of these kinds was for nothing, lately."""
+        return 1 - max((self._first_plans[kind].value for kind in kinds), default=0.0)
+
     def promise_of(self, candidates: Sequence[Candidate], found: Options) -> float:
         """Of those candidates that could be tried."""
         could = found.is_possible.any(axis=1)
@@ -91,6 +116,9 @@ class Exploration:
     def begin_turn(self, candidates: Sequence[Candidate]) -> None:
         """There is a decision."""
         self._turn += 1
+        self._new = [
+            row for row, c in enumerate(candidates) if c.request_id not in self._waits_since
+        ]
         for candidate in candidates:
             name = candidate.request_id
             self._waits_since.setdefault(name, self._turn)
@@ -109,9 +137,10 @@ class Exploration:
         margin: float,
         first_seconds: float = 0.0,
     ) -> None:
-        """Lets requests speculate that would not, as far as the allowance goes: those first that
-        have waited longest for it, or one that gains nothing would keep the others from their
-        turn. One whose trial paid for itself does not wait anew.
+        """Lets requests speculate that would not, or by a route that promises more than theirs
+        but is thought little of, as far as the allowance goes: those first that have waited longest
+        for it, or one that gains nothing would keep the others from their turn. One whose trial
+        paid for itself does not wait anew.
 
         Args:
             alone: gives the same options with the times of a request that shares its rounds with
@@ -122,29 +151,51 @@ class Exploration:
                 bears it where nobody does.
         """
         more = 0.0 if (columns >= 0).any() else first_seconds
-        could = (columns < 0) & found.is_possible.any(axis=1)
+        could = _beyond_present(found, columns)
+        if self._turn % _OTHER_ROUTES_EVERY:
+            could[columns >= 0] = False
         if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
             return
-        share, hoped, lonely = plain_seconds / len(columns), hopeful(), alone()
         num_reqs = len(columns) + num_plain
-        best, rates = best_alone(hoped, share)
+        share, hoped, lonely = plain_seconds / num_reqs, hopeful(), alone()
+        best, rates = best_alone(replace(hoped, is_possible=could), share)
+        taken = np.flatnonzero(columns >= 0)
+        step_seconds = plain_seconds + found.seconds[taken, columns[taken]].sum()
         names = [candidate.request_id for candidate in candidates]
-        for row in sorted(np.flatnonzero(could), key=lambda row: self._waits_since[names[row]]):
-            if rates[row] <= (1 + margin) / share:
+
+        def turn(row: int) -> tuple[bool, int]:
+            return columns[row] >= 0, self._waits_since[names[row]]
+
+        is_saving = False
+        for row in sorted(np.flatnonzero(could.any(axis=1)), key=turn):
+            now, route = columns[row], hoped.routes[best[row]]
+            is_plain = now < 0
+            if is_saving and not is_plain:
+                break  # for those that do not speculate
+            instead = 0.0 if is_plain else float(found.tokens[row, now])
+            present = (1 + instead) / (share + (0 if is_plain else found.seconds[row, now]))
+            if rates[row] <= (1 + margin) * present:
                 continue  # nothing to be gained whatever is accepted
-            trial = _short(found, row, hoped.routes[best[row]])
+            trial = _short(found, row, route)
             seconds = lonely.next_seconds(row, trial) + more
-            if self.trials.spend(seconds):
-                columns[row] = trial
-                more = 0.0
-                its = candidates[row]
-                self._trying[names[row]] = _Trial(
-                    kind_of(its.is_greedy, its.context),
-                    seconds,
-                    float(found.seconds[row, trial]) * num_reqs / plain_seconds,
-                    num_reqs,
-                    plain_seconds,
-                )
+            if not is_plain:  # what it would have gained by what it does not do now
+                given_up = step_seconds / num_reqs * np.log1p(instead) - found.seconds[row, now]
+                seconds += max(0.0, float(given_up))
+            if not self.trials.spend(seconds):
+                is_saving |= is_plain and seconds <= _SAVED * plain_seconds
+                continue
+            if not any(found.routes[column] is Route.LEVELS for column in columns if column >= 0):
+                found.seconds[row, trial] = lonely.seconds[row, trial]
+            columns[row] = trial
+            more = 0.0
+            its = candidates[row]
+            self._trying[names[row]] = _Trial(
+                kind_of(its.is_greedy, its.context) if is_plain else None,
+                seconds,
+                float(present * (share + found.seconds[row, trial]) - 1),
+                num_reqs,
+                plain_seconds,
+            )
 
     def came_of_it(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Level 3 tested a proposal. If it was a trial, the allowance gets back what that was
@@ -154,7 +205,8 @@ class Exploration:
         if trial is None:
             return
         is_promising = num_accepted >= min(trial.needed, num_drafted)
-        self._promise.add(trial.kind, is_promising)
+        if trial.kind is not None:
+            self._promise.add(trial.kind, is_promising)
         worth = min(trial.charged, trial.worth(num_accepted))
         if is_promising and self._promising.spend(trial.charged - worth):
             worth = trial.charged
@@ -171,11 +223,19 @@ class Exploration:
         self._trying.pop(request_id, None)
 
 
+def _beyond_present(found: Options, columns: np.ndarray) -> np.ndarray:
+    """What requests could try, [num_reqs, num_options]: routes that they do not take now."""
+    routes = [None, *dict.fromkeys(found.routes)]
+    of_option = np.array([routes.index(route) for route in found.routes])
+    now = np.where(columns >= 0, of_option[columns], 0)
+    return found.is_possible & (of_option != now[:, None])
+
+
 def _cheapest(found: Options, could: np.ndarray) -> float:
-    """Seconds below which none of these requests has a trial."""
-    is_trial = found.is_possible & could[:, None]
+    """Seconds below which no request has one of these trials."""
+    is_trial = could
     if (is_trial & (found.lengths >= _TRIAL_LENGTH)).any():
-        is_trial &= found.lengths >= _TRIAL_LENGTH
+        is_trial = is_trial & (found.lengths >= _TRIAL_LENGTH)
     return float(found.seconds[is_trial].min())
 
 

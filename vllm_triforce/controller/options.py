@@ -49,6 +49,7 @@ class Options:
         match_lengths: [num_reqs].
         first_seconds: [num_reqs, num_options], what the next proposal takes longer than
             ``seconds``, because the draft's window or level 2's selection has to be made.
+        borne_seconds: [num_reqs, num_options], the part of that which is in ``seconds``.
     """
 
     lengths: np.ndarray
@@ -58,6 +59,7 @@ class Options:
     routes: list[Route] = field(default_factory=list)
     match_lengths: list[int] = field(default_factory=list)
     first_seconds: np.ndarray | float = 0.0
+    borne_seconds: np.ndarray | float = 0.0
 
     def next_seconds(self, row: int, column: int) -> float:
         """What a request's next proposal takes, with all that has to be made for it first."""
@@ -139,6 +141,7 @@ def build_options(
         [route for route in routes for _ in range(shape[1])],
         [c.match_length for c in candidates],
         more * (1 - 1 / proposals),
+        more / proposals,
     )
 
 

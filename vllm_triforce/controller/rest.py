@@ -60,16 +60,19 @@ class Rest:
         """A look: the next one is due early again."""
         self._num_looks = 0
 
-    def requests_joined(self, promise: float = 1.0) -> None:
+    def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> None:
         """The batch has got requests of which little is known: a look is due early again, as soon
         as it is paid for. The step that they join in is no time for it, since it reads them.
 
         Args:
             promise: theirs; more of it than the others' brings the look forward.
+            in_vain: how often a look at such requests was; one that is not has not to be earned.
         """
         if self.is_resting:
             self._num_looks = 0
-            affordable = min(self._affordable, self._counted + _ceil(self._missing / promise))
+            affordable = min(
+                self._affordable, self._counted + _ceil(in_vain * self._missing / promise)
+            )
             self._until = min(self._until, max(self.step + 1, affordable))
 
     def until_next_look(

@@ -15,3 +15,5 @@ class Drafted:
     where each token was certain (prompt lookup, greedy requests)."""
     nan_rows: list[int] = field(default_factory=list)
     """Rows for which the draft's logits had a NaN; nothing is drafted for them."""
+    is_first: bool = False
+    """Whether the draft read a whole window of tokens, of a request that it knew nothing of."""

@@ -9,9 +9,6 @@ from vllm_triforce.speculator.level1 import Drafted
 from vllm_triforce.speculator.prompt_lookup import Match, find_match, follow
 from vllm_triforce.speculator.streaming import StreamingLevel
 
-# Tokens that a pass of the draft reads beside others without taking notably longer.
-_FAR_BEHIND = 16
-
 
 @dataclass
 class Sourced:
@@ -73,11 +70,6 @@ class Level1Sources:
     def tokens_behind(self, request_id: str, num_tokens: int) -> int:
         """Tokens that the draft model has to read before it can draft; 0 where there is none."""
         return 0 if self.model is None else self.model.tokens_behind(request_id, num_tokens)
-
-    def is_far_behind(self, batch: DraftBatch, row: int) -> bool:
-        """Whether reading what the draft model has not seen takes longer than drafting itself."""
-        behind = self.tokens_behind(batch.request_ids[row], len(batch.token_ids[row]))
-        return behind > _FAR_BEHIND
 
     @property
     def num_requests(self) -> int:

@@ -55,6 +55,7 @@ class StreamingLevel:
         drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(wanted) if count]
         self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
+        drafted.is_first = any(batch.request_ids[rows[i]] not in self._windows for i in active)
         feed, first_positions = [], []
         for i in active:
             row = rows[i]

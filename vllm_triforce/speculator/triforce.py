@@ -90,8 +90,6 @@ class TriForceSpeculator:
         self.counters.add_time("selection", seconds)
         if self.controller.measured is not None and not is_first:  # which summarises the prompt
             self.controller.measured.observe_begin(len(batch), seconds)
-        if is_first or any(self.level1.is_far_behind(batch, row) for row in range(len(batch))):
-            self.controller.forget_plan()
 
         def unfinished() -> list[int]:
             return [
@@ -100,7 +98,7 @@ class TriForceSpeculator:
                 if _missing(batch, proposal, row) > 0 and request_id not in self.set_aside
             ]
 
-        began, observes = time.perf_counter(), not is_first
+        began, is_usual = time.perf_counter(), not is_first
         while rows := unfinished():
             # Each pass of level 2 adds a token of its own, hence one less to draft.
             most = [_missing(batch, proposal, row) - 1 for row in rows]
@@ -131,9 +129,12 @@ class TriForceSpeculator:
             self.counters.num_level2_passes += 1
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
             seconds = (drafted_at - start, forwarded_at - drafted_at, verified_at - forwarded_at)
-            self._observe_round(batch, rows, sourced, verified.num_accepted, seconds, observes)
-            observes = True
-        if self.controller.chooses and not is_first:
+            has_times = not (is_first or drafted.is_first)
+            self._observe_round(batch, rows, sourced, verified.num_accepted, seconds, has_times)
+            is_first, is_usual = False, is_usual and not drafted.is_first
+        if not is_usual:
+            self.controller.forget_plan()
+        elif self.controller.chooses:
             seconds = time.perf_counter() - began
             self.controller.observe_proposal(batch.request_ids, lengths, seconds)
         for row, place in enumerate(places):
@@ -159,13 +160,13 @@ class TriForceSpeculator:
             return
         start = time.perf_counter()
         lengths = [choices[row].num_tokens for row in with_draft]
-        if any(self.level1.is_far_behind(batch, row) for row in with_draft):
-            self.controller.forget_plan()
         self._begin_noise(batch, proposal, with_draft)
         sampling = batch.sampling.take(with_draft)
         drafted = self.level1.model.draft(
             batch, proposal, with_draft, lengths, sampling, self.noise
         )
+        if drafted.is_first:
+            self.controller.forget_plan()
         for i, row in enumerate(with_draft):
             proposal.token_ids[row] = drafted.token_ids[i]
             if proposal.probs is not None:
@@ -184,7 +185,8 @@ class TriForceSpeculator:
         )
 
     def _observe_round(self, batch, rows, sourced, num_accepted, seconds, has_times) -> None:
-        """``has_times``: whether it took what rounds take; a draft's first one reads its window."""
+        """``has_times``: whether it took what rounds take; the first one may not, nor one in which
+        the draft reads its window."""
         controller, tokens = self.controller, sourced.drafted.token_ids
         if not controller.chooses:
             return
