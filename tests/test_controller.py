@@ -615,6 +615,20 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
     assert steps < 30 if is_due else steps > 60, steps
 
 
+@pytest.mark.parametrize("undecided", [dict(has_seed=True), dict(most=0)])
+def test_requests_for_whom_nothing_is_decided_say_nothing_of_first_plans(undecided):
+    """Requests with a seed, and those that can propose nothing, come between others of their kind:
+    how soon those are looked at stays as it was."""
+    found = controller(LONG_PAYS, has_draft=False)
+    kinds = [kind_of(True, 20_000)]
+    routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 0, 20_000)
+    before = found._exploration.in_vain(kinds)
+    for step in range(40):
+        found.choose([dataclasses.replace(Candidate(f"other-{step}", 20_000, 16), **undecided)])
+        found.release(f"other-{step}")
+    assert found._exploration.in_vain(kinds) == before < 0.5
+
+
 def test_what_was_in_vain_of_one_kind_of_request_says_nothing_of_another():
     promise = Promise()
     vain, other, longer = kind_of(False, 600), kind_of(True, 600), kind_of(False, 5000)

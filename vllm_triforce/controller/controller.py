@@ -221,7 +221,7 @@ class Controller:
     ) -> None:
         """Adds trials; where nobody speculates even so, the batch rests."""
         exploration = self._exploration
-        exploration.note_first_plans(candidates, best)
+        exploration.note_first_plans(candidates, found, best)
         promise = exploration.promise_of(candidates, found)
         exploration.earn(best.seconds, plain, promise)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -91,9 +92,11 @@ class Exploration:
         """Of requests together; 1 where there are none."""
         return max((self._promise.of(kind) for kind in kinds), default=1.0)
 
-    def note_first_plans(self, candidates: Sequence[Candidate], best: Plan) -> None:
-        """What is planned for requests of which this is the first decision."""
-        for row in self._new:
+    def note_first_plans(self, candidates: Sequence[Candidate], found: Options, best: Plan) -> None:
+        """What is planned for requests of which this is the first decision, where there is one:
+        not with a seed, nor where nothing can be proposed."""
+        could = found.is_possible.any(axis=1)
+        for row in filter(could.__getitem__, self._new):
             kind = kind_of(candidates[row].is_greedy, candidates[row].context)
             self._first_plans[kind].add(1, int(best.options[row] >= 0))
 
@@ -157,7 +160,7 @@ class Exploration:
         if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
             return
         num_reqs = len(columns) + num_plain
-        share, hoped, lonely = plain_seconds / num_reqs, hopeful(), alone()
+        share, hoped, alone = plain_seconds / num_reqs, hopeful(), cache(alone)
         best, rates = best_alone(replace(hoped, is_possible=could), share)
         taken = np.flatnonzero(columns >= 0)
         step_seconds = plain_seconds + found.seconds[taken, columns[taken]].sum()
@@ -177,7 +180,7 @@ class Exploration:
             if rates[row] <= (1 + margin) * present:
                 continue  # nothing to be gained whatever is accepted
             trial = _short(found, row, route)
-            seconds = lonely.next_seconds(row, trial) + more
+            seconds = alone().next_seconds(row, trial) + more
             if not is_plain:  # what it would have gained by what it does not do now
                 given_up = step_seconds / num_reqs * np.log1p(instead) - found.seconds[row, now]
                 seconds += max(0.0, float(given_up))
@@ -185,7 +188,7 @@ class Exploration:
                 is_saving |= is_plain and seconds <= _SAVED * plain_seconds
                 continue
             if not any(found.routes[column] is Route.LEVELS for column in columns if column >= 0):
-                found.seconds[row, trial] = lonely.seconds[row, trial]
+                found.seconds[row, trial] = alone().seconds[row, trial]
             columns[row] = trial
             more = 0.0
             its = candidates[row]
