@@ -10,12 +10,20 @@ import pytest
 
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce.bench.errors import BadInput
-from vllm_triforce.bench.serve import cells, contenders, load, schedule, server, store, summary
-from vllm_triforce.bench.serve import requests as requests_module
-from vllm_triforce.bench.serve.cells import Cell
-from vllm_triforce.bench.serve.schedule import Contest
-from vllm_triforce.bench.serve.settings import ServeSettings
+from vllm_triforce_bench.compare.errors import BadInput
+from vllm_triforce_bench.compare.serve import (
+    cells,
+    contenders,
+    load,
+    schedule,
+    server,
+    store,
+    summary,
+)
+from vllm_triforce_bench.compare.serve import requests as requests_module
+from vllm_triforce_bench.compare.serve.cells import Cell
+from vllm_triforce_bench.compare.serve.schedule import Contest
+from vllm_triforce_bench.compare.serve.settings import ServeSettings
 
 OURS, CONTROL = Contest("triforce", "stock"), Contest("control", "stock")
 
@@ -70,7 +78,7 @@ MISTAKES = [
 def test_a_mistake_is_said_before_any_server_starts(
     mistake, says, pair, tmp_path, monkeypatch, capsys
 ):
-    from vllm_triforce.bench.serve import measure
+    from vllm_triforce_bench.compare.serve import measure
 
     def started(*args, **kwargs):
         raise AssertionError("a server was started")
@@ -321,7 +329,7 @@ def test_slower_than_the_control_is_slower():
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
-    from vllm_triforce.bench.serve.page import render
+    from vllm_triforce_bench.compare.serve.page import render
 
     rows = summary.summarize(run_of([(123.4, 308.5)]) + run_of([(100, 101)], "control/stock"))
     machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from gpu.speedup import Costs, curve, inner_loop, per_test, speedup, tokens_per_step
+from vllm_triforce_bench.gpu_suite.speedup import (
+    Costs,
+    curve,
+    inner_loop,
+    per_test,
+    speedup,
+    tokens_per_step,
+)
 
 COSTS = Costs(20.0, 0.5, 0.3, 4.0, 0.1, 24.0)
 

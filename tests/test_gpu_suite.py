@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from gpu.machine import prepare
-from gpu.report import figures, log
-from gpu.run import Step, run_steps
-from gpu.state import MOST_CUTS, State
-from gpu.steps import BACKENDS, BUDGETS, CELLS, STOCK, steps
 from tests.models import ROOT
+from vllm_triforce_bench.gpu_suite.machine import prepare
+from vllm_triforce_bench.gpu_suite.report import figures, log
+from vllm_triforce_bench.gpu_suite.run import Step, run_steps
+from vllm_triforce_bench.gpu_suite.state import MOST_CUTS, State
+from vllm_triforce_bench.gpu_suite.steps import BACKENDS, BUDGETS, CELLS, STOCK, steps
 
 
 def script(name: str, body: str, limit_s: float = 30, **more) -> Step:
@@ -177,7 +177,7 @@ def test_a_bare_machine_gets_vllm_from_the_kit_and_the_plugins_entry_point(tmp_p
     checkout.mkdir()
     for name in ("vllm_triforce", "setup.cfg"):
         (checkout / name).symlink_to(ROOT / name)
-    monkeypatch.setattr("gpu.machine.ROOT", checkout)
+    monkeypatch.setattr("vllm_triforce_bench.gpu_suite.machine.ROOT", checkout)
     with pytest.raises(RuntimeError, match="give --kit"):
         prepare(tmp_path / "work", None)
     kit = tmp_path / "kit"
@@ -226,8 +226,8 @@ def test_the_report_is_made_of_what_is_there(tmp_path):
 
 
 def test_parts_of_a_step_add_up():
-    from gpu.benchmark import parts_ms
     from vllm_triforce.metrics.counters import LevelCounters
+    from vllm_triforce_bench.gpu_suite.benchmark import parts_ms
 
     counters = LevelCounters(num_level2_passes=20)
     for part, seconds in (("selection", 0.01), ("level 1", 0.03), ("level 2", 0.1)):

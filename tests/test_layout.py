@@ -16,17 +16,18 @@ LAYERS = [
     ["attention", "verification", "patches"],
     ["speculator"],
     ["worker", "scheduler"],
-    ["lab"],
-    ["bench"],
 ]
+# What measures the package, beside it; none needs another.
+BENCHMARKS = ROOT / "vllm_triforce_bench"
+TOOLS = ["compare", "acceptance", "gpu_suite"]
 WITHOUT_VLLM = [
-    "cache",
-    "controller",
-    "selection",
-    "config/triforce_config.py",
-    "verification/oracle.py",
-    "lab",
-    "lab/policies",
+    "vllm_triforce/cache",
+    "vllm_triforce/controller",
+    "vllm_triforce/selection",
+    "vllm_triforce/config/triforce_config.py",
+    "vllm_triforce/verification/oracle.py",
+    "vllm_triforce_bench/acceptance",
+    "vllm_triforce_bench/acceptance/policies",
 ]
 
 
@@ -56,11 +57,26 @@ def test_imports_go_one_way(layer):
 
 @pytest.mark.parametrize("place", WITHOUT_VLLM)
 def test_lowest_layers_know_no_vllm(place):
-    path = PACKAGE / place
+    path = ROOT / place
     for file in [path] if path.is_file() else path.glob("*.py"):
         assert not any(m == "vllm" or m.startswith("vllm.") for m in imports(file)), file
 
 
+def test_what_serves_needs_no_benchmark():
+    for path in PACKAGE.rglob("*.py"):
+        assert not any(m.split(".")[0] == BENCHMARKS.name for m in imports(path)), path
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_benchmarks_stand_alone(tool):
+    for path in (BENCHMARKS / tool).rglob("*.py"):
+        for module in imports(path):
+            parts = module.split(".")
+            assert parts[0] != BENCHMARKS.name or parts[1] == tool, f"{path} imports {module}"
+
+
 def test_every_folder_is_in_a_layer():
+    tools = {path.parent.name for path in BENCHMARKS.glob("*/__init__.py")}
+    assert tools == set(TOOLS)
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == {name for names in LAYERS for name in names}

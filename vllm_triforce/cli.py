@@ -25,13 +25,13 @@ class Command:
 
 COMMANDS = {
     "bench": Command(
-        "vllm_triforce.bench.command",
+        "vllm_triforce_bench.compare.command",
         "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
         needs=("rich", "pandas", "matplotlib"),
         extra="bench",
     ),
     "lab": Command(
-        "vllm_triforce.lab.command",
+        "vllm_triforce_bench.acceptance.command",
         "measure how often a sparse cache agrees with the full one, by policy, budget and context",
         needs=("transformers", "rich", "pandas", "matplotlib"),
         extra="bench",

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.contract import source, table_attention, table_bench, table_config, table_runners
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "vllm_triforce"
+PACKAGES = [ROOT / "vllm_triforce", ROOT / "vllm_triforce_bench" / "compare"]
 TABLE = table_config.TABLE + table_runners.TABLE + table_attention.TABLE + table_bench.TABLE
 
 
@@ -28,12 +28,12 @@ def installed() -> Path:
 def imports() -> dict[tuple[str, str], set[str]]:
     """(module below vllm, name) that our package imports, and the files that do."""
     found: dict[tuple[str, str], set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 for alias in node.names:
                     key = (".".join(node.module.split(".")[1:]), alias.name)
-                    found.setdefault(key, set()).add(str(path.relative_to(PACKAGE)))
+                    found.setdefault(key, set()).add(str(path.relative_to(ROOT)))
     return found
 
 
@@ -73,7 +73,7 @@ def facts_of(root: Path, version: str) -> dict:
 
 def _candidates(module: str) -> list[str]:
     path = module.replace(".", "/")
-    return [f"{path}.py", f"{path}/__init__.py"] if path else ["__init__.py"]
+    return [f"{path}.py", f"{path}/__init__.py"] if path else ["vllm_triforce/__init__.py"]
 
 
 def _told(file: str, text: str) -> dict:

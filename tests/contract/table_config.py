@@ -8,9 +8,9 @@ from tests.contract.surface import Surface, calls, does, has, overrides
 
 ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
-OURS = "config/engine_args.py"
-CHECK = "config/compatibility.py"
-MIXIN = "worker/mixin.py"
+OURS = "vllm_triforce/config/engine_args.py"
+CHECK = "vllm_triforce/config/compatibility.py"
+MIXIN = "vllm_triforce/worker/mixin.py"
 
 TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.add_cli_args", "parser", OURS),
@@ -22,8 +22,8 @@ TABLE: list[Surface] = [
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
     has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
-    overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "config/drafting_slots.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "config/drafting_slots.py"),
+    overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "vllm_triforce/config/drafting_slots.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "vllm_triforce/config/drafting_slots.py"),
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
     has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
     has("config/parallel.py", "ParallelConfig", "worker_cls data_parallel_index pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
@@ -34,29 +34,29 @@ TABLE: list[Surface] = [
     does("platforms/cpu.py", "CpuPlatform.check_and_update_config", "parallel_config.worker_cls =", OURS),
     does("platforms/cuda.py", "CudaPlatformBase.check_and_update_config", "parallel_config.worker_cls =", OURS),
     # Who calls register(), and when.
-    does("plugins/__init__.py", "load_general_plugins", "load_plugins_by_group(", "plugin.py"),
-    does(ARGS, "EngineArgs.__post_init__", "load_general_plugins(", "plugin.py"),
-    does(ARGS, "AsyncEngineArgs.add_cli_args", "load_general_plugins(", "plugin.py"),
+    does("plugins/__init__.py", "load_general_plugins", "load_plugins_by_group(", "vllm_triforce/plugin.py"),
+    does(ARGS, "EngineArgs.__post_init__", "load_general_plugins(", "vllm_triforce/plugin.py"),
+    does(ARGS, "AsyncEngineArgs.add_cli_args", "load_general_plugins(", "vllm_triforce/plugin.py"),
     # Start-up, in the order that the mixin's hooks rely on.
     does("v1/executor/uniproc_executor.py", "UniProcExecutor._init_executor", "self.driver_worker.init_worker( < self.driver_worker.init_device( < self.driver_worker.load_model(", MIXIN),
     does("v1/executor/multiproc_executor.py", "WorkerProc.__init__", "self.worker.init_device( < self.worker.load_model(", MIXIN),
     does("v1/engine/core.py", "EngineCore._initialize_kv_caches", "self.model_executor.get_kv_cache_specs( < self.model_executor.determine_available_memory( < self.model_executor.initialize_from_config( < self.model_executor.compile_or_warm_up_model(", MIXIN),
-    has("entrypoints/llm.py", "LLM", "collective_rpc", "metrics/report.py"),
+    has("entrypoints/llm.py", "LLM", "collective_rpc", "vllm_triforce/metrics/report.py"),
     # Every request parameter is answered.
-    overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "config/request_params.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "worker/rejection_v1.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "worker/rejection_v1.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "worker/argmax_verification_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "worker/argmax_verification_v1.py"),
-    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "worker/argmax_verification_v1.py"),
-    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "worker/argmax_verification_v1.py"),
+    overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "vllm_triforce/config/request_params.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/worker/rejection_v1.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/worker/rejection_v1.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/worker/rejection_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/argmax_verification_v1.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/worker/argmax_verification_v1.py"),
+    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/worker/argmax_verification_v1.py"),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/argmax_verification_v1.py"),
     # The way of the counters.
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "metrics/carrier.py"),
-    has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "metrics/carrier.py"),
-    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "metrics/carrier.py"),
-    has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "metrics/prometheus.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "speculator/streaming.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/metrics/carrier.py"),
+    has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/metrics/carrier.py"),
+    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/metrics/carrier.py"),
+    has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/speculator/streaming.py"),
 ]

@@ -6,14 +6,14 @@
 
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
-MIXIN, BUILD = "worker/mixin.py", "worker/build.py"
-V1, V2 = "worker/runner_v1.py", "worker/runner_v2.py"
-OFF, HANDED = "worker/plain_steps_v1.py", "worker/proposal_v2.py"
-GRAPHS = "speculator/device/model_pass.py"
+MIXIN, BUILD = "vllm_triforce/worker/mixin.py", "vllm_triforce/worker/build.py"
+V1, V2 = "vllm_triforce/worker/runner_v1.py", "vllm_triforce/worker/runner_v2.py"
+OFF, HANDED = "vllm_triforce/worker/plain_steps_v1.py", "vllm_triforce/worker/proposal_v2.py"
+GRAPHS = "vllm_triforce/speculator/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
-FACTS = "worker/request_facts_v2.py"
+FACTS = "vllm_triforce/worker/request_facts_v2.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -32,15 +32,15 @@ PROPOSE2 = (
 
 WORKERS: list[Surface] = [
     overrides(WORKER, "Worker.init_device", "self", MIXIN),
-    overrides(CPU_WORKER, "CPUWorker.init_device", "self", "worker/cpu.py"),
+    overrides(CPU_WORKER, "CPUWorker.init_device", "self", "vllm_triforce/worker/cpu.py"),
     overrides(WORKER, "Worker.get_kv_cache_spec", "self", MIXIN),
     overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
     overrides(CPU_WORKER, "CPUWorker.compile_or_warm_up_model", "self", MIXIN),
     overrides(WORKER, "Worker.compile_or_warm_up_model", "self", MIXIN),
-    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "worker/ranks.py"),
-    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "worker/ranks.py"),
-    derives(CPU_WORKER, "CPUWorker", "Worker", "worker/cpu.py"),
-    has(WORKER, "Worker", "_make_model_runner", "worker/gpu.py"),
+    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/worker/ranks.py"),
+    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/worker/ranks.py"),
+    derives(CPU_WORKER, "CPUWorker", "Worker", "vllm_triforce/worker/cpu.py"),
+    has(WORKER, "Worker", "_make_model_runner", "vllm_triforce/worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
     has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", MIXIN),
     # The runner is there when init_device() returns, before any weights.
@@ -66,7 +66,7 @@ RUNNER_V1: list[Surface] = [
     overrides(RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", "self, spec_decode_metadata", V1),
     does(RUNNER, "GPUModelRunner._sample", "self._get_spec_decode_draft_probs( < self.rejection_sampler(", V1),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "num_draft_tokens draft_token_ids", V1),
-    does("model_executor/layers/attention/kv_transfer_utils.py", "maybe_transfer_kv_layer", "has_kv_transfer_group(", "patches/kv_connector.py"),
+    does("model_executor/layers/attention/kv_transfer_utils.py", "maybe_transfer_kv_layer", "has_kv_transfer_group(", "vllm_triforce/patches/kv_connector.py"),
     has(RUNNER, "GPUModelRunner", "drafter effective_drafter_max_model_len max_model_len requests input_batch attn_groups", V1),
     # It insists on the class, and tells us in this order what a step came to.
     does(RUNNER, "GPUModelRunner.sample_tokens", "isinstance(self.drafter, DraftModelProposer)", V1),
@@ -139,8 +139,8 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
     # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
-    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "kernels/noise.py"),
-    calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "kernels/noise.py"),
+    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "vllm_triforce/kernels/noise.py"),
+    calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "vllm_triforce/kernels/noise.py"),
     calls("v1/worker/gpu/async_utils.py", "async_copy_to_np", "x", HANDED),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", V2),
     has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),
@@ -153,17 +153,17 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", GRAPHS),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", GRAPHS),
     overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "worker/plain_decode_graphs.py"),
-    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "worker/plain_decode_graphs.py"),
-    overrides("v1/engine/core.py", "EngineCore.post_step", "self, model_executed", "scheduler/draft_carrier.py"),
-    does("v1/engine/core.py", "EngineCore.post_step", "self.model_executor.take_draft_token_ids( < self.scheduler.update_draft_token_ids(", "scheduler/draft_carrier.py"),
-    does("v1/engine/core.py", "EngineCore.step", "self.model_executor.sample_tokens( < self.scheduler.update_from_output(", "scheduler/draft_carrier.py"),
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "scheduler/draft_carrier.py"),
-    has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "scheduler/draft_carrier.py"),
-    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "scheduler/scheduler.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", "scheduler/scheduler.py"),
-    overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "scheduler/async_scheduler.py"),
-    does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "scheduler/async_scheduler.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/worker/plain_decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/worker/plain_decode_graphs.py"),
+    overrides("v1/engine/core.py", "EngineCore.post_step", "self, model_executed", "vllm_triforce/scheduler/draft_carrier.py"),
+    does("v1/engine/core.py", "EngineCore.post_step", "self.model_executor.take_draft_token_ids( < self.scheduler.update_draft_token_ids(", "vllm_triforce/scheduler/draft_carrier.py"),
+    does("v1/engine/core.py", "EngineCore.step", "self.model_executor.sample_tokens( < self.scheduler.update_from_output(", "vllm_triforce/scheduler/draft_carrier.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/draft_carrier.py"),
+    has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/draft_carrier.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/scheduler.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", "vllm_triforce/scheduler/scheduler.py"),
+    overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
+    does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
 ]
 
@@ -180,9 +180,9 @@ BUILDING: list[Surface] = [
     has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", BUILD),
     overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", BUILD),
     # Copies that the host does not wait for.
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "speculator/device/level1.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "speculator/device/selections.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "speculator/device/triforce.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/speculator/device/level1.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/speculator/device/selections.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/speculator/device/triforce.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING

@@ -1,0 +1,116 @@
+"""From the results of the steps to the figures that are asked for, and to a short log."""
+
+from vllm_triforce_bench.gpu_suite.speedup import Costs, curve, per_test, tokens_per_step
+
+# Per test, of level 2: the paper reports 0.92 (streaming) to 0.97 at 120K.
+ACCEPTANCES = [0.7, 0.8, 0.9, 0.92, 0.95, 0.97]
+# Of level 1's tokens, by level 2: what the paper's own data say.
+PAPER_LEVEL1 = 0.21
+GAMMA = 2  # the default, which every step of the suite runs with
+TARGETS = {"level2_over_stock_4k": 1.15, "outside_the_levels": 0.05}
+
+
+def figures(steps: dict) -> dict:
+    """Everything derived from ``State.data["steps"]``; what was not measured is not there."""
+    done = {n: s["result"] for n, s in steps.items() if n.startswith("bench-") and s.get("result")}
+    stock = {r["geometry"]: r["cells"] for r in done.values() if not r["budget"]}
+    pair = (steps.get("pair", {}).get("result") or {}).get("cells", [])
+    level1 = _level1_acceptance(pair)
+    found: dict = {"level1_acceptance": level1, "cells": [], "pair": [_pair(c) for c in pair]}
+    for result in done.values():
+        if not result["budget"]:
+            continue
+        base = stock.get(result["geometry"], {})
+        for name, cell in result["cells"].items():
+            if name in base:
+                found["cells"].append(_cell(result, name, cell, base, level1))
+    if pair:
+        best = max(pair, key=lambda c: c["speedup"])["counters"]
+        a2 = best["level2_acceptance_per_test"]
+        for cell in found["cells"]:
+            cell["at_the_pairs_acceptance"] = curve(Costs(**cell["costs_ms"]), [a2], level1)[
+                "speedup"
+            ]
+    return found
+
+
+def _cell(result: dict, name: str, cell: dict, base: dict, level1: float) -> dict:
+    costs = Costs(
+        stock_step=base[name]["step_ms"],
+        selection=cell["selection_ms"],
+        level1_step=cell["level1_step_ms"],
+        level2_pass=cell["level2_pass_ms"],
+        verification=cell["verification_ms"],
+        full_pass=cell["full_pass_ms"],
+    )
+    outside = cell["selection_ms"] + cell["verification_ms"] * cell["rounds_per_step"]
+    found = {"geometry": result["geometry"], "budget": result["budget"], "cell": name}
+    found |= curve(costs, ACCEPTANCES, level1)
+    found["propose_ms"] = cell["propose_ms"]
+    found["outside_the_levels"] = outside / cell["step_ms"]
+    found["parts_are_synchronized"] = result["parts_are_synchronized"]
+    batch = name.split("x")[1]
+    if result["budget"] == 4096 and (near := base.get(f"4096x{batch}")):
+        found["level2_over_stock_4k"] = cell["level2_pass_ms"] / near["step_ms"]
+    return found
+
+
+def _pair(cell: dict) -> dict:
+    counters = cell["counters"]
+    keep = ("context", "batch", "budget", "speedup", "share_of_requests_identical")
+    return {key: cell[key] for key in keep} | {
+        "mean_acceptance_length": counters["mean_acceptance_length"],
+        "level2_acceptance_per_test": counters["level2_acceptance_per_test"],
+        "level1_acceptance_rate": counters["level1_acceptance_rate"],
+    }
+
+
+def _level1_acceptance(cells: list[dict]) -> float:
+    """Of the trained pair, per test; the paper's where none was measured."""
+    drafted = sum(cell["counters"]["num_level1_drafted"] for cell in cells)
+    accepted = sum(cell["counters"]["num_level1_accepted"] for cell in cells)
+    return per_test(accepted / drafted, GAMMA) if drafted else PAPER_LEVEL1
+
+
+def log(data: dict, found: dict) -> str:
+    """One screen for a reader: steps, targets, cells, the pair."""
+    lines = [f"{data.get('machine', {})}", "", "steps"]
+    for name, step in data["steps"].items():
+        why = step.get("why", "")
+        lines.append(f"  {name:32} {step['status']:8} {step['seconds']:6.0f} s  {why}")
+    lines += ["", "milliseconds a step; speed-up by level 2's acceptance (level 1's: "]
+    lines[-1] += f"{found['level1_acceptance']:.2f}); 6 proposed, 0.92 is "
+    lines[-1] += f"{tokens_per_step(0.92, 6):.2f} tokens a step"
+    head = "stock  full  level2  level1  select verify outside"
+    lines.append(f"  {'geometry, budget, context x batch':38} {head}  " + "  ".join(_heads()))
+    for cell in found["cells"]:
+        c = cell["costs_ms"]
+        name = f"{cell['geometry']} {cell['budget']} {cell['cell']}"
+        ratios = "  ".join(f"{cell['speedup'][str(a)]:5.2f}" for a in ACCEPTANCES)
+        mark = "" if cell["parts_are_synchronized"] else " (parts not synchronised)"
+        lines.append(
+            f"  {name:38} {c['stock_step']:5.1f} {c['full_pass']:5.1f} {c['level2_pass']:7.2f} "
+            f"{c['level1_step']:7.2f} {c['selection']:7.2f} {c['verification']:6.2f} "
+            f"{100 * cell['outside_the_levels']:6.1f}%  {ratios}{mark}"
+        )
+    for cell in found["cells"]:
+        if (ratio := cell.get("level2_over_stock_4k")) is not None:
+            wanted = TARGETS["level2_over_stock_4k"]
+            lines.append(
+                f"  level 2 over stock at 4K, {cell['geometry']} {cell['cell']}: {ratio:.2f} "
+                f"(wanted: at most {wanted})"
+            )
+    lines += ["", "trained pair"]
+    for cell in found["pair"]:
+        lines.append(
+            f"  {cell['context']}x{cell['batch']} budget {cell['budget']}: {cell['speedup']:.2f}x, "
+            f"{cell['mean_acceptance_length']:.2f} tokens a step, level 2 "
+            f"{cell['level2_acceptance_per_test']:.3f}, level 1 "
+            f"{cell['level1_acceptance_rate']:.3f}, same "
+            f"{cell['share_of_requests_identical']:.2f}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _heads() -> list[str]:
+    return [f"{a:5.2f}" for a in ACCEPTANCES]
