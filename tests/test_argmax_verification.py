@@ -17,8 +17,8 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_triforce.worker.argmax_verification_v1 import only_argmax_counts
-from vllm_triforce.worker.rejection_v1 import CompleteRejectionSampler
+from vllm_triforce.worker.v1.argmax_verification import only_argmax_counts
+from vllm_triforce.worker.v1.rejection import CompleteRejectionSampler
 
 CPU = torch.device("cpu")
 

@@ -65,7 +65,7 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
 )
 def test_what_a_grammar_sees(is_asynchronous, expected):
     """A scheduler that waits gets the proposals; one that does not verifies padding as well."""
-    from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
+    from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
 
     handler = object.__new__(ProposedTokensHandler)
     handler._is_asynchronous, handler.req_ids, handler._num_places = is_asynchronous, ["a", "b"], 3

@@ -126,9 +126,9 @@ def test_a_policy_that_is_not_written_for_the_device_is_refused_there(monkeypatc
     import torch
 
     from vllm_triforce.config import compatibility, triforce_config
+    from vllm_triforce.device.selections import DeviceSelections
     from vllm_triforce.kernels.rows import Rows
     from vllm_triforce.selection import POLICIES
-    from vllm_triforce.speculator.device.selections import DeviceSelections
 
     assert set(triforce_config.SELECTIONS) == set(POLICIES)
     known = (*triforce_config.SELECTIONS, "newest")

@@ -11,13 +11,13 @@ from tests.models import held_out_tokens, make_llama
 from tests.test_level2 import built
 from tests.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.host import triforce as triforce_module
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.speculator import triforce as triforce_module
 from vllm_triforce.verification.inner import verify
 from vllm_triforce.verification.noise import InnerNoise
 from vllm_triforce.verification.sampling_rows import SamplingRows
-from vllm_triforce.worker import build
 from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.worker.v1 import build
 
 
 @pytest.fixture(scope="module")

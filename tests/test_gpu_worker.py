@@ -62,7 +62,7 @@ def manager():
 def test_plain_decoding_has_its_graphs(manager):
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.plain_decode_graphs import add_plain_decode_graphs
+    from vllm_triforce.worker.v2.plain_decode_graphs import add_plain_decode_graphs
 
     before = manager.dispatch(3, 3, uniform_token_count=1, num_active_loras=0)
     assert before.cg_mode == CUDAGraphMode.PIECEWISE, "the fault that is mended"
@@ -86,7 +86,7 @@ def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
     """Any batch up to the largest size finds the smallest graph that holds it."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.speculator.device.model_pass import PassGraphs
+    from vllm_triforce.device.model_pass import PassGraphs
 
     made = object.__new__(PassGraphs)
     made.compilation_config = SimpleNamespace(max_cudagraph_capture_size=largest)

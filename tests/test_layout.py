@@ -14,7 +14,8 @@ LAYERS = [
     ["cache"],
     ["kernels"],
     ["attention", "verification", "patches"],
-    ["speculator"],
+    ["core"],
+    ["host", "device"],
     ["worker", "scheduler"],
 ]
 # What measures the package, beside it; none needs another.
@@ -60,6 +61,12 @@ def test_lowest_layers_know_no_vllm(place):
     path = ROOT / place
     for file in [path] if path.is_file() else path.glob("*.py"):
         assert not any(m == "vllm" or m.startswith("vllm.") for m in imports(file)), file
+
+
+@pytest.mark.parametrize("one, other", [("host", "device"), ("device", "host")])
+def test_the_runners_share_core_and_nothing_else(one, other):
+    for path in (PACKAGE / one).rglob("*.py"):
+        assert not any(m.startswith(f"vllm_triforce.{other}") for m in imports(path)), path
 
 
 def test_what_serves_needs_no_benchmark():

@@ -9,8 +9,8 @@ from tests.generation import generate
 from tests.models import held_out_tokens
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
+from vllm_triforce.host.prompt_lookup import look_up
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.speculator.prompt_lookup import look_up
 
 SINK, RECENT, CAPACITY = 4, 10, 20
 

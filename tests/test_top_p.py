@@ -13,7 +13,7 @@ from vllm_triforce.verification.top_p import (
     apply_top_k_top_p,
 )
 from vllm_triforce.verification.top_p_rows import keep_rows
-from vllm_triforce.worker.masks_v1 import FastMasks
+from vllm_triforce.worker.v1.masks import FastMasks
 
 
 def vllms(logits, k, p):

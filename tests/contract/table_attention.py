@@ -9,7 +9,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
 OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu.py", "vllm_triforce/attention/gpu.py"
-KERNELS, PASS = "vllm_triforce/attention/paged_kernels.py", "vllm_triforce/speculator/model_pass.py"
+KERNELS, PASS = "vllm_triforce/attention/paged_kernels.py", "vllm_triforce/host/model_pass.py"
 FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, "
     "output_block_scale="
@@ -54,17 +54,17 @@ TABLE: list[Surface] = [
     has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", PASS),
-    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/worker/build.py"),
-    derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/worker/build.py"),
-    calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "vllm_triforce/speculator/device/retrieval.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/worker/layers.py"),
+    derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/worker/layers.py"),
+    calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "vllm_triforce/device/retrieval.py"),
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),
     does("model_executor/layers/attention/attention.py", "set_default_quant_scales", "layer._k_scale_float = < layer._v_scale_float =", OURS_GPU),
     calls("v1/kv_cache_interface.py", "is_quantized_kv_cache", "kv_cache_dtype", OURS_GPU),
     has("platforms/interface.py", "Platform", "fp8_dtype", OURS_GPU),
     # Sampling, and the fault that is mended.
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/top_p.py"),
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/masks_v1.py"),
-    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/masks_v1.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/v1/masks.py"),
+    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/masks.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/masked_logits.py"),
     does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/verification/sampling.py"),
     calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/patches/expand_kernel.py"),

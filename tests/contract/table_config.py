@@ -10,7 +10,7 @@ ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
 OURS = "vllm_triforce/config/engine_args.py"
 CHECK = "vllm_triforce/config/compatibility.py"
-MIXIN = "vllm_triforce/worker/mixin.py"
+MIXIN = "vllm_triforce/worker/base.py"
 
 TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.add_cli_args", "parser", OURS),
@@ -44,19 +44,19 @@ TABLE: list[Surface] = [
     has("entrypoints/llm.py", "LLM", "collective_rpc", "vllm_triforce/metrics/report.py"),
     # Every request parameter is answered.
     overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "vllm_triforce/config/request_params.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/worker/rejection_v1.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/worker/rejection_v1.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/worker/rejection_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/argmax_verification_v1.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/worker/argmax_verification_v1.py"),
-    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/worker/argmax_verification_v1.py"),
-    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/argmax_verification_v1.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/worker/v1/rejection.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/worker/v1/rejection.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/worker/v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/worker/v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/v1/argmax_verification.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/worker/v1/argmax_verification.py"),
+    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/worker/v1/argmax_verification.py"),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/v1/argmax_verification.py"),
     # The way of the counters.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/metrics/carrier.py"),
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/metrics/carrier.py"),
     has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/metrics/carrier.py"),
     has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/speculator/streaming.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/host/streaming.py"),
 ]

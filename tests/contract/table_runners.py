@@ -6,14 +6,14 @@
 
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
-MIXIN, BUILD = "vllm_triforce/worker/mixin.py", "vllm_triforce/worker/build.py"
-V1, V2 = "vllm_triforce/worker/runner_v1.py", "vllm_triforce/worker/runner_v2.py"
-OFF, HANDED = "vllm_triforce/worker/plain_steps_v1.py", "vllm_triforce/worker/proposal_v2.py"
-GRAPHS = "vllm_triforce/speculator/device/model_pass.py"
+MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/worker/layers.py"
+V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
+OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
+GRAPHS = "vllm_triforce/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
-FACTS = "vllm_triforce/worker/request_facts_v2.py"
+FACTS = "vllm_triforce/worker/v2/request_facts.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -153,8 +153,8 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", GRAPHS),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", GRAPHS),
     overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/worker/plain_decode_graphs.py"),
-    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/worker/plain_decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/worker/v2/plain_decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/worker/v2/plain_decode_graphs.py"),
     overrides("v1/engine/core.py", "EngineCore.post_step", "self, model_executed", "vllm_triforce/scheduler/draft_carrier.py"),
     does("v1/engine/core.py", "EngineCore.post_step", "self.model_executor.take_draft_token_ids( < self.scheduler.update_draft_token_ids(", "vllm_triforce/scheduler/draft_carrier.py"),
     does("v1/engine/core.py", "EngineCore.step", "self.model_executor.sample_tokens( < self.scheduler.update_from_output(", "vllm_triforce/scheduler/draft_carrier.py"),
@@ -180,9 +180,9 @@ BUILDING: list[Surface] = [
     has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", BUILD),
     overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", BUILD),
     # Copies that the host does not wait for.
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/speculator/device/level1.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/speculator/device/selections.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/speculator/device/triforce.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/level1.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/selections.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/triforce.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING

@@ -9,11 +9,11 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
+from vllm_triforce.host.prompt_lookup import look_up as look_up_on_host
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.hand_up import clear_distributions
 from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.rows import PassInputs, Rows
-from vllm_triforce.speculator.prompt_lookup import look_up as look_up_on_host
 
 BLOCK_SIZE = 16
 # batch row, state, slot, is due, reserved, limit, window start

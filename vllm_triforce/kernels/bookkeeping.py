@@ -11,7 +11,7 @@ from vllm.triton_utils import tl, triton
 BATCH_ROW, STATE, SLOT, IS_DUE, RESERVED, LIMIT, WINDOW_START = range(7)
 NUM_COLUMNS = 7
 
-# Where nothing was proposed; see worker/proposal_v2.py.
+# Where nothing was proposed; see worker/v2/proposal.py.
 PAD_TOKEN = 0
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup on the device: ``speculator/prompt_lookup.py`` for all rows at once."""
+"""Prompt lookup on the device: ``host/prompt_lookup.py`` for all rows at once."""
 
 import torch
 from vllm.triton_utils import tl, triton

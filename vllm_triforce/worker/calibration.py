@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vllm_triforce.controller.cost_model import Measurements
-from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
-from vllm_triforce.speculator.model_pass import PassInput, run_model
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.model_pass import PassInput, run_model
 from vllm_triforce.verification.sampling import token_distribution
 from vllm_triforce.verification.sampling_rows import SamplingRows
 
@@ -47,7 +47,7 @@ class Calibration:
     """The passes that can be measured.
 
     Args:
-        built: the speculator (``worker/build.py``).
+        built: the speculator (``worker/v1/build.py``).
         attn_groups: vLLM's attention groups per KV cache group.
         block_sizes: tokens in a block of each KV cache group's block table.
         agree: gives every rank the first rank's value; each rank must run the same passes.

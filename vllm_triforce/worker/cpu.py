@@ -3,7 +3,7 @@
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_triforce.patches.expand_kernel import mend_expand_kernel
-from vllm_triforce.worker.mixin import TriForceWorkerMixin
+from vllm_triforce.worker.base import TriForceWorkerMixin
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):

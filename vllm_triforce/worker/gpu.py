@@ -3,9 +3,9 @@
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 from vllm_triforce.worker.memory import room_for_kv_cache
-from vllm_triforce.worker.mixin import TriForceWorkerMixin, read_config
-from vllm_triforce.worker.plain_decode_graphs import add_plain_decode_graphs
+from vllm_triforce.worker.v2.plain_decode_graphs import add_plain_decode_graphs
 
 logger = init_logger("vllm.triforce")
 

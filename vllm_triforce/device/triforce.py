@@ -1,10 +1,14 @@
-"""TriForce's proposal on the device; ``speculator/triforce.py`` is the same, for reading."""
+"""TriForce's proposal on the device; ``host/triforce.py`` is the same, for reading."""
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.level1 import DeviceLevel1
+from vllm_triforce.device.retrieval import DeviceRetrieval
+from vllm_triforce.device.slots import Slots
 from vllm_triforce.kernels.bookkeeping import count_full_pass
 from vllm_triforce.kernels.hand_up import clear_distributions, hand_up_distributions
 from vllm_triforce.kernels.race import Race
@@ -12,10 +16,6 @@ from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DEVICE_COUNTERS, LevelCounters
 from vllm_triforce.metrics.part_times import PartTimes
-from vllm_triforce.speculator.device.batch import DeviceBatch
-from vllm_triforce.speculator.device.level1 import DeviceLevel1
-from vllm_triforce.speculator.device.retrieval import DeviceRetrieval
-from vllm_triforce.speculator.device.slots import Slots
 from vllm_triforce.verification.masked_logits import masked_logits
 
 

@@ -10,11 +10,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.triforce_config import SELECTIONS_ON_DEVICE
+from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.chunk_scores import rows_at_a_time, score_chunks
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.sparse_tables import build_sparse_tables
-from vllm_triforce.speculator.device.batch import DeviceBatch
-from vllm_triforce.speculator.device.slots import Slot
 
 
 class DeviceSelections:

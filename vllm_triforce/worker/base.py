@@ -23,7 +23,7 @@ class TriForceWorkerMixin:
     """Over ``vllm.v1.worker.gpu_worker.Worker``: its runner is built in ``init_device()``."""
 
     triforce: Any
-    """The adapter of the runner that vLLM chose: ``runner_v1.py`` or ``runner_v2.py``."""
+    """The adapter of the runner that vLLM chose: ``v1/runner.py`` or ``v2/runner.py``."""
     _counter_sender: CounterSender | None = None
     _sends_drafts = False
     """Whether a step's drafts go with its output, and need not be asked for."""
@@ -33,11 +33,11 @@ class TriForceWorkerMixin:
         runner = self.model_runner
         arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
         if self.use_v2_model_runner:
-            from vllm_triforce.worker.runner_v2 import TriForceSpeculatorV2
+            from vllm_triforce.worker.v2.runner import TriForceSpeculatorV2
 
             self.triforce = runner.speculator = TriForceSpeculatorV2(*arguments)
         else:
-            from vllm_triforce.worker.runner_v1 import TriForceProposer
+            from vllm_triforce.worker.v1.runner import TriForceProposer
 
             self.triforce = runner.drafter = TriForceProposer(*arguments)
             self._sends_drafts = not self.vllm_config.scheduler_config.async_scheduling

@@ -6,11 +6,11 @@ from vllm.logger import init_logger
 
 from vllm_triforce.controller import Candidate, Controller
 from vllm_triforce.controller.choice import Choice, Route
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.prompt_lookup import Match
+from vllm_triforce.host.retrieval import RetrievalLevel
+from vllm_triforce.host.sources import Level1Sources
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
-from vllm_triforce.speculator.prompt_lookup import Match
-from vllm_triforce.speculator.retrieval import RetrievalLevel
-from vllm_triforce.speculator.sources import Level1Sources
 from vllm_triforce.verification.inner import verify
 from vllm_triforce.verification.noise import InnerNoise
 

@@ -5,8 +5,8 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
-from vllm_triforce.speculator.level1 import Drafted
-from vllm_triforce.speculator.model_pass import PassInput, run_model
+from vllm_triforce.host.level1 import Drafted
+from vllm_triforce.host.model_pass import PassInput, run_model
 from vllm_triforce.verification.sampling import (
     NAN_TOKEN,
     greedy_tokens,

@@ -5,21 +5,22 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.kernels.faults import BlockCleaner
-from vllm_triforce.kernels.race import Race
-from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.speculator.device.level1 import (
+from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.device.level1 import (
     DeviceLevel1,
     DevicePromptLookup,
     DeviceStreaming,
     WindowRebuild,
 )
-from vllm_triforce.speculator.device.model_pass import ModelPass
-from vllm_triforce.speculator.device.retrieval import DeviceRetrieval
-from vllm_triforce.speculator.device.selections import DeviceSelections
-from vllm_triforce.speculator.device.slots import Slots
-from vllm_triforce.speculator.device.triforce import DeviceTriForce
-from vllm_triforce.worker.build import attention_backend, group_layers, private_cache
+from vllm_triforce.device.model_pass import ModelPass
+from vllm_triforce.device.retrieval import DeviceRetrieval
+from vllm_triforce.device.selections import DeviceSelections
+from vllm_triforce.device.slots import Slots
+from vllm_triforce.device.triforce import DeviceTriForce
+from vllm_triforce.kernels.faults import BlockCleaner
+from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.worker.layers import attention_backend, private_cache
 
 
 class DeviceBuild:

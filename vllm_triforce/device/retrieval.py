@@ -2,13 +2,13 @@
 
 import torch
 
+from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.model_pass import ModelPass
+from vllm_triforce.device.selections import DeviceSelections
+from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.speculator.device.batch import DeviceBatch
-from vllm_triforce.speculator.device.model_pass import ModelPass
-from vllm_triforce.speculator.device.selections import DeviceSelections
-from vllm_triforce.speculator.device.slots import Slot
-from vllm_triforce.speculator.retrieval import KVGroup
 
 
 class DeviceRetrieval:

@@ -14,14 +14,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.speculator.device.batch import DeviceBatch, DeviceSampling
-from vllm_triforce.worker.build import attention_layers
-from vllm_triforce.worker.build_v2 import DeviceBuild
 from vllm_triforce.worker.draft_loading import loading_draft
-from vllm_triforce.worker.proposal_v2 import ProposedTokensHandler
-from vllm_triforce.worker.request_facts_v2 import RequestFacts, hear_of_requests
+from vllm_triforce.worker.layers import attention_layers
+from vllm_triforce.worker.v2.build import DeviceBuild
+from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
+from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
 
 logger = init_logger("vllm.triforce")
 
@@ -216,7 +216,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def _warm_up(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
-            from vllm_triforce.speculator.streaming import warm_up
+            from vllm_triforce.host.streaming import warm_up
 
             warm_up(self.model, self.vllm_config, self.device)
 

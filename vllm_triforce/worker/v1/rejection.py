@@ -17,7 +17,7 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
-from vllm_triforce.worker.argmax_verification_v1 import accepted_argmax, only_argmax_counts
+from vllm_triforce.worker.v1.argmax_verification import accepted_argmax, only_argmax_counts
 
 
 def answer_all_parameters(runner, vllm_config, device) -> None:

@@ -16,17 +16,18 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.report import describe
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal, SamplingRows
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal, SamplingRows
 from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
-from vllm_triforce.worker.adapters_v1 import AdapterSwitch
-from vllm_triforce.worker.build import BuiltSpeculator, attention_layers
 from vllm_triforce.worker.calibration import Calibration
 from vllm_triforce.worker.draft_loading import loading_draft
-from vllm_triforce.worker.plain_steps_v1 import PlainSteps
+from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.ranks import first_ranks
-from vllm_triforce.worker.rejection_v1 import answer_all_parameters
+from vllm_triforce.worker.v1.adapters import AdapterSwitch
+from vllm_triforce.worker.v1.build import BuiltSpeculator
+from vllm_triforce.worker.v1.rejection import answer_all_parameters
+from vllm_triforce.worker.v1.stock_path import PlainSteps
 
 logger = init_logger("vllm.triforce")
 
@@ -72,7 +73,7 @@ class TriForceProposer(DraftModelProposer):
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
         """Compiles the draft along with the target's own warm-up."""
         if self._draft_model is not None:
-            from vllm_triforce.speculator.streaming import warm_up
+            from vllm_triforce.host.streaming import warm_up
 
             warm_up(self.model, self.vllm_config, self.device)
 

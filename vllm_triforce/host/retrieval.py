@@ -1,25 +1,14 @@
 """Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
-from vllm_triforce.speculator.model_pass import PassInput, run_model
-
-
-@dataclass
-class KVGroup:
-    """One of vLLM's KV cache groups: layers that share a block table."""
-
-    block_size: int
-    sparse_layer_names: list[str]
-    dense_layer_names: list[str]
-    """Layers that retrieval does not fit (sliding windows): at level 2 as at level 3."""
-    dense_builder: object | None = None
+from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.model_pass import PassInput, run_model
 
 
 class RetrievalLevel:

@@ -3,7 +3,7 @@
 Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
 drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
 configured; it then takes the path that it takes without TriForce, but for top-p on a CPU, which
-keeps the same tokens faster (``masks_v1.py``). The same place sees how long steps take, which the
+keeps the same tokens faster (``masks.py``). The same place sees how long steps take, which the
 controller needs.
 """
 
@@ -15,7 +15,7 @@ from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
-from vllm_triforce.worker.masks_v1 import FastMasks
+from vllm_triforce.worker.v1.masks import FastMasks
 
 
 @dataclass

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller
 from vllm_triforce.controller.choice import Route
-from vllm_triforce.speculator.draft_batch import DraftBatch, Proposal
-from vllm_triforce.speculator.level1 import Drafted
-from vllm_triforce.speculator.prompt_lookup import Match, find_match, follow
-from vllm_triforce.speculator.streaming import StreamingLevel
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.level1 import Drafted
+from vllm_triforce.host.prompt_lookup import Match, find_match, follow
+from vllm_triforce.host.streaming import StreamingLevel
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What both runners share of the way of a token."""

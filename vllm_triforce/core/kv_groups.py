@@ -1,0 +1,46 @@
+"""The target's layers by the KV cache group that vLLM put them in, and which of them retrieve."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class KVGroup:
+    """One of vLLM's KV cache groups: layers that share a block table."""
+
+    block_size: int
+    sparse_layer_names: list[str]
+    dense_layer_names: list[str]
+    """Layers that retrieval does not fit (sliding windows): at level 2 as at level 3."""
+    dense_builder: object | None = None
+
+
+def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
+    """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
+    groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
+    for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
+        group = KVGroup(block_sizes[gid], [], [])
+        for name in spec.layer_names:
+            layer = target_layers.get(name)
+            if layer is None:
+                raise ValueError(f"layer {name!r} is not an attention layer that TriForce knows")
+            fits = backend.can_retrieve(layer) and block_sizes[gid] == config.retrieval_chunk_size
+            if fits and sparse_gid in (None, gid):
+                sparse_gid = gid
+                group.sparse_layer_names.append(name)
+            else:
+                group.dense_layer_names.append(name)
+        for attn_group in attn_groups[gid]:
+            if set(attn_group.layer_names) & set(group.sparse_layer_names):
+                sparse_builder = attn_group.get_metadata_builder()
+            if set(attn_group.layer_names) & set(group.dense_layer_names):
+                group.dense_builder = attn_group.get_metadata_builder()
+        order = list(target_layers)
+        group.sparse_layer_names.sort(key=order.index)
+        sparse_layers += [target_layers[name] for name in group.sparse_layer_names]
+        groups.append(group)
+    if not sparse_layers:
+        raise ValueError(
+            "no layer of the target has full attention that TriForce can make sparse (sliding "
+            "windows and ALiBi stay dense); use another speculative method"
+        )
+    return groups, sparse_layers, sparse_builder

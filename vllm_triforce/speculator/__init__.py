@@ -1,1 +1,0 @@
-"""The levels. ``triforce.py`` is the algorithm; each level is a file of its own."""

@@ -1,0 +1,117 @@
+"""Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
+
+from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.controller import Controller
+from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.host.retrieval import RetrievalLevel
+from vllm_triforce.host.sources import Level1Sources
+from vllm_triforce.host.streaming import StreamingLevel
+from vllm_triforce.host.triforce import TriForceSpeculator
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.selection import POLICIES
+from vllm_triforce.verification.noise import InnerNoise
+from vllm_triforce.worker.layers import attention_backend, private_cache
+
+
+class BuiltSpeculator:
+    """The speculator and the parts that a runner's adapter needs.
+
+    Args:
+        target_layers, draft_layers: attention layers by name.
+        attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
+        block_sizes: tokens in a block of each KV cache group's block table.
+    """
+
+    def __init__(
+        self,
+        vllm_config,
+        config: TriForceConfig,
+        target,
+        target_layers: dict,
+        draft,
+        draft_layers: dict,
+        kv_cache_config,
+        attn_groups,
+        block_sizes: list[int],
+        device,
+    ) -> None:
+        self.counters = LevelCounters()
+        self.config = config
+        backend, _ = attention_backend()
+        groups, sparse_layers, sparse_builder = group_layers(
+            kv_cache_config, attn_groups, block_sizes, target_layers, backend, config
+        )
+        self.recorder = QueryRecorder(
+            len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
+        )
+        attention = backend(sparse_layers, sparse_builder, self.recorder)
+        means = _chunk_means(
+            sparse_layers, vllm_config.model_config.dtype, device, attention.block_means()
+        )
+        chunk = config.retrieval_chunk_size
+        cache = RetrievalCache(
+            means,
+            POLICIES[config.selection](),
+            block_size=chunk,
+            budget_blocks=config.retrieval_budget // chunk,
+            recent_blocks=config.retrieval_recent_tokens // chunk,
+            refresh_interval=config.refresh_interval,
+            head_strides=attention.head_strides(),
+        )
+        streaming = None
+        if draft is not None:
+            streaming = _streaming_level(draft, draft_layers, vllm_config, config, device)
+        controller = Controller(config, has_draft=streaming is not None)
+        self.speculator = TriForceSpeculator(
+            Level1Sources(streaming, config.prompt_lookup_max, controller),
+            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
+            controller,
+            InnerNoise(
+                vllm_config.model_config.seed,
+                device,
+                replica=vllm_config.parallel_config.data_parallel_index,
+            ),
+            self.counters,
+        )
+
+
+def _chunk_means(layers: list, dtype, device, block_means) -> ChunkMeanKeys:
+    first = layers[0]
+    num_blocks = first.kv_cache.shape[0]
+    num_keys = len(layers) * first.num_kv_heads * num_blocks
+    with allocating(
+        f"level 2's mean keys of {num_blocks} blocks",
+        num_keys * first.head_size * dtype.itemsize,
+        device,
+        "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+        "VLLM_CPU_KVCACHE_SPACE on the CPU)",
+    ):
+        return ChunkMeanKeys(
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            dtype=dtype,
+            device=device,
+            block_means=block_means,
+        )
+
+
+def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, device):
+    num_slots = vllm_config.scheduler_config.max_num_seqs
+    cache, builder = private_cache(layers, vllm_config, config, num_slots, device)
+    return StreamingLevel(
+        draft,
+        vllm_config,
+        layers,
+        builder,
+        cache,
+        config.num_sink_tokens,
+        config.num_recent_tokens,
+        config.window_tokens,
+        device,
+    )
