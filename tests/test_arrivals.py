@@ -176,6 +176,40 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
     assert all(0 < candidate.num_left < 20 for candidate in seen)
 
 
+def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
+    """A look at it before that finds nobody to decide for: a prompt of five chunks joins with its
+    last, one that never comes to a decision is forgotten, and one with a seed does not wait."""
+    controller = built(llm).speculator.controller
+    joined, seeded, step = [], [], controller.rest.step
+    join, wake = controller.requests_joined, controller.seeded_request_joined
+    monkeypatch.setattr(
+        controller,
+        "requests_joined",
+        lambda kinds: joined.append((controller.rest.step - step, dict(kinds))) or join(kinds),
+    )
+    monkeypatch.setattr(
+        controller,
+        "seeded_request_joined",
+        lambda: seeded.append(controller.rest.step - step) or wake(),
+    )
+    arrivals = {
+        0: [("long", text[600:0:-1], greedy(12, ignore_eos=True))],  # no prefix of another
+        8: [
+            ("short", text[720:700:-1], greedy(1)),
+            ("seeded", text[1000:800:-1], greedy(4, ignore_eos=True, seed=3)),
+        ],
+    }
+    drive(llm, arrivals)
+    names = [(at, [name.split("-")[0] for name in kinds]) for at, kinds in joined]
+    assert names == [(5, ["long"]), (9, ["short"])]
+    assert [kind for _, kinds in joined for kind in kinds.values()] == [(True, 4), (True, 2)]
+    assert seeded == [9]
+    run_out = [("last", text[:40], greedy(2))]  # what left is told with the next step
+    drive(llm, {0: run_out})
+    drive(llm, {0: run_out})
+    assert set(controller._exploration._joined) <= {n for _, kinds in joined[-1:] for n in kinds}
+
+
 def test_rows_of_a_grammar_follow_the_tokens_that_are_left():
     """Of three requests one had drafts, one placeholders and one neither."""
     rows = np.arange(3 + 5 + 1)[:, None]

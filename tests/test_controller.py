@@ -22,11 +22,13 @@ from vllm_triforce.controller import (
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
 from vllm_triforce.controller.allowance import SHARE, Allowance
+from vllm_triforce.controller.controller import _Planned
 from vllm_triforce.controller.cost_model import Measurements, interpolate
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.promise import Promise, kind_of
+from vllm_triforce.controller.rest import LOOK_SHARE
 
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
@@ -351,14 +353,15 @@ class World:
 
         for _ in range(num_steps):
             found.rest.begin_step()
-            joins = len(running) < size
+            joined = {}
             while len(running) < size:
+                joined[str(num_begun)] = kind_of(False, context)
                 running[str(num_begun)], num_begun = 0, num_begun + 1
             names = list(running)
             contexts = [context + running[name] for name in names]
             choices, proposing = dict.fromkeys(names, PLAIN), 0.0
-            if joins:
-                found.requests_joined(False)
+            if joined:
+                found.requests_joined(joined)
             elif not found.rest.is_resting:
                 candidates = [
                     Candidate(n, at, 16, is_greedy=False, num_left=128 - running[n])
@@ -564,9 +567,11 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
     routes, draw = [], random.Random(0)
     for step in range(2000):
         found.rest.begin_step()
+        names = [f"{step // 100}-{i}" for i in range(4)]
+        if step % 100 == 0:
+            found.requests_joined(dict.fromkeys(names, kind_of(True, context)))
         if found.rest.is_resting:
             continue
-        names = [f"{step // 100}-{i}" for i in range(4)]
         candidates = [Candidate(n, context, 16, match_length=match_length) for n in names]
         for name, choice in zip(names, found.choose(candidates)):
             routes.append(choice.route)
@@ -607,7 +612,7 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
     routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.0}, 0, 20_000)
     found.rest.begin(found.rest.until_next_look(look_seconds=0.012, plain_seconds=0.011))
     found.rest.begin(100)
-    found.requests_joined(False, [kind_of(True, 20_000)] * 4)
+    found.requests_joined(dict.fromkeys("abcd", kind_of(True, 20_000)))
     steps = 0
     while found.rest.is_resting:
         found.rest.begin_step()
@@ -615,18 +620,65 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
     assert steps < 30 if is_due else steps > 60, steps
 
 
-@pytest.mark.parametrize("undecided", [dict(has_seed=True), dict(most=0)])
-def test_requests_for_whom_nothing_is_decided_say_nothing_of_first_plans(undecided):
-    """Requests with a seed, and those that can propose nothing, come between others of their kind:
-    how soon those are looked at stays as it was."""
-    found = controller(LONG_PAYS, has_draft=False)
-    kinds = [kind_of(True, 20_000)]
+def test_requests_with_a_seed_say_nothing_of_first_plans():
+    """They come between others of their kind: how soon those are looked at stays as it was."""
+    found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
     routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 0, 20_000)
-    before = found._exploration.in_vain(kinds)
+    before = found._exploration.in_vain([kind])
     for step in range(40):
-        found.choose([dataclasses.replace(Candidate(f"other-{step}", 20_000, 16), **undecided)])
-        found.release(f"other-{step}")
-    assert found._exploration.in_vain(kinds) == before < 0.5
+        found.choose([Candidate(f"seeded-{step}", 20_000, 16, has_seed=True)])
+        found.release(f"seeded-{step}")
+    assert found._exploration.in_vain([kind]) == before < 0.5
+
+
+@pytest.mark.parametrize("most", [0, 16, None])
+def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
+    """Requests of a kind that speculated are followed by some of the same kind that never do: they
+    cannot propose anything, what they propose is wrong, or they leave before anything is decided
+    for them. One joins every third step, and a look takes as long as a third of one."""
+    found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
+    routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 0, 20_000)
+    assert found._exploration.in_vain([kind]) < 0.5
+    for name in ("old-0", "old-1"):  # who stay, and of whom is known that nothing pays
+        found.acceptance.of(name, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
+    plain = found.model.full_pass([1] * 3, [20_000] * 3)
+    for size in (2, 3):
+        taken = plain / 3 + found.model.full_pass([1] * size, [20_000] * size)
+        found.measured.observe_step(
+            StepTime(True, [1] * size, [20_000] * size, taken, is_look=True)
+        )
+    found.start(found.measured)
+    num_steps, num_looks = 6000, 0
+    for step in range(num_steps):
+        found.rest.begin_step()
+        new = f"new-{step // 3}"
+        if step % 3 == 0:
+            found.requests_joined({new: kind})
+            found.acceptance.of(new, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
+        elif not found.rest.is_resting:
+            names = ["old-0", "old-1", *([] if most is None else [new])]
+            chosen = found.choose(
+                [Candidate(n, 20_000, 16 if n != new else most or 0) for n in names]
+            )
+            num_looks += all(choice is PLAIN for choice in chosen)  # others are trials
+            for name, choice in zip(names, chosen):
+                if choice is not PLAIN:
+                    found.observe_full_pass(name, choice.num_tokens, 0)
+        if step % 3 == 2:
+            found.request_left(new)
+            found.release(new)
+    assert num_looks / 3 <= 1.1 * LOOK_SHARE * num_steps + 10
+    assert found._exploration.in_vain([kind]) > 0.8
+
+
+def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():
+    """A request that drafts seldom has the draft read what it missed, each time; the plan knows."""
+    found = controller(LONG_PAYS)
+    found._planned = _Planned(num_drafts=4, seconds=0.01)
+    found.reads_window(200)
+    assert found.take_plan().seconds == pytest.approx(0.01 + found.model.reading_window(200))
+    found.reads_window(200)
+    assert found.take_plan() is None
 
 
 def test_what_was_in_vain_of_one_kind_of_request_says_nothing_of_another():

@@ -8,6 +8,7 @@ from vllm_triforce.controller.allowance import SHARE
 from vllm_triforce.controller.choice import PLAIN
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.promise import kind_of
 from vllm_triforce.controller.rest import (
     LOOK_EARLIEST,
     LOOK_FIRST,
@@ -114,7 +115,7 @@ def test_looks_take_no_more_however_often_requests_join(look, every):
     for step in range(num_steps):
         found.rest.begin_step()
         if step % every == 0:
-            found.requests_joined(has_seed=False)
+            found.requests_joined({})
         if not found.rest.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             num_looks += 1
@@ -132,7 +133,7 @@ def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
     for step in range(100):
         found.rest.begin_step()
         if step == 90:
-            found.requests_joined(has_seed=False)
+            found.requests_joined({})
         if not found.rest.is_resting:
             found.choose([Candidate("a", 4000, 16)])
             seen.append(step)
@@ -178,7 +179,7 @@ def test_who_must_not_wait_does_not(has_seed, keys):
     found.rest.begin(50)
     found.rest.begin_step()
     assert found.rest.is_resting
-    found.requests_joined(has_seed)
+    found.seeded_request_joined() if has_seed else found.requests_joined({"a": kind_of(True, 99)})
     assert not found.rest.is_resting
 
 

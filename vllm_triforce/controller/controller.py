@@ -6,7 +6,7 @@ user fixed is not chosen, and a request with a seed gets fixed lengths: what it 
 them, and must not depend on how busy the machine is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,18 +81,28 @@ class Controller:
     def chooses(self) -> frozenset[str]:
         return self.config.choices if self.model is not None else frozenset()
 
-    def requests_joined(self, has_seed: bool, kinds: Sequence[Kind] = ()) -> None:
-        """The batch has got requests that were not in the step before.
+    def seeded_request_joined(self) -> None:
+        """No rest may put off where its speculation begins."""
+        self.rest.wake()
+
+    def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
+        """The prompts of requests without a seed have been read, up to their ends in this step.
 
         Args:
-            has_seed: whether one of them has; no rest may put off where its speculation begins.
-            kinds: theirs.
+            kinds: of the requests, by name.
         """
-        if has_seed or "context" not in self.chooses:
+        if "context" not in self.chooses:
             self.rest.wake()
-        else:
-            exploration = self._exploration
-            self.rest.requests_joined(exploration.promise(kinds), exploration.in_vain(kinds))
+            return
+        exploration, theirs = self._exploration, list(kinds.values())
+        is_early = self.rest.requests_joined(
+            exploration.promise(theirs), exploration.in_vain(theirs)
+        )
+        exploration.joined(kinds, is_early)
+
+    def request_left(self, request_id: str) -> None:
+        """Whether or not anything was decided for it; see ``release()``."""
+        self._exploration.left(request_id)
 
     # Before a proposal.
 
@@ -131,6 +141,7 @@ class Controller:
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
+            self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
             if self._exploration.audits_now(self.rest.step, best, plain, has_seed):
@@ -221,7 +232,6 @@ class Controller:
     ) -> None:
         """Adds trials; where nobody speculates even so, the batch rests."""
         exploration = self._exploration
-        exploration.note_first_plans(candidates, found, best)
         promise = exploration.promise_of(candidates, found)
         exploration.earn(best.seconds, plain, promise)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
@@ -356,6 +366,12 @@ class Controller:
         """Of the proposals that are verified next."""
         planned, self._planned = self._planned, None
         return planned
+
+    def reads_window(self, num_tokens: int) -> None:
+        """The present proposal takes longer, since the draft reads so many tokens for it that it
+        has not seen."""
+        if self._planned is not None:
+            self._planned.seconds += self.model.reading_window(num_tokens)
 
     def forget_plan(self) -> None:
         """The present proposal takes longer for a reason that will not be again."""

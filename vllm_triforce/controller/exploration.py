@@ -1,7 +1,7 @@
 """Finding out what present choices do not show, within a share of the time (``allowance.py``)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -68,7 +68,10 @@ class Exploration:
             lambda: Rate(0.0, _FIRST_PLANS_WEIGHT, _FIRST_PLANS_MEMORY)
         )
         """By kind, how often the first plan with a request has it speculate."""
-        self._new: list[int] = []
+        self._joined: dict[str, Kind] = {}
+        """Requests of which nothing was planned yet."""
+        self._awaited: set[str] = set()
+        """Those of them for which a look comes before it is earned."""
         self._turn = 0
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
@@ -92,13 +95,32 @@ class Exploration:
         """Of requests together; 1 where there are none."""
         return max((self._promise.of(kind) for kind in kinds), default=1.0)
 
+    def joined(self, kinds: Mapping[str, Kind], are_awaited: bool) -> None:
+        """
+        Args:
+            are_awaited: whether a look comes for their sake before it is earned.
+        """
+        self._joined.update(kinds)
+        if are_awaited:
+            self._awaited.update(kinds)
+
+    def left(self, request_id: str) -> None:
+        """A request has left, whether or not anything was ever decided for it."""
+        kind = self._joined.pop(request_id, None)
+        if kind is not None and request_id in self._awaited:
+            self._first_plans[kind].add(1, 0)
+        self._awaited.discard(request_id)
+
     def note_first_plans(self, candidates: Sequence[Candidate], found: Options, best: Plan) -> None:
-        """What is planned for requests of which this is the first decision, where there is one:
-        not with a seed, nor where nothing can be proposed."""
+        """What is planned for requests of which this is the first decision. One that can propose
+        nothing says something only where a look was had for its sake."""
         could = found.is_possible.any(axis=1)
-        for row in filter(could.__getitem__, self._new):
-            kind = kind_of(candidates[row].is_greedy, candidates[row].context)
-            self._first_plans[kind].add(1, int(best.options[row] >= 0))
+        for row, candidate in enumerate(candidates):
+            name = candidate.request_id
+            kind = self._joined.pop(name, None)
+            if kind is not None and (could[row] or name in self._awaited):
+                self._first_plans[kind].add(1, int(best.options[row] >= 0))
+            self._awaited.discard(name)
 
     def in_vain(self, kinds: Sequence[Kind]) -> float:
         """How often a first look at requests of these kinds was for nothing, lately."""
@@ -119,9 +141,6 @@ class Exploration:
     def begin_turn(self, candidates: Sequence[Candidate]) -> None:
         """There is a decision."""
         self._turn += 1
-        self._new = [
-            row for row, c in enumerate(candidates) if c.request_id not in self._waits_since
-        ]
         for candidate in candidates:
             name = candidate.request_id
             self._waits_since.setdefault(name, self._turn)
@@ -219,9 +238,10 @@ class Exploration:
 
     @property
     def num_requests(self) -> int:
-        return max(len(self._waits_since), len(self._trying))
+        return max(map(len, (self._waits_since, self._trying, self._joined, self._awaited)))
 
     def release(self, request_id: str) -> None:
+        self.left(request_id)
         self._waits_since.pop(request_id, None)
         self._trying.pop(request_id, None)
 

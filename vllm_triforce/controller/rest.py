@@ -12,8 +12,11 @@ _TIMES_AT_REST = 8
 # Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
 # as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
 LOOK_FIRST, LOOK_UNKNOWN, LOOK_EARLIEST, LOOK_LATEST = 8, 32, 4, 128
-# Share of the time that looks may take however often requests come and go.
+# Share of the time that looks may take however often requests come and go; and as much again for
+# looks at requests of a kind that speculates as a rule, where it turns out that these do not.
 LOOK_SHARE = 0.01
+# Steps of plain decoding that the latter may take at once.
+_ADVANCE = 4
 
 
 class Rest:
@@ -33,6 +36,12 @@ class Rest:
         """Step from which another look is paid for, by those that were in the batch."""
         self._missing = 0.0
         """Steps at full promise until then, from the last look on."""
+        self._advance = Allowance(first=_ADVANCE, most=_ADVANCE, share=LOOK_SHARE)
+        """Of what looks have not earned yet; those that are worth it give it back."""
+        self._advanced = 0.0
+        """Seconds of it that the next look has."""
+        self._earning = 0.0
+        """Seconds that a step earns for looks."""
 
     def begin_step(self) -> None:
         self._is_look = self.step == self._until - 1
@@ -59,21 +68,34 @@ class Rest:
     def was_worth_it(self) -> None:
         """A look: the next one is due early again."""
         self._num_looks = 0
+        self._advance.give_back(self._advanced)
+        self._advanced = 0.0
 
-    def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> None:
+    def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> bool:
         """The batch has got requests of which little is known: a look is due early again, as soon
-        as it is paid for. The step that they join in is no time for it, since it reads them.
+        as it is paid for. The step that reads them is no time for it.
 
         Args:
             promise: theirs; more of it than the others' brings the look forward.
             in_vain: how often a look at such requests was; one that is not has not to be earned.
+
+        Returns:
+            whether the look comes before it is earned.
         """
-        if self.is_resting:
-            self._num_looks = 0
-            affordable = min(
-                self._affordable, self._counted + _ceil(in_vain * self._missing / promise)
-            )
-            self._until = min(self._until, max(self.step + 1, affordable))
+        if not self.is_resting:
+            return False
+        self._num_looks = 0
+        earned = min(self._affordable, self._counted + _ceil(self._missing / promise))
+        trusted = min(earned, self._counted + _ceil(in_vain * self._missing / promise))
+        earned, trusted = max(self.step + 1, earned), max(self.step + 1, trusted)
+        before = min(self._until, earned)
+        self._until = before
+        unearned = (before - trusted) * promise * self._earning
+        if unearned <= 0 or not self._advance.spend(unearned):
+            return False
+        self._advanced += unearned
+        self._until = trusted
+        return True
 
     def until_next_look(
         self, look_seconds: float, plain_seconds: float, promise: float = 1.0
@@ -87,7 +109,9 @@ class Rest:
             promise: part of that share that is to be spent (``promise.py``).
         """
         each = promise * plain_seconds
-        self._looks.earn((self.step - self._counted) * each, plain_seconds)
+        self._earning, self._advanced = LOOK_SHARE * plain_seconds, 0.0
+        for allowance in (self._looks, self._advance):
+            allowance.earn((self.step - self._counted) * each, plain_seconds)
         self._counted = self.step
         self._looks.take(look_seconds)
         self._missing = self._looks.missing(look_seconds) / (LOOK_SHARE * plain_seconds)

@@ -17,3 +17,5 @@ class Drafted:
     """Rows for which the draft's logits had a NaN; nothing is drafted for them."""
     is_first: bool = False
     """Whether the draft read a whole window of tokens, of a request that it knew nothing of."""
+    num_read: int = 0
+    """Tokens of windows that it knew but was far behind of, which it read besides."""

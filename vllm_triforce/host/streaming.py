@@ -14,6 +14,9 @@ from vllm_triforce.verification.sampling import (
     token_distribution,
 )
 
+# Tokens that a pass of the draft reads beside others without taking notably longer.
+_FAR_BEHIND = 16
+
 
 class StreamingLevel:
     """Drafts with a model of its own and a window of its own per request.
@@ -56,6 +59,7 @@ class StreamingLevel:
         active = [i for i, count in enumerate(wanted) if count]
         self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
         drafted.is_first = any(batch.request_ids[rows[i]] not in self._windows for i in active)
+        drafted.num_read = self._num_far_behind(batch, [rows[i] for i in active])
         feed, first_positions = [], []
         for i in active:
             row = rows[i]
@@ -83,6 +87,13 @@ class StreamingLevel:
         """Tokens that the draft has to read before it can go on after ``num_tokens``."""
         window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
         return window.behind(num_tokens)
+
+    def _num_far_behind(self, batch, rows: list[int]) -> int:
+        """Tokens to read of windows for which that takes notably longer than drafting itself."""
+        behind = [
+            self.tokens_behind(batch.request_ids[row], len(batch.token_ids[row])) for row in rows
+        ]
+        return sum(count for count in behind if count > _FAR_BEHIND)
 
     @property
     def num_requests(self) -> int:

@@ -98,7 +98,7 @@ class TriForceSpeculator:
                 if _missing(batch, proposal, row) > 0 and request_id not in self.set_aside
             ]
 
-        began, is_usual = time.perf_counter(), not is_first
+        began, is_usual, num_read = time.perf_counter(), not is_first, 0
         while rows := unfinished():
             # Each pass of level 2 adds a token of its own, hence one less to draft.
             most = [_missing(batch, proposal, row) - 1 for row in rows]
@@ -129,11 +129,14 @@ class TriForceSpeculator:
             self.counters.num_level2_passes += 1
             self.counters.add_inner_round(drafted.token_ids, verified.num_accepted)
             seconds = (drafted_at - start, forwarded_at - drafted_at, verified_at - forwarded_at)
-            has_times = not (is_first or drafted.is_first)
+            has_times = not (is_first or drafted.is_first or drafted.num_read)
             self._observe_round(batch, rows, sourced, verified.num_accepted, seconds, has_times)
             is_first, is_usual = False, is_usual and not drafted.is_first
+            num_read += drafted.num_read
         if not is_usual:
             self.controller.forget_plan()
+        elif num_read:
+            self.controller.reads_window(num_read)
         elif self.controller.chooses:
             seconds = time.perf_counter() - began
             self.controller.observe_proposal(batch.request_ids, lengths, seconds)
@@ -167,6 +170,8 @@ class TriForceSpeculator:
         )
         if drafted.is_first:
             self.controller.forget_plan()
+        elif drafted.num_read:
+            self.controller.reads_window(drafted.num_read)
         for i, row in enumerate(with_draft):
             proposal.token_ids[row] = drafted.token_ids[i]
             if proposal.probs is not None:

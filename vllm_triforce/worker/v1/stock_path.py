@@ -35,6 +35,15 @@ class _Step:
     """Of its drafts' proposal, in the step before."""
 
 
+@dataclass
+class _Reading:
+    """A prompt that is being read."""
+
+    num_tokens: int
+    kind: Kind | None
+    """The request's; None for one with a seed."""
+
+
 class PlainSteps:
     """Wraps a runner's methods of a step.
 
@@ -66,8 +75,8 @@ class PlainSteps:
         """The requests of the last step: one may have to wait, and come back without notice."""
         self._has_seed = False
         """Whether one of them has."""
-        self._reading: dict[str, int] = {}
-        """Requests without a first token yet, and the tokens of their prompts."""
+        self._reading: dict[str, _Reading] = {}
+        """Requests without a first token yet."""
         self._scheduled: dict[str, list[int]] = {}
         self._dropped: dict[str, int] = {}
         tables = runner.input_batch.block_table.block_tables
@@ -93,7 +102,13 @@ class PlainSteps:
         else:
             self._last, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
-        gives_first = self._gives_first_token(scheduler_output)
+        # No proposal keeps a first token waiting; only a seeded request's do not depend on who
+        # arrives.
+        gives_first = (
+            self._note_prompts_read(scheduler_output)
+            and "context" in self._controller.chooses
+            and not self._has_seed
+        )
         is_plain = not self._scheduled and (rest.is_resting or gives_first)
         self._recorder.paused = is_plain
         if is_plain:
@@ -109,6 +124,7 @@ class PlainSteps:
         """Whether this step has other requests than the last one."""
         for name in scheduler_output.finished_req_ids:
             self._reading.pop(name, None)
+            self._controller.request_left(name)
         present = scheduler_output.num_scheduled_tokens.keys()
         new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
         if present == self._present and not new:
@@ -116,35 +132,33 @@ class PlainSteps:
         joined = (present - self._present) | new.keys()  # of the name of one that left, maybe
         self._present = frozenset(present)
         known = self._runner.requests
-        self._has_seed = any(_has_seed(new.get(name) or known[name]) for name in present)
+        seeded = {name for name in present if _has_seed(new.get(name) or known[name])}
+        self._has_seed = bool(seeded)
+        if joined & seeded:
+            self._controller.seeded_request_joined()
         for name, request in new.items():
-            self._reading[name] = len(request.prompt_token_ids or ())
-        if joined:
-            requests = [new.get(name) or known[name] for name in joined]
-            self._controller.requests_joined(
-                any(map(_has_seed, requests)), [_kind_of(request) for request in requests]
-            )
+            kind = None if name in seeded else _kind_of(request)
+            self._reading[name] = _Reading(len(request.prompt_token_ids or ()), kind)
         return True
 
-    def _gives_first_token(self, scheduler_output) -> bool:
-        """Whether somebody's first token leaves with this step. No proposal keeps it waiting, so
-        that the step is plain; only a seeded request's do not depend on who arrives."""
+    def _note_prompts_read(self, scheduler_output) -> bool:
+        """Whether somebody's first token leaves with this step, whose prompt has been read."""
         if not self._reading:
             return False
-        scheduled, cached = (
-            scheduler_output.num_scheduled_tokens,
-            (scheduler_output.scheduled_cached_reqs),
-        )
+        scheduled = scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
-        done = [
-            name
-            for name, length in self._reading.items()
-            if name in scheduled and computed.get(name, 0) + scheduled[name] >= length
-        ]
+        done = {
+            name: reading.kind
+            for name, reading in self._reading.items()
+            if name in scheduled and computed.get(name, 0) + scheduled[name] >= reading.num_tokens
+        }
         for name in done:
             del self._reading[name]
-        return bool(done) and "context" in self._controller.chooses and not self._has_seed
+        if kinds := {name: kind for name, kind in done.items() if kind is not None}:
+            self._controller.requests_joined(kinds)
+        return bool(done)
 
     def sample(self, logits, spec_decode_metadata):
         """A batch that has no drafts, but may get some, needs no rejection sampler (which fails
