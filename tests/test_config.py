@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -119,33 +118,6 @@ def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget,
     assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
     assert config.min_context == 2 * budget
     assert config.resolve(block_size) == config
-
-
-def test_a_policy_that_is_not_written_for_the_device_is_refused_there(monkeypatch):
-    """One that was added by CONTRIBUTING's steps must not run as another, silently."""
-    import torch
-
-    from vllm_triforce.config import compatibility, triforce_config
-    from vllm_triforce.device.selections import DeviceSelections
-    from vllm_triforce.kernels.rows import Rows
-    from vllm_triforce.selection import POLICIES
-
-    assert set(triforce_config.SELECTIONS) == set(POLICIES)
-    known = (*triforce_config.SELECTIONS, "newest")
-    monkeypatch.setattr(triforce_config, "SELECTIONS", known, raising=False)
-    config = TriForceConfig(selection="newest", retrieval_budget=128).resolve(32)
-
-    class V2(MagicMock):
-        use_v2_model_runner = True
-
-    with pytest.raises(ValueError, match=r"selection='newest': .*'retrieval', 'streaming'"):
-        compatibility.check_vllm_config(V2(), config)
-    device = torch.device("cpu")
-    rows = Rows(1, 6, 2, 1, device)
-    with pytest.raises(ValueError, match="'newest'"):
-        DeviceSelections(
-            config, None, torch.zeros(1, 1, 1, 4), 2, 1, torch.float32, rows, 1, device
-        )
 
 
 def test_window_has_room_to_grow():

@@ -119,8 +119,10 @@ def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
     memory = type("Memory", (), {"available": 1 << 10})
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
     device = torch.device("cpu")
-    with pytest.raises(MemoryError, match=r"mean keys of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        build._chunk_means(level2._attention._layers, torch.float32, device, [])
+    with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
+        build._chunk_summaries(
+            level2.cache.policy, level2._attention._layers, torch.float32, device, []
+        )
     config = llm.llm_engine.vllm_config
     keys = build.TriForceConfig()
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):

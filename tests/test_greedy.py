@@ -7,6 +7,9 @@ import pytest
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens
+from tests.test_level2 import built
+from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.selection import POLICIES
 
 pytestmark = pytest.mark.engine
 
@@ -96,6 +99,16 @@ def test_grouped_query_attention(engines, gqa_pair, gamma, num_tokens, with_draf
     check_all(stock, llm, random_prompts(stock), share)
 
 
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"retrieval"}))
+def test_every_policy_selects_and_keeps_the_output(engines, gqa_pair, policy):
+    """On Runner V1; on V2 in tests/v2. What it selects was looked through: drafts were tested."""
+    keys = triforce(gamma=2, num_speculative_tokens=4, retrieval_budget=256, selection=policy)
+    stock, llm = engines.get(gqa_pair["target"]), engines.get(gqa_pair["target"], keys)
+    assert built(llm).speculator.level2.cache.policy.name == policy
+    check_all(stock, llm, random_prompts(stock), slice(1, None, 4))
+    assert counters_of(llm).num_level2_passes > 100
+
+
 def test_chunked_prefill_beside_speculation(engines, pair):
     """Long prompts prefilled in small chunks while other requests speculate."""
     arguments = dict(max_num_batched_tokens=256, enable_prefix_caching=True)
@@ -109,7 +122,6 @@ def test_chunked_prefill_beside_speculation(engines, pair):
 
 def test_context_gate_is_per_request(engines, pair):
     """Requests below min_context are not speculated on, those above are, in one batch."""
-    from vllm_triforce.metrics.report import counters_of
 
     stock = engines.get(pair["target"])
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 1000}

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
-from vllm_triforce import cli
-from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce import cli, selection
+from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.selection import RetrievalPolicy
 from vllm_triforce_bench.acceptance.agreement import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.acceptance.attention import causal_mask, kept_mass
 from vllm_triforce_bench.acceptance.needle import PRESETS, plant
@@ -202,7 +201,8 @@ def test_policies_keep_what_they_may(policy, heads, budget):
 
 
 @pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(1, 1), (1, 7), (3, 5)])
-def test_retrieval_is_what_the_engine_selects(refresh_interval, tokens_per_pass):
+@pytest.mark.parametrize("policy", selection.POLICIES.values(), ids=selection.POLICIES)
+def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_per_pass):
     """The lab, head by head over the context in order, reads what the serving class reads with
     all layers and heads at once and scattered blocks."""
     sizes = Sizes(64, 8, 24, refresh_interval, tokens_per_pass)
@@ -211,30 +211,31 @@ def test_retrieval_is_what_the_engine_selects(refresh_interval, tokens_per_pass)
     blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     of_block = {int(block): place for place, block in enumerate(blocks)}
 
-    def block_means(layer):
-        def means(ids):
-            found = [layer.keys[:, 8 * of_block[int(i)] :][:, :8].mean(1) for i in ids]
+    def block_summaries(layer):
+        def of(ids, kind):
+            found = [kind.of(layer.keys[:, 8 * of_block[int(i)] :][:, :8], 1) for i in ids]
             return torch.stack(found)
 
-        return means
+        return of
 
-    summaries = ChunkMeanKeys(
+    summaries = ChunkSummaries(
+        policy.summaries,
         2,
         num_blocks,
         2,
         DIM,
         torch.float32,
         torch.device("cpu"),
-        [block_means(layer) for layer in layers],
+        [block_summaries(layer) for layer in layers],
     )
-    engine = RetrievalCache(summaries, RetrievalPolicy(), 8, 8, 3, refresh_interval)
-    policy = POLICIES["retrieval"](sizes)
-    masks = [[kept(layer, policy, head)[0] for head in range(2)] for layer in layers]
+    engine = RetrievalCache(summaries, policy(), 8, 8, 3, refresh_interval)
+    lab = POLICIES[policy.name](sizes)
+    masks = [[kept(layer, lab, head)[0] for head in range(2)] for layer in layers]
     for row in range(0, COUNT, tokens_per_pass):
         query = torch.stack([layer.queries[:, row] for layer in layers])
-        selection = engine.selection("a", blocks, START + row, lambda query=query: query)
+        selected = engine.selection("a", blocks, START + row, lambda query=query: query)
         last = min(row + tokens_per_pass, COUNT) - 1
-        tables, skipped = engine.block_table([selection], [blocks], [START + last + 1])
+        tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
         for number in range(2):
             for head in range(2):
                 table = (tables[number, head] - head) // 2
@@ -278,7 +279,7 @@ def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
         assert not bool(shown["streaming"].any()) and not bool(shown["h2o"][:, 0].any())
 
 
-@pytest.mark.parametrize("policy", ["retrieval", "h2o", "streaming"])
+@pytest.mark.parametrize("policy", ["retrieval", "quest", "h2o", "streaming"])
 def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
     """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
     layer = layer_trace(8, 2)

@@ -9,8 +9,9 @@ from tests.models import ROOT
 PACKAGE = ROOT / "vllm_triforce"
 # From the bottom up; a module may import its own layer and those before it.
 LAYERS = [
+    ["selection"],
     ["config"],
-    ["selection", "metrics", "controller"],
+    ["metrics", "controller"],
     ["cache"],
     ["kernels"],
     ["attention", "verification", "patches"],

@@ -7,6 +7,7 @@ from tests.conftest import triforce
 from tests.generation import generate
 from tests.models import held_out_tokens, make_llama
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.selection import Summary
 
 pytestmark = pytest.mark.engine
 
@@ -83,7 +84,7 @@ def test_chunk_means_equal_keys_captured_at_the_source(
     finally:
         for layer in layers:
             del layer.impl.do_kv_cache_update
-    means = level2.cache.chunk_mean_keys.means
+    means = level2.cache.summaries.keys[Summary.MEAN]
     checked = 0
     for index in range(len(layers)):
         for block in {slot // block_size for slot in captured[index]}:
@@ -134,7 +135,7 @@ def test_chunk_means_are_small(engines, pair):
     level2 = parts.speculator.level2
     layers = level2._attention._layers
     key_bytes = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() for layer in layers) / 2
-    assert level2.cache.chunk_mean_keys.num_bytes <= key_bytes / 32
+    assert level2.cache.summaries.num_bytes <= key_bytes / 32
     window = parts.speculator.level1.model.cache
     assert window.blocks_per_slot * window.block_size < 512
 

@@ -16,6 +16,7 @@ from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.test_level2 import built
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.selection import Summary
 
 pytestmark = pytest.mark.engine
 
@@ -68,9 +69,9 @@ def means_checked(llm):
 
     def select(full_blocks, query):
         ids = torch.from_numpy(full_blocks.astype("int64"))
-        for layer, block_means in enumerate(cache.chunk_mean_keys._block_means):
-            wanted = block_means(ids).transpose(0, 1)
-            found = cache.chunk_mean_keys.means[layer].index_select(1, ids)
+        for layer, block_summaries in enumerate(cache.summaries._block_summaries):
+            wanted = block_summaries(ids, Summary.MEAN).transpose(0, 1)
+            found = cache.summaries.keys[Summary.MEAN][layer].index_select(1, ids)
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         checked.append(len(ids))
         return original(full_blocks, query)

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
-from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.selection import POLICIES, RetrievalPolicy
-from vllm_triforce.selection.retrieval import score_chunks
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.device.selections import DeviceSelections
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.selection import POLICIES, Summary
+from vllm_triforce.selection.quest import QuestPolicy
+from vllm_triforce.selection.retrieval import RetrievalPolicy
 
 BLOCK = 32
 CPU = torch.device("cpu")
@@ -24,9 +28,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("num_chunks, num_selected", [(1, 1), (3, 2), (19, 19), (117, 5)])
 def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected):
-    means = torch.randn(3, 2, num_chunks, 16)
+    keys = torch.randn(3, 2, num_chunks, 5, 16)
     query = torch.randn(3, 2 * group, 16)
-    chosen = policy().select(query, means, num_selected)
+    summaries = {kind: kind.of(keys, 3) for kind in policy.summaries}
+    chosen = policy().select(query, summaries, 2, num_chunks, num_selected)
     assert chosen.shape == (3, 2, num_selected)
     assert chosen.min() >= 0 and chosen.max() < num_chunks
     for row in chosen.reshape(-1, num_selected).tolist():
@@ -35,7 +40,7 @@ def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected
 
 def test_retrieval_takes_the_largest_products():
     means, query = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 16)
-    chosen = RetrievalPolicy().select(query, means, 7)
+    chosen = RetrievalPolicy().select(query, {Summary.MEAN: means}, 3, 40, 7)
     for layer in range(2):
         for head in range(3):
             products = [float(query[layer, head] @ means[layer, head, c]) for c in range(40)]
@@ -43,11 +48,29 @@ def test_retrieval_takes_the_largest_products():
             assert set(chosen[layer, head].tolist()) == set(wanted)
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_quest_bounds_the_product_of_every_key(group):
+    """Its score is no less than any key's product, and that of a key made of each dimension's
+    better end; a chunk of one key has that key's product."""
+    keys, query = torch.randn(2, 3, 9, 5, 16), torch.randn(2, 3, group, 16)
+    summaries = {kind: kind.of(keys, 3) for kind in QuestPolicy.summaries}
+    scores = QuestPolicy().score(query, summaries, 9)
+    products = torch.einsum("lhgd,lhctd->lhgct", query, keys)
+    assert bool((scores[..., None] >= products - 1e-5).all())
+    best = torch.stack([keys.amin(3), keys.amax(3)])
+    wanted = (query[None, :, :, :, None] * best[:, :, :, None]).amax(0).sum(-1)
+    torch.testing.assert_close(scores, wanted)
+    alone = {kind: keys[:, :, :, 0] for kind in QuestPolicy.summaries}
+    torch.testing.assert_close(QuestPolicy().score(query, alone, 9), products[..., 0])
+
+
 def test_query_heads_of_a_group_vote_together():
     """Each head's softmax counts the same, however large its logits."""
     means, query = torch.randn(1, 2, 9, 16), torch.randn(1, 8, 16)
     query[0, 0] *= 50
-    votes = score_chunks(query, means)
+    policy = RetrievalPolicy()
+    scores = policy.score(query.view(1, 2, 4, 16), {Summary.MEAN: means}, 9)
+    votes = policy.votes(scores, 16)
     for kv_head in range(2):
         wanted = torch.zeros(9)
         for head in range(4 * kv_head, 4 * kv_head + 4):
@@ -57,22 +80,23 @@ def test_query_heads_of_a_group_vote_together():
 
 def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interval=4):
     keys = torch.randn(layers, num_blocks, heads, BLOCK, 16)
-    means = ChunkMeanKeys(
+    summaries = ChunkSummaries(
+        [Summary.MEAN],
         layers,
         num_blocks,
         heads,
         16,
         torch.float32,
         CPU,
-        [lambda ids, layer=layer: keys[layer, ids].mean(2) for layer in range(layers)],
+        [lambda ids, kind, layer=layer: kind.of(keys[layer, ids], 2) for layer in range(layers)],
     )
-    cache = RetrievalCache(means, RetrievalPolicy(), BLOCK, budget, recent, interval)
+    cache = RetrievalCache(summaries, RetrievalPolicy(), BLOCK, budget, recent, interval)
     return cache, keys
 
 
 def blocks_read(tables, skipped, cache, num_tokens, row=0, layer=0, head=0):
     """Block ids that a one-head sequence reaches, in order."""
-    heads = cache.chunk_mean_keys.means.shape[1]
+    heads = cache.summaries.num_kv_heads
     length = num_tokens - int(skipped[row])
     table = tables[layer, row * heads + head][: -(-length // BLOCK)]
     assert bool((table % heads == head).all())
@@ -141,9 +165,9 @@ def test_moved_blocks_are_summarised_again():
     cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     keys.copy_(torch.randn_like(keys))
     moved = np.arange(63, 23, -1, dtype=np.int32)
-    cache.forget_means(moved.tolist())
+    cache.invalidate_summaries(moved.tolist())
     cache.selection("a", moved, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
-    found = cache.chunk_mean_keys.gather(torch.from_numpy(moved.astype(np.int64)))
+    found = cache.summaries.gather(torch.from_numpy(moved.astype(np.int64)))[Summary.MEAN]
     torch.testing.assert_close(found, keys[:, moved].mean(3).transpose(1, 2))
     cache.release("a")
     assert len(cache) == 0
@@ -153,13 +177,13 @@ def test_known_blocks_bring_their_means_along():
     """Another request over the same blocks (a cached prefix): only what is new is summarised."""
     cache, _ = retrieval_cache()
     updated = []
-    update = cache.chunk_mean_keys.update
-    cache.chunk_mean_keys.update = lambda ids: (updated.append(ids.tolist()), update(ids))
+    update = cache.summaries.update
+    cache.summaries.update = lambda ids: (updated.append(ids.tolist()), update(ids))
     blocks = np.arange(64, dtype=np.int32)
     cache.selection("a", blocks, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
     cache.release("a")
     cache.selection("b", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
-    cache.forget_means([3, 7])
+    cache.invalidate_summaries([3, 7])
     cache.selection("c", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
     assert updated == [list(range(40)), [40, 41], [3, 7]]
 
@@ -231,3 +255,39 @@ def test_recorder_keeps_nothing_of_short_contexts():
     recorder.record(0, torch.randn(2, 3, 8), metadata)
     with pytest.raises(RuntimeError, match="no queries were recorded"):
         recorder.last_accepted(0, 0)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_both_loops_select_alike(policy, group):
+    """Three rows of unlike lengths over scattered blocks: the device's loop takes what the host's
+    takes, by the policy's own ``score()``."""
+    num_layers, num_heads, num_blocks, dim = 2, 3, 70, 16
+    config = TriForceConfig(retrieval_budget=10 * BLOCK, selection=policy.name).resolve(BLOCK)
+    keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
+    queries = torch.randn(num_layers, 5, num_heads * group, dim)
+    rows = Rows(3, 6, 2, 3, CPU)
+    found = DeviceSelections(
+        config, None, queries, num_blocks, num_heads, torch.float32, rows, 3, CPU
+    )
+    for kind, summaries in found.summaries.items():
+        summaries.copy_(kind.of(keys, 3).transpose(1, 2))
+    counts = torch.tensor([60, 9, 25], dtype=torch.int32)
+    rows.tail[:3] = counts
+    tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in counts]).to(torch.int32)
+    query_rows = torch.tensor([4, 0, 2])
+    scored = found._score(queries, query_rows, found.summaries, tables, counts, 66)
+    for row, count in enumerate(counts.tolist()):
+        assert bool((scored[row, ..., 0] == -torch.inf).all())
+        assert bool((scored[row, ..., count:] == -torch.inf).all())
+        candidates = tables[row, 1:count].long()
+        num_selected = min(6, count - 1)
+        wanted = policy().select(
+            queries[:, query_rows[row]],
+            {kind: summaries[:, :, candidates] for kind, summaries in found.summaries.items()},
+            num_heads,
+            count - 1,
+            num_selected,
+        )
+        chosen = scored[row].topk(num_selected, dim=-1).indices - 1
+        assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)

@@ -2,6 +2,8 @@
 
 from hypothesis import strategies as st
 
+from vllm_triforce.selection import POLICIES
+
 MAX_MODEL_LEN = 768
 MAX_TOKENS = 48
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
@@ -56,7 +58,7 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
     if not keys["with_draft"]:
         keys["prompt_lookup_max"] = draw(st.sampled_from([1, 3, 8]))
     if draw(st.integers(0, 4)) == 0:
-        keys["selection"] = "streaming"
+        keys["selection"] = draw(st.sampled_from(sorted(POLICIES)))
     if runner == "v1":
         keys["adaptive"] = draw(st.integers(0, 2)) == 0
         keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", "1,3", "2,3"]))

@@ -5,9 +5,12 @@ import math
 import torch
 
 
-def chunk_mean(keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Mean of one head's keys in one block, [block_size, head_dim]."""
-    return keys.float().sum(0) / len(keys) * scale
+def chunk_summary(keys: torch.Tensor, scale: float, kind: str) -> torch.Tensor:
+    """Of one head's keys in one block, [block_size, head_dim]."""
+    keys = keys.float()
+    if kind == "mean":
+        return keys.sum(0) / len(keys) * scale
+    return (keys.sort(0).values[0 if kind == "min" else -1]) * scale
 
 
 def chunk_scores(

@@ -10,9 +10,10 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.kernels.chunk_means import KeyPointers, update_chunk_means
 from vllm_triforce.kernels.chunk_scores import score_chunks
+from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.sparse_tables import build_sparse_tables
+from vllm_triforce.selection import Summary
 
 
 def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: int, dtype):
@@ -38,30 +39,35 @@ def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: i
         (16, 64, 2, torch.float8_e4m3fn),
     ],
 )
-def test_chunk_means(layout, block_size, dim, heads, dtype):
-    """Every fresh block of every request, and no other, gets the mean of its keys."""
+def test_chunk_summaries(layout, block_size, dim, heads, dtype):
+    """Every fresh block of every request, and no other, gets the mean, the least and the greatest
+    of its keys."""
     torch.manual_seed(0)
     keys = [make_cache(layout, 13, heads, block_size, dim, dtype)[0] for _ in range(2)]
     scales = [1.0, 0.5]
-    means = torch.full((2, heads, 13, dim), 7.0, device=DEVICE)
     tables = torch.tensor([[3, 5, 1, 9], [12, 2, 0, 0], [4, 0, 0, 0]], dtype=torch.int32)
     first, last = [1, 0, 0], [4, 1, 0]  # three fresh blocks, one, and none
-    update_chunk_means(
-        KeyPointers(keys, scales),
-        means,
-        tables.to(DEVICE),
-        torch.tensor(first, dtype=torch.int32, device=DEVICE),
-        torch.tensor(last, dtype=torch.int32, device=DEVICE),
-        most_blocks=3,
-    )
-    expected = torch.full((2, heads, 13, dim), 7.0)
-    for table, begin, end in zip(tables.tolist(), first, last):
-        for block in table[begin:end]:
-            for layer in range(2):
-                for head in range(heads):
-                    own = keys[layer][block, :, head].cpu()
-                    expected[layer, head, block] = oracles.chunk_mean(own, scales[layer])
-    torch.testing.assert_close(means.cpu(), expected, rtol=1e-5, atol=1e-5)
+    for kind in Summary:
+        summaries = torch.full((2, heads, 13, dim), 7.0, device=DEVICE)
+        update_chunk_summaries(
+            KeyPointers(keys, scales),
+            kind,
+            summaries,
+            tables.to(DEVICE),
+            torch.tensor(first, dtype=torch.int32, device=DEVICE),
+            torch.tensor(last, dtype=torch.int32, device=DEVICE),
+            most_blocks=3,
+        )
+        expected = torch.full((2, heads, 13, dim), 7.0)
+        for table, begin, end in zip(tables.tolist(), first, last):
+            for block in table[begin:end]:
+                for layer in range(2):
+                    for head in range(heads):
+                        own = keys[layer][block, :, head].cpu()
+                        expected[layer, head, block] = oracles.chunk_summary(
+                            own, scales[layer], kind
+                        )
+        torch.testing.assert_close(summaries.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -77,7 +83,7 @@ def test_chunk_scores(group, dim, kv_heads):
     scores = score_chunks(
         queries,
         query_rows,
-        means,
+        {Summary.MEAN: means},
         tables.to(DEVICE),
         torch.tensor(counts, dtype=torch.int32, device=DEVICE),
         most_chunks=151,

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.generation import generate
 from tests.models import PAIR, PROMPTS, make_architecture
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, watch, worker_of
+from vllm_triforce.selection import POLICIES
 
 # 700 tokens are prefilled in three chunks, while the others decode.
 MIXED = (700, 90, 400)
@@ -39,6 +40,15 @@ def run() -> dict:
         results[name]["ends"] = wanted_ends == [
             generate(llm, ends, max_tokens=m) for m in (1, 2, 4, 30)
         ]
+        del llm
+        gc.collect()
+    for name in sorted(set(POLICIES) - {"retrieval"}):
+        keys = {"selection": name, "retrieval_budget": 128, "min_context": MIN_CONTEXT}
+        llm = make_engine(str(PAIR / "target"), keys)
+        results[f"policy_{name}"] = {
+            "same": generate(llm, prompts[::2], max_tokens=NUM_TOKENS) == wanted[::2],
+            "counters": speculator_of(llm).counters.to_dict(),
+        }
         del llm
         gc.collect()
     keys = {"model": str(PAIR / "draft"), "retrieval_budget": 1024}

@@ -14,6 +14,7 @@ import pytest
 
 from tests.models import PAIR, ROOT
 from tests.v2.run_case import MARKER
+from vllm_triforce.selection import POLICIES
 
 pytestmark = [
     pytest.mark.engine,
@@ -49,6 +50,13 @@ def run_group(name: str) -> dict:
     assert child.returncode == 0, child.stderr[-5000:]
     line = next(line for line in child.stdout.splitlines() if line.startswith(MARKER))
     return json.loads(line.removeprefix(MARKER))
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"retrieval"}))
+def test_every_policy_selects_and_keeps_the_output(greedy, policy):
+    found = greedy[f"policy_{policy}"]
+    assert found["same"]
+    assert found["counters"]["num_level2_passes"] > 4
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Dense and sparse attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.key_layout import KeyLayout
+from vllm_triforce.selection import Summary
 
 # Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
@@ -239,26 +241,28 @@ class CPURetrievalAttention:
         query_lens = torch.full((num_rows,), query_len, dtype=torch.int32)
         return self.build(query_lens, seq_lens[:: self.num_kv_heads].contiguous(), block_tables)
 
-    def update_means(
+    def update_summaries(
         self,
-        means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+        summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, dim]
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
         most_blocks: int,
     ) -> None:
-        """Computes the means of blocks that became full."""
+        """Summarises blocks that became full."""
         ranges = zip(tables, first.tolist(), last.tolist())
         block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        for layer, block_means in zip(means, self.block_means()):
-            found = block_means(block_ids).transpose(0, 1)
-            layer.index_copy_(1, block_ids, found.to(means.dtype))
+        for kind, keys in summaries.items():
+            for layer, block_summaries in zip(keys, self.block_summaries()):
+                found = block_summaries(block_ids, kind).transpose(0, 1)
+                layer.index_copy_(1, block_ids, found.to(layer.dtype))
 
-    def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""
-        return [lambda ids, layer=layer: self._means_of(layer, ids) for layer in self._layers]
+    def block_summaries(self) -> list[Callable[[torch.Tensor, Summary], torch.Tensor]]:
+        """For each layer, a function from block ids [n] and a kind to
+        [n, num_kv_heads, head_dim]."""
+        return [partial(self._summary_of, layer) for layer in self._layers]
 
-    def _means_of(self, layer, block_ids):
+    def _summary_of(self, layer, block_ids: torch.Tensor, kind: Summary) -> torch.Tensor:
         kv_cache = layer.kv_cache
         num_blocks, num_kv_heads, block_size, width = kv_cache.shape
         if self._layout is None:
@@ -267,8 +271,8 @@ class CPURetrievalAttention:
         keys = flat[block_ids, :, 0]
         fp8 = FP8.get(layer.impl.kv_cache_dtype)
         if fp8 is None:
-            return self._layout.mean(keys)
-        return self._layout.mean(keys.view(fp8).float()) * layer._k_scale_float
+            return self._layout.summary(keys, kind)
+        return self._layout.summary(keys.view(fp8).float(), kind) * layer._k_scale_float
 
     def probe_layout(self, layer) -> KeyLayout:
         """Lets the kernel write one block of known keys into a scratch cache."""

@@ -6,8 +6,9 @@ FlashAttention where the backend is FLASH_ATTN, the Triton kernel where it is TR
 FLASHINFER, whose own kernels want a plan made on the host before every pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from vllm.platforms import current_platform
@@ -21,7 +22,8 @@ from vllm_triforce.attention.paged_kernels import (
 )
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.kernels.chunk_means import KeyPointers, update_chunk_means
+from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
+from vllm_triforce.selection import Summary
 
 # fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
@@ -282,28 +284,30 @@ class GPURetrievalAttention:
             for table in block_tables
         ]
 
-    def update_means(
+    def update_summaries(
         self,
-        means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+        summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, dim]
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
         most_blocks: int,
     ) -> None:
-        """Computes the means of blocks that became full."""
+        """Summarises blocks that became full."""
         if self._keys is None:
             layers = self._layers
             keys = [key_and_value(layer.kv_cache, layer.impl)[0] for layer in layers]
             is_quantized = keys[0].dtype.itemsize == 1
             scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
             self._keys = KeyPointers(keys, scales)
-        update_chunk_means(self._keys, means, tables, first, last, most_blocks)
+        for kind, written in summaries.items():
+            update_chunk_summaries(self._keys, kind, written, tables, first, last, most_blocks)
 
-    def block_means(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """For each layer, a function from block ids [n] to [n, num_kv_heads, head_dim]."""
-        return [lambda ids, layer=layer: self._means_of(layer, ids) for layer in self._layers]
+    def block_summaries(self) -> list[Callable[[torch.Tensor, Summary], torch.Tensor]]:
+        """For each layer, a function from block ids [n] and a kind to
+        [n, num_kv_heads, head_dim]."""
+        return [partial(self._summary_of, layer) for layer in self._layers]
 
-    def _means_of(self, layer, block_ids):
+    def _summary_of(self, layer, block_ids: torch.Tensor, kind: Summary) -> torch.Tensor:
         keys, _ = key_and_value(layer.kv_cache, layer.impl)
-        means = keys[block_ids].float().mean(1)
-        return means * layer._k_scale_float if keys.dtype.itemsize == 1 else means
+        found = kind.of(keys[block_ids].float(), 1)
+        return found * layer._k_scale_float if keys.dtype.itemsize == 1 else found

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from vllm_triforce.selection import Summary
+
 # Integers below these are exact in bfloat16 (8 bits of significand) and in fp8_e5m2 (3 bits).
 _CODES = 256
 _FP8_CODES = 8
@@ -69,8 +71,8 @@ class KeyLayout:
             )
         return cls(found, head_dim)
 
-    def mean(self, raw: torch.Tensor) -> torch.Tensor:
-        """Mean key of each block.
+    def summary(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
+        """Of the keys of each block.
 
         Args:
             raw: [..., block_size * head_dim], raw key blocks.
@@ -80,7 +82,7 @@ class KeyLayout:
         """
         shape = raw.shape[:-1]
         if self.is_plain:
-            return raw.view(*shape, self.block_size, self.head_dim).mean(-2, dtype=torch.float32)
+            return kind.of(raw.view(*shape, self.block_size, self.head_dim), -2)
         if not self.is_transposed:
             raw = raw[..., self._order]
-        return raw.view(*shape, self.head_dim, self.block_size).mean(-1, dtype=torch.float32)
+        return kind.of(raw.view(*shape, self.head_dim, self.block_size), -1)

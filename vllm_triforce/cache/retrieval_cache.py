@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy
 
 
@@ -51,7 +51,7 @@ class RetrievalCache:
 
     def __init__(
         self,
-        chunk_mean_keys: ChunkMeanKeys,
+        summaries: ChunkSummaries,
         policy: SelectionPolicy,
         block_size: int,
         budget_blocks: int,
@@ -59,23 +59,23 @@ class RetrievalCache:
         refresh_interval: int,
         head_strides: tuple[int, int] | None = None,
     ) -> None:
-        self.chunk_mean_keys = chunk_mean_keys
-        self.head_strides = head_strides or (chunk_mean_keys.means.shape[1], 1)
+        self.summaries = summaries
+        self.head_strides = head_strides or (summaries.num_kv_heads, 1)
         self.policy = policy
         self.block_size = block_size
         self.budget_blocks = budget_blocks
         self.recent_blocks = recent_blocks
         self.refresh_interval = refresh_interval
         self._requests: dict[str, _Request] = {}
-        self._has_mean = np.zeros(chunk_mean_keys.means.shape[2], dtype=bool)
+        self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
 
-    def forget_means(self, block_ids: list[int]) -> None:
+    def invalidate_summaries(self, block_ids: list[int]) -> None:
         """Blocks that were allocated anew, and will be written.
 
         All other blocks keep their contents, so a prompt that vLLM finds in its prefix cache
-        brings its means along.
+        brings its summaries along.
         """
-        self._has_mean[block_ids] = False
+        self._is_summarised[block_ids] = False
 
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -108,22 +108,21 @@ class RetrievalCache:
             if selection.age < self.refresh_interval:
                 return selection
         state.block_ids = block_ids[:num_full].copy()
-        if self.policy.needs_scores:
-            self._update_means(state.block_ids)
+        if self.policy.summaries:
+            self._summarise(state.block_ids)
         state.selection = self._select(state.block_ids, query)
         return state.selection
 
-    def _update_means(self, full_blocks: np.ndarray) -> None:
-        fresh = full_blocks[~self._has_mean[full_blocks]]
-        if len(fresh):
-            ids = torch.from_numpy(fresh.astype(np.int64))
-            self.chunk_mean_keys.update(ids.to(self.chunk_mean_keys.means.device))
-            self._has_mean[fresh] = True
+    def _summarise(self, full_blocks: np.ndarray) -> None:
+        newly_full = full_blocks[~self._is_summarised[full_blocks]]
+        if len(newly_full):
+            ids = torch.from_numpy(newly_full.astype(np.int64))
+            self.summaries.update(ids.to(self.summaries.device))
+            self._is_summarised[newly_full] = True
 
     def _select(self, full_blocks: np.ndarray, query: Callable[[], torch.Tensor]) -> Selection:
-        means = self.chunk_mean_keys.means
-        ids = torch.from_numpy(full_blocks.astype(np.int64)).to(means.device)
-        num_layers, num_kv_heads = means.shape[:2]
+        ids = torch.from_numpy(full_blocks.astype(np.int64)).to(self.summaries.device)
+        num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         num_full = len(full_blocks)
         if num_full <= self.budget_blocks:  # everything fits: level 2 reads what level 3 reads
             every = ids[: max(0, num_full - self.recent_blocks)]
@@ -132,11 +131,13 @@ class RetrievalCache:
         tail_start = num_full - self.recent_blocks
         candidates = ids[1:tail_start]
         num_selected = self.budget_blocks - self.recent_blocks - 1
-        if self.policy.needs_scores:
-            candidate_means = self.chunk_mean_keys.gather(candidates)
-        else:
-            candidate_means = means.new_empty(num_layers, num_kv_heads, len(candidates), 0)
-        chosen = self.policy.select(query(), candidate_means, num_selected)
+        chosen = self.policy.select(
+            query(),
+            self.summaries.gather(candidates),
+            num_kv_heads,
+            len(candidates),
+            num_selected,
+        )
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
         return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)
 
@@ -156,7 +157,7 @@ class RetrievalCache:
             skipped: [num_reqs], int32, tokens by which each table is shorter than the context:
                 a position p of the request is at p - skipped in its sequences.
         """
-        num_layers, num_kv_heads = self.chunk_mean_keys.means.shape[:2]
+        num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         tails = [-(-n // self.block_size) - s.tail_start for s, n in zip(selections, num_tokens)]
         width = max(s.num_selected + tail for s, tail in zip(selections, tails))
         tables = torch.zeros(num_layers, len(selections), num_kv_heads, width, dtype=torch.int32)
@@ -171,5 +172,5 @@ class RetrievalCache:
         heads = torch.arange(num_kv_heads, dtype=torch.int32)
         per_block, per_head = self.head_strides
         tables.mul_(per_block).add_((heads * per_head)[:, None])
-        device = self.chunk_mean_keys.means.device
+        device = self.summaries.device
         return tables.flatten(1, 2).to(device), skipped.to(device)

@@ -4,7 +4,7 @@ import inspect
 import os
 
 from vllm_triforce.config.draft_files import check_draft_files
-from vllm_triforce.config.triforce_config import SELECTIONS_ON_DEVICE, TriForceConfig
+from vllm_triforce.config.triforce_config import TriForceConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
 
@@ -175,11 +175,6 @@ def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
     if config.levels != "1,2,3" and vllm_config.use_v2_model_runner:
         raise ValueError(
             f"levels={config.levels!r}: Model Runner V2 has no levels switched off; leave it out"
-        )
-    if config.selection not in SELECTIONS_ON_DEVICE and vllm_config.use_v2_model_runner:
-        raise ValueError(
-            f"selection={config.selection!r}: Model Runner V2 has {SELECTIONS_ON_DEVICE} only; use "
-            "one of them, or Model Runner V1 (VLLM_USE_V2_MODEL_RUNNER=0, on the CPU)"
         )
     if not is_cpu() and not vllm_config.use_v2_model_runner:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a user can ask of TriForce: one frozen, validated dataclass, free of torch and vLLM."""
+"""What a user can ask of TriForce: one frozen, validated dataclass, free of vLLM."""
 
 import dataclasses
 import difflib
@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_triforce.selection import POLICIES
+
 METHOD = "triforce"
 
 # vLLM's rejection sampler takes at most this many draft tokens per request and
 # step (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
-
-# Selection policies, and those of them that Model Runner V2's loop on the device has.
-SELECTIONS = ("retrieval", "streaming")
-SELECTIONS_ON_DEVICE = ("retrieval", "streaming")
 
 # Which levels take part (LEVELS), and what the controller may choose (CHOICES).
 LEVELS = ("1,2,3", "1,3", "2,3")
@@ -71,8 +69,8 @@ class TriForceConfig:
     Default: a quarter of ``retrieval_budget``, rounded down to whole chunks."""
 
     selection: str = "retrieval"
-    """Selection policy of level 2: ``retrieval`` (scores) or ``streaming`` (first
-    chunk and recent tokens only, the same budget; for comparisons)."""
+    """Selection policy of level 2, by its name in ``selection/``: ``retrieval`` (mean keys),
+    ``quest`` (bounds) or ``streaming`` (recent tokens only, for comparisons)."""
 
     refresh_interval: int = 8
     """Full passes between two selections of chunks."""
@@ -116,10 +114,10 @@ class TriForceConfig:
             raise ValueError(
                 f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
             )
-        if self.selection not in SELECTIONS:
+        if self.selection not in POLICIES:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                f"use {' or '.join(map(repr, SELECTIONS))}"
+                f"use {' or '.join(map(repr, POLICIES))}"
             )
         if (
             self.retrieval_recent_tokens is not None

@@ -1,6 +1,6 @@
 """The retrieval cache on the device: what level 2 reads of each row (paper, section 4.2).
 
-The same policy and the same layout as ``cache/retrieval_cache.py``: the first chunk, the selected
+The same policies and the same layout as ``cache/retrieval_cache.py``: the first chunk, the selected
 ones, then everything from the recent blocks to the one being written.
 """
 
@@ -9,12 +9,19 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.triforce_config import SELECTIONS_ON_DEVICE
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
-from vllm_triforce.kernels.chunk_scores import rows_at_a_time, score_chunks
+from vllm_triforce.kernels.chunk_scores import score_chunks
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.sparse_tables import build_sparse_tables
+from vllm_triforce.selection import POLICIES
+from vllm_triforce.selection.retrieval import RetrievalPolicy
+
+# Policies whose votes a kernel counts; the others' own ``score()`` is asked.
+_KERNELS = {RetrievalPolicy.name: score_chunks}
+
+# Rows are scored together as long as what is made for it fits here.
+_SCORE_BYTES = 128 << 20
 
 
 class DeviceSelections:
@@ -37,15 +44,13 @@ class DeviceSelections:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        if config.selection not in SELECTIONS_ON_DEVICE:
-            raise ValueError(f"selection={config.selection!r} is not written for the device")
         num_layers, _, _, head_dim = queries.shape
         block_size = config.retrieval_chunk_size
         self.block_size = block_size
         self.recent_blocks = config.retrieval_recent_tokens // block_size
         self.most_selected = config.retrieval_budget // block_size - self.recent_blocks
         self._refresh_interval = config.refresh_interval
-        self._needs_scores = config.selection == "retrieval"
+        self._policy = POLICIES[config.selection]()
         self._attention = attention
         self._queries = queries
         self._rows = rows
@@ -54,9 +59,11 @@ class DeviceSelections:
         self._most_growth = config.refresh_interval * per_pass
         reach = self._most_growth + 2 * per_pass + config.gamma
         self.width = self.most_selected + self.recent_blocks + -(-reach // block_size) + 2
-        # Head-major, so that one head's means lie together.
-        shape = (num_layers, num_kv_heads, num_blocks if self._needs_scores else 0, head_dim)
-        self.means = torch.zeros(shape, dtype=dtype, device=device)
+        # Head-major, so that one head's lie together.
+        shape = (num_layers, num_kv_heads, num_blocks, head_dim)
+        self.summaries = {
+            kind: torch.zeros(shape, dtype=dtype, device=device) for kind in self._policy.summaries
+        }
         self._selected = torch.zeros(
             num_slots,
             num_layers,
@@ -75,7 +82,7 @@ class DeviceSelections:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.means, self._selected, self.tables)
+        tensors = (*self.summaries.values(), self._selected, self.tables)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def due(self, slots: list[Slot], most_tokens: np.ndarray) -> list[int]:
@@ -106,16 +113,16 @@ class DeviceSelections:
                 self.most_selected,
                 *(int(batch.most_tokens[r]) // self.block_size for r in due_rows),
             )
-            if self._needs_scores:
+            if self.summaries:
                 fresh = [self._most_fresh(int(batch.most_tokens[r]), due[r]) for r in due_rows]
-                self._attention.update_means(
-                    self.means,
+                self._attention.update_summaries(
+                    self.summaries,
                     table,
                     rows.first_fresh[:count],
                     rows.last_fresh[:count],
                     max(fresh),
                 )
-            together = rows_at_a_time(len(self._queries), self._queries.shape[2], most_chunks)
+            together = self._rows_at_a_time(most_chunks)
             for start in range(0, len(due_rows), together):
                 some = due_rows[start : start + together]
                 indices = async_tensor_h2d([slots[r].index for r in some], table.device)
@@ -141,24 +148,47 @@ class DeviceSelections:
 
     def _select(self, batch, table, some: torch.Tensor, most_chunks: int) -> torch.Tensor:
         """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, most_selected]."""
-        num_layers, num_kv_heads = self._selected.shape[1:3]
-        own = table[some]
-        num_chunks = self._rows.tail[some]
-        if self._needs_scores:
-            scores = score_chunks(
-                self._queries,
-                batch.query_rows[some],
-                self.means,
-                own,
-                num_chunks,
-                most_chunks,
-            )
-        else:  # the newest chunks
-            places = torch.arange(most_chunks, device=table.device)
-            scores = torch.where(places < num_chunks[:, None], places.float(), float("-inf"))
-            scores = scores[:, None, None].expand(-1, num_layers, num_kv_heads, -1).clone()
-        scores[..., 0] = float("inf")
+        own, num_chunks = table[some], self._rows.tail[some]
+        score = _KERNELS.get(self._policy.name, self._score)
+        votes = score(
+            self._queries, batch.query_rows[some], self.summaries, own, num_chunks, most_chunks
+        )
+        votes[..., 0] = float("inf")
         # Sorted: where there are fewer chunks than places, those that are none come last.
-        chosen = scores.topk(self.most_selected, dim=-1, sorted=True).indices
-        own = own[:, None, None].expand(-1, num_layers, num_kv_heads, -1)
+        chosen = votes.topk(self.most_selected, dim=-1, sorted=True).indices
+        own = own[:, None, None].expand(-1, *self._selected.shape[1:3], -1)
         return own.gather(3, chosen.clamp_(max=own.shape[3] - 1))
+
+    def _score(
+        self, queries, query_rows, summaries, tables, num_chunks, most_chunks
+    ) -> torch.Tensor:
+        """By the policy itself, whichever it is; arguments and result as of ``score_chunks``, a
+        kernel that does not copy what it reads."""
+        num_kv_heads, head_dim = self._selected.shape[2], queries.shape[-1]
+        grouped = queries[:, query_rows].transpose(0, 1).unflatten(2, (num_kv_heads, -1))
+        places = torch.arange(most_chunks, device=tables.device)
+        # A table may be shorter than the bound; what is past it is no candidate.
+        blocks = tables[:, places.clamp(max=tables.shape[1] - 1)].long()
+        gathered = {
+            kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
+        }
+        scores = self._policy.score(grouped.float(), _floats(gathered), most_chunks)
+        is_candidate = (places > 0) & (places < num_chunks[:, None])
+        outside = ~is_candidate[:, None, None]
+        votes = self._policy.votes(
+            scores.masked_fill(outside[:, :, :, None], float("-inf")), head_dim
+        )
+        votes = votes.expand(-1, *self._selected.shape[1:3], -1)
+        return votes.masked_fill(outside, float("-inf"))
+
+    def _rows_at_a_time(self, most_chunks: int) -> int:
+        """Rows that are scored together, by the memory that it takes."""
+        num_layers, _, num_heads, head_dim = self._queries.shape
+        numbers = num_heads
+        if self._policy.name not in _KERNELS:
+            numbers += 2 * len(self.summaries) * self._selected.shape[2] * head_dim
+        return max(1, _SCORE_BYTES // (4 * num_layers * numbers * max(1, most_chunks)))
+
+
+def _floats(summaries):
+    return {kind: keys.float() for kind, keys in summaries.items()}

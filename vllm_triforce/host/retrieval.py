@@ -46,9 +46,9 @@ class RetrievalLevel:
         """[num_layers, num_heads, head_dim] of the queries that chunks are selected by."""
         return self._attention.query_shape
 
-    def forget_means(self, block_ids: tuple[list[int], ...]) -> None:
+    def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
         """Blocks that will be written anew, by KV cache group."""
-        self.cache.forget_means(block_ids[self._sparse_group])
+        self.cache.invalidate_summaries(block_ids[self._sparse_group])
 
     def knows(self, request_id: str) -> bool:
         """Whether something was selected for a request before."""

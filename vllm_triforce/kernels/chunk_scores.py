@@ -1,11 +1,13 @@
 """Scores of every retrieval chunk, for all layers at once, without gathering mean keys."""
 
+from collections.abc import Mapping
+
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.selection import Summary
+
 _CHUNKS_PER_PROGRAM = 64
-# Rows are scored together as long as their scores fit here.
-_SCORE_BYTES = 128 << 20
 
 
 @triton.jit
@@ -68,16 +70,17 @@ def _chunk_scores_kernel(
 def score_chunks(
     queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
     query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
-    means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, head_dim]
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
     most_chunks: int,  # columns of the result
 ) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, most_chunks], float32
-    """Products of queries and mean keys as ``selection/retrieval.py`` combines them: with several
+    """Votes of ``selection/retrieval.py``, products of queries and mean keys: with several
     query heads to a KV head, each votes with its softmax over the candidates.
 
     Chunks that are no candidates (the first, and all from the tail on) have -inf.
     """
+    means = summaries[Summary.MEAN]
     num_layers, _, num_heads, head_dim = queries.shape
     num_kv_heads, num_reqs = means.shape[1], len(tables)
     group = num_heads // num_kv_heads
@@ -111,8 +114,3 @@ def score_chunks(
     places = torch.arange(most_chunks, device=votes.device)
     candidates = (places > 0) & (places < num_chunks[:, None])
     return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
-
-
-def rows_at_a_time(num_layers: int, num_heads: int, most_chunks: int) -> int:
-    """Requests that ``score_chunks`` should be given together, by the memory of their scores."""
-    return max(1, _SCORE_BYTES // (4 * num_layers * num_heads * max(1, most_chunks)))

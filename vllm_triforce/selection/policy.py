@@ -1,25 +1,61 @@
-"""What a selection policy is; CONTRIBUTING.md tells how to add one."""
+"""What a selection policy is: the score of a chunk; CONTRIBUTING.md tells how to add one."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
+from vllm_triforce.selection.summaries import Summary
+
+Summaries = Mapping[Summary, torch.Tensor]
+"""By kind [..., num_kv_heads, num_chunks, head_dim]."""
+
 
 class SelectionPolicy(ABC):
-    """Chooses the retrieval chunks that level 2 reads, for all layers at once.
+    """Says which retrieval chunks level 2 reads, for all layers at once: those of the highest
+    score.
 
-    The first chunk (the attention sink) and the recent chunks are kept anyway and are not
-    among the candidates.
+    The first chunk (the attention sink) and the recent chunks are kept anyway. Both runners and
+    the lab ask the same policy; what it says can lower acceptance, and never changes output.
     """
 
-    needs_scores: bool = True
-    """False where no summaries and no queries are needed: then none are kept."""
+    name: ClassVar[str]
+    """In ``speculative_config``, key ``selection``, and in the lab."""
+
+    summaries: ClassVar[tuple[Summary, ...]] = ()
+    """What is kept of each chunk's keys, as large as the KV cache divided by 2 * chunk each."""
 
     @abstractmethod
+    def score(
+        self,
+        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim], of the last accepted token
+        summaries: Summaries,  # those of the policy, [..., num_kv_heads, num_chunks, head_dim]
+        num_chunks: int,  # in their order in the context
+    ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]
+        """Of each chunk, for each query head of a KV head's group."""
+
+    @staticmethod
+    def votes(
+        scores: torch.Tensor,  # [..., num_kv_heads, group or 1, num_chunks]; -inf: no candidate
+        head_dim: int,
+    ) -> torch.Tensor:  # [..., num_kv_heads, num_chunks]
+        """With grouped-query attention the query heads of a group vote together: each gives every
+        chunk the softmax of its scaled scores, and the votes are added up, so that a head with
+        large logits does not outvote the others."""
+        if scores.shape[-2] == 1:
+            return scores.squeeze(-2)
+        return (scores.float() * head_dim**-0.5).softmax(-1).sum(-2)
+
     def select(
         self,
-        query: torch.Tensor,  # [num_layers, num_heads, head_dim], of the last accepted token
-        chunk_mean_keys: torch.Tensor,  # [num_layers, num_kv_heads, num_chunks, head_dim]
+        query: torch.Tensor,  # [num_layers, num_heads, head_dim]
+        summaries: Summaries,  # by kind [num_layers, num_kv_heads, num_chunks, head_dim]
+        num_kv_heads: int,
+        num_chunks: int,
         num_selected: int,
     ) -> torch.Tensor:  # [num_layers, num_kv_heads, num_selected], indices of chunks
-        """Picks ``num_selected <= num_chunks`` chunks for each layer and KV head."""
+        """The best ``num_selected <= num_chunks`` candidates of each layer and KV head."""
+        grouped = query.unflatten(1, (num_kv_heads, -1))
+        votes = self.votes(self.score(grouped, summaries, num_chunks), query.shape[-1])
+        return votes.topk(num_selected, dim=-1, sorted=False).indices

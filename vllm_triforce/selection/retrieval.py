@@ -3,28 +3,20 @@
 import torch
 
 from vllm_triforce.selection.policy import SelectionPolicy
+from vllm_triforce.selection.summaries import Summary
 
 
 class RetrievalPolicy(SelectionPolicy):
-    """Chunks whose mean key has the largest product with the newest query.
+    """Retrieval (TriForce).
 
-    With grouped-query attention the query heads of a group vote together: each gives every
-    chunk the softmax of its scaled scores, and the votes are added up, so that a head with
-    large logits does not outvote the others.
+    Mechanism: chunks whose mean key has the largest product with the newest verified query; the
+    query heads of a group vote together.
+    Paper: arXiv 2404.11912, section 4.2, which selects once, after the prompt.
+    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
     """
 
-    def select(self, query, chunk_mean_keys, num_selected):
-        scores = score_chunks(query, chunk_mean_keys)
-        return scores.topk(num_selected, dim=-1, sorted=False).indices
+    name = "retrieval"
+    summaries = (Summary.MEAN,)
 
-
-def score_chunks(
-    query: torch.Tensor,  # [num_layers, num_heads, head_dim]
-    chunk_mean_keys: torch.Tensor,  # [num_layers, num_kv_heads, num_chunks, head_dim]
-) -> torch.Tensor:  # [num_layers, num_kv_heads, num_chunks]
-    num_layers, num_kv_heads, _, head_dim = chunk_mean_keys.shape
-    grouped = query.view(num_layers, num_kv_heads, -1, head_dim)
-    scores = torch.matmul(grouped, chunk_mean_keys.transpose(-1, -2))
-    if grouped.shape[2] == 1:
-        return scores.squeeze(2)
-    return (scores.float() * head_dim**-0.5).softmax(-1).sum(2)
+    def score(self, query, summaries, num_chunks):
+        return torch.matmul(query, summaries[Summary.MEAN].transpose(-1, -2))

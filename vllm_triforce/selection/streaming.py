@@ -6,11 +6,16 @@ from vllm_triforce.selection.policy import SelectionPolicy
 
 
 class StreamingPolicy(SelectionPolicy):
-    """The newest chunks: with the first chunk and the recent ones, sink plus recent tokens."""
+    """StreamingLLM.
 
-    needs_scores = False
+    Mechanism: the first chunk, and the newest tokens for all the rest of the budget, at their
+    absolute positions.
+    Paper: arXiv 2309.17453, which moves the positions together; its sink is 4 tokens.
+    Parameters: ``budget``, ``chunk_size`` (the sink is one chunk), ``refresh_interval``.
+    """
 
-    def select(self, query, chunk_mean_keys, num_selected):
-        num_layers, num_kv_heads, num_chunks = chunk_mean_keys.shape[:3]
-        newest = torch.arange(num_chunks - num_selected, num_chunks, device=chunk_mean_keys.device)
-        return newest.expand(num_layers, num_kv_heads, num_selected)
+    name = "streaming"
+
+    def score(self, query, summaries, num_chunks):
+        newest = torch.arange(num_chunks, dtype=torch.float32, device=query.device)
+        return newest.expand(*query.shape[:-2], 1, num_chunks)

@@ -189,7 +189,7 @@ class Calibration:
 
         def begin():
             level2.release(request_id)
-            level2.forget_means(tuple(tables[0].tolist() for tables in batch.block_tables))
+            level2.invalidate_summaries(tuple(tables[0].tolist() for tables in batch.block_tables))
             level2.begin(batch)
 
         seconds = self._timed(begin, repeats)

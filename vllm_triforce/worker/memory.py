@@ -1,6 +1,7 @@
 """What TriForce keeps on a GPU beside vLLM's KV cache, and must be left room for."""
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.selection import POLICIES
 
 
 def room_for_kv_cache(
@@ -8,8 +9,8 @@ def room_for_kv_cache(
 ) -> int:
     """What is left of vLLM's estimate for its KV cache.
 
-    Chunk means grow with the KV cache: one key per block, layer and KV head, where the cache has
-    ``2 * block_size`` vectors. The rest is fixed: selections and block tables of
+    Chunk summaries grow with the KV cache: of each kind one key per block, layer and KV head, where
+    the cache has ``2 * block_size`` vectors. The rest is fixed: selections and block tables of
     ``max_speculating_seqs`` requests, and one query per request and layer.
 
     Raises:
@@ -24,10 +25,8 @@ def room_for_kv_cache(
     blocks = config.retrieval_budget // config.retrieval_chunk_size
     fixed = 2 * 4 * seqs * num_layers * heads * (blocks + 16)
     fixed += scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize
-    if config.selection == "retrieval":
-        share = itemsize / (2 * config.retrieval_chunk_size * cache_itemsize)
-    else:
-        share = 0.0
+    kinds = len(POLICIES[config.selection].summaries)
+    share = kinds * itemsize / (2 * config.retrieval_chunk_size * cache_itemsize)
     left = int((available_bytes - fixed) / (1 + share))
     if left <= 0:
         raise ValueError(

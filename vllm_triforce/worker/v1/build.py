@@ -2,7 +2,7 @@
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import allocating
-from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import Controller
@@ -49,13 +49,18 @@ class BuiltSpeculator:
             len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
         )
         attention = backend(sparse_layers, sparse_builder, self.recorder)
-        means = _chunk_means(
-            sparse_layers, vllm_config.model_config.dtype, device, attention.block_means()
+        policy = POLICIES[config.selection]()
+        summaries = _chunk_summaries(
+            policy,
+            sparse_layers,
+            vllm_config.model_config.dtype,
+            device,
+            attention.block_summaries(),
         )
         chunk = config.retrieval_chunk_size
         cache = RetrievalCache(
-            means,
-            POLICIES[config.selection](),
+            summaries,
+            policy,
             block_size=chunk,
             budget_blocks=config.retrieval_budget // chunk,
             recent_blocks=config.retrieval_recent_tokens // chunk,
@@ -79,25 +84,26 @@ class BuiltSpeculator:
         )
 
 
-def _chunk_means(layers: list, dtype, device, block_means) -> ChunkMeanKeys:
+def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]
-    num_keys = len(layers) * first.num_kv_heads * num_blocks
+    num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks
     with allocating(
-        f"level 2's mean keys of {num_blocks} blocks",
+        f"level 2's summaries of {num_blocks} blocks",
         num_keys * first.head_size * dtype.itemsize,
         device,
         "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
         "VLLM_CPU_KVCACHE_SPACE on the CPU)",
     ):
-        return ChunkMeanKeys(
+        return ChunkSummaries(
+            policy.summaries,
             num_layers=len(layers),
             num_blocks=num_blocks,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_size,
             dtype=dtype,
             device=device,
-            block_means=block_means,
+            block_summaries=block_summaries,
         )
 
 

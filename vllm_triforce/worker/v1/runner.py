@@ -109,7 +109,7 @@ class TriForceProposer(DraftModelProposer):
             self._runner,
             self._built.speculator.controller,
             self._built.recorder,
-            on_new_blocks=self._built.speculator.level2.forget_means,
+            on_new_blocks=self._built.speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
         )
 

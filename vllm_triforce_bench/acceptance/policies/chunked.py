@@ -1,13 +1,13 @@
-"""What retrieval and streaming share: the shipped retrieval cache, driven as level 2 drives it."""
+"""The policies that serve: the shipped retrieval cache, driven as level 2 drives it."""
 
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from vllm_triforce.cache.chunk_mean_keys import ChunkMeanKeys
+from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.selection import SelectionPolicy
+from vllm_triforce.selection import SelectionPolicy, Summary
 from vllm_triforce_bench.acceptance.policies.base import LabPolicy
 
 
@@ -45,17 +45,31 @@ class ChunkedPolicy(LabPolicy):
         num_full = len(keys) // size
         blocks = keys[: num_full * size].view(num_full, size, -1)
 
-        def block_means(ids: torch.Tensor) -> torch.Tensor:  # [n] to [n, 1, head_dim]
-            return blocks[ids].mean(1, keepdim=True, dtype=torch.float32)
+        def block_summaries(ids: torch.Tensor, kind: Summary) -> torch.Tensor:  # [n, 1, head_dim]
+            return kind.of(blocks[ids], 1)[:, None]
 
-        means = ChunkMeanKeys(
-            1, num_full, 1, keys.shape[-1], keys.dtype, keys.device, [block_means]
+        policy = self.selection()
+        summaries = ChunkSummaries(
+            policy.summaries,
+            1,
+            num_full,
+            1,
+            keys.shape[-1],
+            keys.dtype,
+            keys.device,
+            [block_summaries],
         )
         return RetrievalCache(
-            means,
-            self.selection(),
+            summaries,
+            policy,
             size,
             self.sizes.budget_chunks,
             self.sizes.recent_chunks,
             self.sizes.refresh_interval,
         )
+
+
+def chunked(policy: type[SelectionPolicy]) -> type[ChunkedPolicy]:
+    """The lab's side of a policy that serves, with its name and description."""
+    namespace = {"name": policy.name, "selection": policy, "__doc__": policy.__doc__}
+    return type(policy.__name__, (ChunkedPolicy,), namespace)

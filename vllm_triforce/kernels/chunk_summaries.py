@@ -1,15 +1,17 @@
-"""Mean keys of blocks that became full, for all layers, heads and requests in one launch."""
+"""Summaries of blocks that became full, for all layers, heads and requests in one launch."""
 
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.selection import Summary
+
 
 @triton.jit
-def _chunk_means_kernel(
+def _chunk_summaries_kernel(
     layer_key_ptrs,  # [num_layers], uint64
     key_like,  # any tensor of the keys' dtype
     key_scales,  # [num_layers]
-    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    summaries_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
     tables_ptr,  # [num_reqs, width]
     table_stride,
     first_ptr,  # [num_reqs]
@@ -18,8 +20,9 @@ def _chunk_means_kernel(
     block_stride,
     token_stride,
     head_stride,
-    means_layer_stride,
-    means_head_stride,
+    summaries_layer_stride,
+    summaries_head_stride,
+    KIND: tl.constexpr,  # of Summary
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -37,11 +40,20 @@ def _chunk_means_kernel(
     tokens = tl.arange(0, PADDED_BLOCK)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None].to(tl.int64) * token_stride + dims[None, :]
-    mask = (tokens[:, None] < BLOCK_SIZE) & (dims[None, :] < HEAD_DIM)
+    is_token = tokens[:, None] < BLOCK_SIZE
+    mask = is_token & (dims[None, :] < HEAD_DIM)
     key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
-    mean = tl.sum(key.to(tl.float32), axis=0) / BLOCK_SIZE * tl.load(key_scales + layer)
-    out = means_ptr + layer * means_layer_stride + head * means_head_stride + block * HEAD_DIM
-    tl.store(out + dims, mean.to(means_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    key = key.to(tl.float32)
+    if KIND == "mean":
+        found = tl.sum(key, axis=0) / BLOCK_SIZE
+    elif KIND == "min":
+        found = tl.min(tl.where(is_token, key, float("inf")), axis=0)
+    else:
+        found = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
+    found = found * tl.load(key_scales + layer)
+    place = layer * summaries_layer_stride + head * summaries_head_stride + block * HEAD_DIM
+    out = summaries_ptr + place + dims
+    tl.store(out, found.to(summaries_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 class KeyPointers:
@@ -65,9 +77,10 @@ class KeyPointers:
         self.strides = keys[0].stride()[:3]
 
 
-def update_chunk_means(
+def update_chunk_summaries(
     keys: KeyPointers,
-    means: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    kind: Summary,
+    summaries: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim]
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
     last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
@@ -77,11 +90,11 @@ def update_chunk_means(
         return
     block_stride, token_stride, head_stride = keys.strides
     num_layers = len(keys.pointers)
-    _chunk_means_kernel[(len(tables) * most_blocks, keys.num_heads, num_layers)](
+    _chunk_summaries_kernel[(len(tables) * most_blocks, keys.num_heads, num_layers)](
         keys.pointers,
         keys.like,
         keys.scales,
-        means,
+        summaries,
         tables,
         tables.stride(0),
         first,
@@ -90,8 +103,9 @@ def update_chunk_means(
         block_stride,
         token_stride,
         head_stride,
-        means.stride(0),
-        means.stride(1),
+        summaries.stride(0),
+        summaries.stride(1),
+        KIND=kind.value,
         BLOCK_SIZE=keys.block_size,
         HEAD_DIM=keys.head_dim,
         PADDED_DIM=triton.next_power_of_2(keys.head_dim),

@@ -1,0 +1,61 @@
+"""Level 2's summaries of retrieval chunks, kept by block id (paper, section 4.2: mean keys)."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from vllm_triforce.selection import Summary
+
+
+class ChunkSummaries:
+    """Summaries of full blocks, one of each kind per layer, KV head and block id.
+
+    Held beside the KV cache and as large as it divided by ``2 * block_size``, each kind.
+
+    Args:
+        kinds: those that the selection policy asks for; maybe none.
+        num_layers, num_kv_heads, head_dim: geometry of the layers that retrieve.
+        num_blocks: blocks in vLLM's pool.
+        dtype: the model's.
+        block_summaries: for each layer, a function from block ids [n] and a kind to
+            [n, num_kv_heads, head_dim].
+    """
+
+    def __init__(
+        self,
+        kinds: Iterable[Summary],
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_summaries: Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]],
+    ) -> None:
+        self.num_layers, self.num_blocks, self.num_kv_heads = num_layers, num_blocks, num_kv_heads
+        self.device = device
+        # Head-major, so that one gather gives the operand of a batched product.
+        shape = (num_layers, num_kv_heads, num_blocks, head_dim)
+        self.keys = {kind: torch.zeros(shape, dtype=dtype, device=device) for kind in kinds}
+        """By kind [num_layers, num_kv_heads, num_blocks, head_dim]."""
+        self._block_summaries = block_summaries
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.numel() * keys.element_size() for keys in self.keys.values())
+
+    def update(
+        self,
+        block_ids: torch.Tensor,  # [n], int64, full blocks
+    ) -> None:
+        """Summarises blocks that became full."""
+        for kind, keys in self.keys.items():
+            for layer, block_summaries in zip(keys, self._block_summaries):
+                found = block_summaries(block_ids, kind).transpose(0, 1)  # [heads, n, head_dim]
+                layer.index_copy_(1, block_ids, found.to(layer.dtype))
+
+    def gather(
+        self,
+        block_ids: torch.Tensor,  # [n], int64
+    ) -> dict[Summary, torch.Tensor]:  # by kind [num_layers, num_kv_heads, n, head_dim]
+        return {kind: keys.index_select(2, block_ids) for kind, keys in self.keys.items()}

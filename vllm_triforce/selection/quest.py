@@ -1,0 +1,25 @@
+"""Quest (arXiv 2406.10774): the largest product that any key of the chunk could have."""
+
+import torch
+
+from vllm_triforce.selection.policy import SelectionPolicy
+from vllm_triforce.selection.summaries import Summary
+
+
+class QuestPolicy(SelectionPolicy):
+    """Quest.
+
+    Mechanism: chunks with the largest bound on a key's product with the newest verified query,
+    from the least and the greatest number in each head dimension; the query heads of a group vote
+    together.
+    Paper: arXiv 2406.10774 (ICML 2024), section 3.3, which selects for each query anew.
+    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
+    """
+
+    name = "quest"
+    summaries = (Summary.MIN, Summary.MAX)
+
+    def score(self, query, summaries, num_chunks):
+        low, high = summaries[Summary.MIN], summaries[Summary.MAX]
+        upper = torch.matmul(query.clamp(min=0), high.transpose(-1, -2))
+        return upper + torch.matmul(query.clamp(max=0), low.transpose(-1, -2))
