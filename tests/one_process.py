@@ -14,10 +14,10 @@ def allow_many_engines() -> None:
     """
     from vllm.v1.engine import core
 
-    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 
     core.cleanup_dist_env_and_memory = gc.collect
-    mend_kernel_rebinding()
+    fix_kernel_rebinding()
 
 
 def end_process_groups() -> None:

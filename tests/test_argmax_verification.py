@@ -28,9 +28,9 @@ def vllms_kernels():
     """As an engine on the CPU has them."""
     from vllm.platforms import current_platform
 
-    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 
-    mend_kernel_rebinding()
+    fix_kernel_rebinding()
     current_platform.register_triton_kernel_overrides()
 
 

@@ -42,7 +42,7 @@ def test_short_requests_are_scheduled_without_drafts(scheduler):
 
 
 def test_the_scheduler_is_chosen_by_runner_and_scheduling():
-    from vllm_triforce.config.engine_args import _choose_scheduler
+    from vllm_triforce.vllm_patches.engine_args import _choose_scheduler
 
     asynchronous = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
     for is_async, is_v2, given, expected in (

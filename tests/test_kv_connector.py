@@ -10,7 +10,7 @@ from tests.conftest import triforce
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.test_scheduling import greedy
-from vllm_triforce.patches.kv_connector import hidden_kv_connector
+from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 
 def test_hidden_inside_only(monkeypatch):

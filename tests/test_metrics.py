@@ -15,6 +15,7 @@ from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.prometheus import TriForcePrometheus
 from vllm_triforce.metrics.report import IntervalReport, counters_of, summary
+from vllm_triforce.vllm_patches import counters as counter_patches
 
 
 def test_rates_and_lengths():
@@ -71,7 +72,7 @@ def to_front(output):
     def scheduler(self, scheduler_output, model_runner_output):
         return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))}
 
-    outputs = carrier._into_scheduler_stats(scheduler)(None, None, pickle.loads(output))
+    outputs = counter_patches._into_scheduler_stats(scheduler)(None, None, pickle.loads(output))
     message = MsgpackEncoder().encode(outputs[0])
     return MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
 
@@ -87,7 +88,7 @@ def test_counters_travel_with_vllms_messages():
         {0: ["m", "0"], 1: ["m", "1"]},
     )
     seen_by_vllm = []
-    record = carrier._out_of_scheduler_stats(
+    record = counter_patches._out_of_scheduler_stats(
         lambda self, stats, *args, **kwargs: seen_by_vllm.append(stats)
     )
     front = SimpleNamespace(triforce_prometheus=prometheus)

@@ -1,7 +1,10 @@
 """Promise: every run-time change is needed, idempotent, and its upstream diff still applies."""
 
+import ast
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from tests.contract.test_contract import NEXT_RELEASE
 from tests.models import ROOT
 from tests.registry.overlay import touched_files
 from tools.vllm_source import fetch
+from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.swaps import Swap
 
 DIFFS = sorted((ROOT / "patches").glob("*.diff"))
 
@@ -57,11 +62,11 @@ def test_expand_kernel_is_mended_once(fresh_host):
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    from vllm_triforce.patches.expand_kernel import expand_kernel_works, mend_expand_kernel
+    from vllm_triforce.vllm_patches.expand_kernel import expand_kernel_works, fix_expand_kernel
 
     assert not expand_kernel_works(), "vLLM has mended this itself: delete the patch"
-    assert mend_expand_kernel() is True
-    assert mend_expand_kernel() is False
+    assert fix_expand_kernel() is True
+    assert fix_expand_kernel() is False
     # Another engine of this process registers vLLM's kernels anew.
     current_platform.register_triton_kernel_overrides()
     assert expand_kernel_works()
@@ -73,10 +78,132 @@ def test_expand_kernel_is_mended_once(fresh_host):
     assert expand_batch_to_tokens(torch.tensor([0.6]), torch.tensor([0]), 0).shape == (0,)
 
 
-def test_ledger_names_every_patch():
-    ledger = (ROOT / "patches" / "README.md").read_text()
-    for path in [*DIFFS, *(ROOT / "vllm_triforce" / "patches").glob("[!_]*.py")]:
+def test_ledger_is_what_the_patches_say():
+    """And every diff, and every module that changes vLLM, is in it."""
+    from tools.ledger import LEDGER, written
+
+    ledger = LEDGER.read_text()
+    assert written(ledger) == ledger, "run python tools/ledger.py"
+    for path in [*DIFFS, *(ROOT / "vllm_triforce" / "vllm_patches").glob("[!_]*.py")]:
         assert path.name in ledger
+
+
+def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatch):
+    host = ModuleType("a_host")
+
+    class Host:
+        def plain(self, number):
+            return number
+
+        @classmethod
+        def made(cls, number):
+            return number
+
+        @staticmethod
+        def alone(number):
+            return number
+
+        @property
+        def given(self):
+            return 3
+
+    host.Host = Host
+    monkeypatch.setitem(sys.modules, "a_host", host)
+
+    def doubled(original):
+        return lambda *arguments: 2 * original(*arguments)
+
+    def patch(attribute, *parameters, **keys):
+        return Patch("a_host", "Host", attribute, doubled, parameters, "why", "until", **keys)
+
+    patches = [
+        patch("plain", "self", "number"),
+        patch("made", "cls", "number"),
+        patch("alone", "number"),
+        patch("given", "self"),
+    ]
+    assert [p.fault(False) for p in patches] == [None] * 4
+    assert [p.misfit() for p in patches] == [None] * 4
+    assert [p.apply(False) for p in patches] == [True] * 4
+    assert [p.apply(False) for p in patches] == [False] * 4
+    assert (Host().plain(2), Host.made(2), Host.alone(2), Host().given) == (4, 4, 4, 6)
+    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit()
+    assert patch("stop", "self").fault(False) == "Host.stop"
+    waits = patch("stop", "self", loaded_with="a_module_that_is_not_loaded")
+    assert waits.fault(False) is None and not waits.apply(False)
+    assert waits.fault(True) == "Host.stop"
+
+
+def test_a_swap_that_nobody_would_read_is_refused():
+    swap = Swap("Host", "drafter", "why", "until")
+    with pytest.raises(AttributeError, match=r"sets 'drafter'.*drop method='triforce'"):
+        swap.set(SimpleNamespace(), 1)
+    assert swap.set(host := SimpleNamespace(drafter=1), 2) == 1 and host.drafter == 2
+
+
+# Attributes of these are ours to write; of every other object only through a Swap.
+OUR_OBJECTS = {
+    "args",  # of the command line
+    "drafted",
+    "group",
+    "proposal",
+    "rows",
+    "selection",
+    "slot",
+    "state",
+    "step",
+    "self._built",
+    "self._planned",
+    "self._recorder",
+    "self._taken",
+    "self.counters",
+    "self.known_counters",
+}
+# What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
+BY_HAND = {
+    "metrics/carrier.py": {"output.get_output", "output", "result"},
+    "scheduler/draft_carrier.py": {"output"},
+    "scheduler/async_scheduler.py": {"request.spec_token_ids"},
+    "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
+    "attention/cpu.py": {"impl.layer_index", "impl.recorder"},  # our subclass's
+    "attention/gpu.py": {"impl.layer_index", "impl.recorder"},
+    "worker/v2/request_facts.py": {"complete.__dict__"},
+}
+
+
+def foreign_writes(path: Path) -> set[str]:
+    """Attributes of objects other than ``self`` and ours that a file sets, as they are written."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], "", ast.Store())]
+        else:
+            continue
+        for target in ast.walk(ast.Tuple(targets)):
+            if not (isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)):
+                continue
+            owner = ast.unparse(target.value)
+            ours = owner.split("[")[0]
+            if owner in ("self", "cls") or any(
+                ours == name or ours.startswith(f"{name}.") for name in OUR_OBJECTS
+            ):
+                continue
+            found.add(ast.unparse(target).rstrip("."))
+    return found
+
+
+def test_nothing_else_writes_onto_objects_of_vllm():
+    package = ROOT / "vllm_triforce"
+    found = {
+        str(path.relative_to(package)): writes
+        for path in package.rglob("*.py")
+        if path.parent.name != "vllm_patches" and (writes := foreign_writes(path))
+    }
+    assert found == BY_HAND, "use a Swap of vllm_patches/swaps.py"
 
 
 def test_an_engine_can_start_beside_llvmlite(monkeypatch):
@@ -84,7 +211,7 @@ def test_an_engine_can_start_beside_llvmlite(monkeypatch):
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher
 
-    from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 
     class Kernel:
         pass
@@ -95,6 +222,6 @@ def test_an_engine_can_start_beside_llvmlite(monkeypatch):
     with pytest.raises(AttributeError, match="_lib_fn_wrapper"):
         dispatcher._rebind_kernels([(original, wrapper)])
     for _ in range(2):
-        mend_kernel_rebinding()
+        fix_kernel_rebinding()
     dispatcher._rebind_kernels([(original, wrapper)])
     assert dispatcher.a_kernel is wrapper

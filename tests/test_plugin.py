@@ -183,7 +183,7 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
 
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
 def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
-    from vllm_triforce.config import engine_args
+    from vllm_triforce.vllm_patches import engine_args
 
     said: list[str] = []
     monkeypatch.setattr(engine_args.logger, "warning", lambda *a: said.append(a[0] % a[1:]))

@@ -1,6 +1,5 @@
 """Entry point of vLLM's ``vllm.general_plugins``: installs wrappers, inert unless asked for."""
 
-_registered = False
 _has_warned = False
 
 
@@ -11,40 +10,21 @@ def register() -> None:
     nothing but the wrappers. A vLLM that lacks something of what they wrap is left as it is, and
     goes on: this is called wherever we are installed, whether or not TriForce is asked for.
     """
-    global _registered
     if missing := _missing():
         _say_once(missing)
         return
-    from vllm_triforce import wrapping
+    from vllm_triforce import vllm_patches
 
     # Every time: an engine's process comes here again once it has loaded the scheduler.
-    wrapping.install(engine_process=False)
-    if _registered:
-        return
-    _registered = True
-    from vllm_triforce.config.engine_args import install
-
-    install(when_asked_for=_install_in_engine)
-
-
-def _install_in_engine() -> None:
-    from vllm_triforce import wrapping
-
-    if missing := wrapping.missing(engine_process=True):
-        raise ValueError(
-            f"vllm-triforce wraps {', '.join(missing)}, which this vLLM does not have; install a "
-            "vLLM that it knows, or drop method='triforce'"
-        )
-    wrapping.install(engine_process=True)
+    vllm_patches.install(engine_process=False)
 
 
 def _missing() -> list[str]:
     """Everything is looked for before anything is wrapped: all of it, or nothing."""
     try:
-        from vllm_triforce import wrapping
-        from vllm_triforce.config import engine_args
+        from vllm_triforce import vllm_patches
 
-        return engine_args.missing() + wrapping.missing(engine_process=False)
+        return vllm_patches.missing(engine_process=False)
     except Exception as error:  # a module that moved, or does not load
         return [f"{type(error).__name__}: {error}"]
 

@@ -73,7 +73,7 @@ def facts_of(root: Path, version: str) -> dict:
 
 def _candidates(module: str) -> list[str]:
     path = module.replace(".", "/")
-    return [f"{path}.py", f"{path}/__init__.py"] if path else ["vllm_triforce/__init__.py"]
+    return [f"{path}.py", f"{path}/__init__.py"] if path else ["__init__.py"]
 
 
 def _told(file: str, text: str) -> dict:

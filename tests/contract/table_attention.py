@@ -67,7 +67,7 @@ TABLE: list[Surface] = [
     offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/masks.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/masked_logits.py"),
     does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/verification/sampling.py"),
-    calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/patches/expand_kernel.py"),
-    calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "vllm_triforce/patches/expand_kernel.py"),
-    overrides("utils/cpu_triton_utils.py", "_expand_kernel_impl", "output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=", "vllm_triforce/patches/expand_kernel.py"),
+    calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/vllm_patches/expand_kernel.py"),
+    calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "vllm_triforce/vllm_patches/expand_kernel.py"),
+    overrides("utils/cpu_triton_utils.py", "_expand_kernel_impl", "output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=", "vllm_triforce/vllm_patches/expand_kernel.py"),
 ]

@@ -8,7 +8,7 @@ from tests.contract.surface import Surface, calls, does, has, overrides
 
 ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
-OURS = "vllm_triforce/config/engine_args.py"
+OURS = "vllm_triforce/vllm_patches/engine_args.py"
 CHECK = "vllm_triforce/config/compatibility.py"
 MIXIN = "vllm_triforce/worker/base.py"
 
@@ -22,8 +22,8 @@ TABLE: list[Surface] = [
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
     has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
-    overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "vllm_triforce/config/drafting_slots.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "vllm_triforce/config/drafting_slots.py"),
+    overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "vllm_triforce/vllm_patches/drafting_slots.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "vllm_triforce/vllm_patches/drafting_slots.py"),
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
     has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
     has("config/parallel.py", "ParallelConfig", "worker_cls data_parallel_index pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
@@ -43,7 +43,7 @@ TABLE: list[Surface] = [
     does("v1/engine/core.py", "EngineCore._initialize_kv_caches", "self.model_executor.get_kv_cache_specs( < self.model_executor.determine_available_memory( < self.model_executor.initialize_from_config( < self.model_executor.compile_or_warm_up_model(", MIXIN),
     has("entrypoints/llm.py", "LLM", "collective_rpc", "vllm_triforce/metrics/report.py"),
     # Every request parameter is answered.
-    overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "vllm_triforce/config/request_params.py"),
+    overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "vllm_triforce/vllm_patches/request_params.py"),
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/worker/v1/rejection.py"),
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/worker/v1/rejection.py"),
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/worker/v1/rejection.py"),
@@ -54,9 +54,9 @@ TABLE: list[Surface] = [
     has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/worker/v1/argmax_verification.py"),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/v1/argmax_verification.py"),
     # The way of the counters.
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/metrics/carrier.py"),
-    has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/metrics/carrier.py"),
-    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/metrics/carrier.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/vllm_patches/counters.py"),
+    has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/vllm_patches/counters.py"),
+    has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
     has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/host/streaming.py"),
 ]

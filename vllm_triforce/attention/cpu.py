@@ -15,6 +15,7 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.selection import Summary
+from vllm_triforce.vllm_patches import swaps
 
 # Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
@@ -53,7 +54,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         impl.__dict__.update(layer.impl.__dict__)
         impl.layer_index = layer_index
         impl.recorder = recorder
-        layer.impl = impl
+        swaps.LAYER_IMPL.set(layer, impl)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if isinstance(attn_metadata, SparseCPUMetadata):

@@ -24,6 +24,7 @@ from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
+from vllm_triforce.vllm_patches import swaps
 
 # fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
@@ -152,7 +153,7 @@ def attach(layer, layer_index: int | None, recorder) -> None:
     impl = object.__new__(subclass)
     impl.__dict__.update(layer.impl.__dict__)
     impl.layer_index, impl.recorder = layer_index, recorder
-    layer.impl = impl
+    swaps.LAYER_IMPL.set(layer, impl)
 
 
 class UniformStarts:

@@ -1,38 +1,11 @@
 """What TriForce cannot run on, refused with the value, the reason and the remedy."""
 
-import inspect
 import os
 
 from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.triforce_config import TriForceConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
-
-ENGINE_ARGS_SIGNATURES = {
-    "add_cli_args": ["parser"],
-    "from_cli_args": ["args"],
-    "create_engine_config": ["self", "usage_context", "headless"],
-    "create_speculative_config": ["self", "target_model_config", "target_parallel_config"],
-}
-SAMPLING_PARAMS_SIGNATURES = {"_validate_spec_decode": ["self", "speculative_config"]}
-
-
-def check_signatures() -> None:
-    """Refuses a vLLM whose methods that we wrap have moved."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
-
-    for owner, signatures in (
-        (EngineArgs, ENGINE_ARGS_SIGNATURES),
-        (SamplingParams, SAMPLING_PARAMS_SIGNATURES),
-    ):
-        for name, wanted in signatures.items():
-            found = list(inspect.signature(getattr(owner, name)).parameters)
-            if found != wanted:
-                raise ValueError(
-                    f"vllm-triforce wraps {owner.__name__}.{name}({', '.join(wanted)}), but this "
-                    f"vLLM has ({', '.join(found)}); install vLLM {', '.join(SUPPORTED_VLLM)}"
-                )
 
 
 def check_vllm_version(version: str | None = None) -> None:

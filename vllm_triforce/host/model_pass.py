@@ -9,7 +9,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_triforce.patches.kv_connector import hidden_kv_connector
+from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 
 @dataclass

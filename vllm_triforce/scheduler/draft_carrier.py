@@ -7,9 +7,6 @@ back for each step. Model Runner V1 has made the drafts by the time it gives its
 along.
 """
 
-import sys
-from collections.abc import Callable
-
 # Attribute of a ModelRunnerOutput; None where the step has no drafts.
 _ATTRIBUTE = "triforce_drafts"
 
@@ -34,21 +31,3 @@ class TakesDrafts:
         if (drafts := getattr(model_runner_output, _ATTRIBUTE, None)) is not None:
             self.update_draft_token_ids(drafts)
         return outputs
-
-
-def to_wrap(engine_process: bool) -> list[tuple[type, str, Callable]]:
-    """Owner, method and wrapper, as ``metrics/carrier.py`` has them."""
-    if engine_process:
-        import vllm.v1.engine.core  # noqa: F401
-    # While the module is still being loaded it has no such class yet.
-    owner = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
-    return [] if owner is None else [(owner, "post_step", _unless_they_came)]
-
-
-def _unless_they_came(original):
-    def post_step(self, model_executed):
-        if not getattr(self.scheduler, "has_drafts_of_step", False):
-            return original(self, model_executed)
-        self.scheduler.has_drafts_of_step = False
-
-    return post_step

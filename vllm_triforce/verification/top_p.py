@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 
 # Before anybody exchanges it.
 _vllm_masks = topk_topp_sampler.apply_top_k_top_p
@@ -103,7 +103,7 @@ def _among_candidates(
 def _keep_rows():
     """``keep_rows()``: compiled at the first call, which other devices than the CPU never make."""
     # numba, once imported, keeps vLLM from starting another engine in this process.
-    mend_kernel_rebinding()
+    fix_kernel_rebinding()
     from vllm_triforce.verification.top_p_rows import keep_rows
 
     return keep_rows

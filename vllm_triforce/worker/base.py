@@ -8,6 +8,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.triforce_config import METHOD
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler import draft_carrier
+from vllm_triforce.vllm_patches import swaps
 
 logger = init_logger("vllm.triforce")
 
@@ -35,11 +36,13 @@ class TriForceWorkerMixin:
         if self.use_v2_model_runner:
             from vllm_triforce.worker.v2.runner import TriForceSpeculatorV2
 
-            self.triforce = runner.speculator = TriForceSpeculatorV2(*arguments)
+            self.triforce = TriForceSpeculatorV2(*arguments)
+            swaps.SPECULATOR.set(runner, self.triforce)
         else:
             from vllm_triforce.worker.v1.runner import TriForceProposer
 
-            self.triforce = runner.drafter = TriForceProposer(*arguments)
+            self.triforce = TriForceProposer(*arguments)
+            swaps.DRAFTER.set(runner, self.triforce)
             self._sends_drafts = not self.vllm_config.scheduler_config.async_scheduling
 
     def get_kv_cache_spec(self) -> dict:

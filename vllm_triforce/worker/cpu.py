@@ -2,12 +2,12 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_triforce.patches.expand_kernel import mend_expand_kernel
+from vllm_triforce.vllm_patches.expand_kernel import fix_expand_kernel
 from vllm_triforce.worker.base import TriForceWorkerMixin
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
-            mend_expand_kernel()
+            fix_expand_kernel()
         super().init_device()

@@ -9,6 +9,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.vllm_patches import swaps
 
 
 def attention_layers(vllm_config) -> dict[str, Attention]:
@@ -78,4 +79,4 @@ def _allocate(layers: dict, spec, num_blocks: int, layout, device) -> None:
     )
     caches = allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
     for name, layer in layers.items():
-        layer.kv_cache = caches[name]
+        swaps.LAYER_CACHE.set(layer, caches[name])

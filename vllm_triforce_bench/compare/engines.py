@@ -13,7 +13,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm_triforce.config.triforce_config import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.patches.kernel_rebinding import mend_kernel_rebinding
+from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.methods import Variant
 from vllm_triforce_bench.compare.model_facts import ModelFacts, kv_cache_bytes
@@ -110,7 +110,7 @@ def start(
         disable_log_stats=False,
         use_tqdm_on_load=False,
     )
-    mend_kernel_rebinding()
+    fix_kernel_rebinding()
     before = _memory_bytes()
     llm = LLM(
         settings.target,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.patches.expand_kernel import mend_expand_kernel
+from vllm_triforce.vllm_patches.expand_kernel import fix_expand_kernel
 from vllm_triforce_bench.compare import grid, identity
 from vllm_triforce_bench.compare.engines import Engine, SpeculationStats, end, start
 from vllm_triforce_bench.compare.grid import PairedSet
@@ -75,7 +75,7 @@ class Measurement:
             self._say(f"starting {variant.label}, {dtype}")
             self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
             # vLLM registers its own kernel again with every engine.
-            mend_expand_kernel()
+            fix_expand_kernel()
         longest = grid.Prompts(dtype, group, max(self._settings.contexts), 1, 0)
         for engine in self._engines:
             self._say(f"warming up {engine.variant.label}, {dtype}")

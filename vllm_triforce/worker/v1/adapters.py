@@ -1,5 +1,7 @@
 """LoRA on Model Runner V1: level 2's passes use each request's adapter."""
 
+from vllm_triforce.vllm_patches import swaps
+
 
 class AdapterSwitch:
     """Tells vLLM's LoRA layers which adapter each token of a pass belongs to.
@@ -11,9 +13,8 @@ class AdapterSwitch:
 
     def __init__(self, runner) -> None:
         self._runner = runner
-        self._set_active = runner._set_active_loras
         self._full_pass: tuple | None = None
-        runner._set_active_loras = self._remember
+        self._set_active = swaps.ACTIVE_LORAS.set(runner, self._remember)
 
     def _remember(self, *mapping) -> None:
         self._full_pass = mapping

@@ -4,6 +4,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from vllm_triforce.verification.top_p import TopPMasks
+from vllm_triforce.vllm_patches import swaps
 
 # Those that have the function by this name: the plain sampler's and the rejection sampler's.
 _MODULES = (rejection_sampler, topk_topp_sampler)
@@ -17,10 +18,8 @@ class FastMasks:
         self._originals: list = []
 
     def __enter__(self) -> None:
-        self._originals = [module.apply_top_k_top_p for module in _MODULES]
-        for module in _MODULES:
-            module.apply_top_k_top_p = self.masks
+        self._originals = [swaps.TOP_K_TOP_P.set(module, self.masks) for module in _MODULES]
 
     def __exit__(self, *exception) -> None:
         for module, original in zip(_MODULES, self._originals):
-            module.apply_top_k_top_p = original
+            swaps.TOP_K_TOP_P.set(module, original)

@@ -17,19 +17,19 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.v1.argmax_verification import accepted_argmax, only_argmax_counts
 
 
-def answer_all_parameters(runner, vllm_config, device) -> None:
+def support_all_sampling_params(runner, vllm_config, device) -> None:
     """Gives a runner every built-in logits processor and a rejection sampler that heeds them."""
     processors = LogitsProcessors(
         processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
     )
-    runner.input_batch.logitsprocs = processors
-    runner.input_batch.sampling_metadata.logitsprocs = processors
-    runner.rejection_sampler = CompleteRejectionSampler(
-        runner.sampler, vllm_config.speculative_config, device
-    )
+    swaps.LOGITS_PROCESSORS.set(runner.input_batch, processors)
+    swaps.METADATA_PROCESSORS.set(runner.input_batch.sampling_metadata, processors)
+    sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
+    swaps.REJECTION_SAMPLER.set(runner, sampler)
 
 
 class CompleteRejectionSampler(RejectionSampler):

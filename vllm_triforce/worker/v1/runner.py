@@ -20,13 +20,14 @@ from vllm_triforce.host.draft_batch import DraftBatch, Proposal, SamplingRows
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.calibration import Calibration
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.ranks import first_ranks
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
 from vllm_triforce.worker.v1.build import BuiltSpeculator
-from vllm_triforce.worker.v1.rejection import answer_all_parameters
+from vllm_triforce.worker.v1.rejection import support_all_sampling_params
 from vllm_triforce.worker.v1.stock_path import PlainSteps
 
 logger = init_logger("vllm.triforce")
@@ -46,9 +47,8 @@ class TriForceProposer(DraftModelProposer):
         self._draft_model = draft_model
         # The runner stops drafting for the whole batch once one request passes this; whether
         # a request still fits is decided per request, in _room().
-        runner.effective_drafter_max_model_len = (
-            runner.max_model_len + config.num_speculative_tokens + 1
-        )
+        longest = runner.max_model_len + config.num_speculative_tokens + 1
+        swaps.DRAFTER_LENGTH.set(runner, longest)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
@@ -83,7 +83,7 @@ class TriForceProposer(DraftModelProposer):
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
         # The runner has made its batch and its rejection sampler by now.
-        answer_all_parameters(self._runner, self.vllm_config, self.device)
+        support_all_sampling_params(self._runner, self.vllm_config, self.device)
         self._built = BuiltSpeculator(
             vllm_config=self.vllm_config,
             config=self.config,
@@ -101,7 +101,7 @@ class TriForceProposer(DraftModelProposer):
             device=self.device,
         )
         self._boundary = Boundary(self.counters.add_boundary_fault)
-        self._runner._get_spec_decode_draft_probs = self._draft_probs_of
+        swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks

@@ -15,6 +15,7 @@ from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.v1.masks import FastMasks
 
 
@@ -67,8 +68,9 @@ class PlainSteps:
         self._on_new_blocks = on_new_blocks
         self._on_finished = on_finished
         self._speculative_config = runner.speculative_config
-        self._execute_model = runner.execute_model
-        self._sample_tokens = runner.sample_tokens
+        self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
+        self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
+        self._sample = swaps.SAMPLE.set(runner, self.sample)
         self._last: _Step | None = None
         self._propose_seconds = 0.0
         self._present: frozenset[str] = frozenset()
@@ -82,10 +84,6 @@ class PlainSteps:
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         self._masks = FastMasks() if runner.device.type == "cpu" else None
-        self._sample = runner._sample
-        runner._sample = self.sample
-        runner.execute_model = self.execute_model
-        runner.sample_tokens = self.sample_tokens
 
     def add_propose_seconds(self, seconds: float) -> None:
         """What of the present step is the proposal's time."""
@@ -112,7 +110,7 @@ class PlainSteps:
         is_plain = not self._scheduled and (rest.is_resting or gives_first)
         self._recorder.paused = is_plain
         if is_plain:
-            self._runner.speculative_config = None
+            swaps.SPECULATIVE_CONFIG.set(self._runner, None)
         output = self._execute_model(scheduler_output, *args, **kwargs)
         if scheduler_output.finished_req_ids:
             self._on_finished()
@@ -178,7 +176,7 @@ class PlainSteps:
             self._restore()
 
     def _restore(self) -> None:
-        self._runner.speculative_config = self._speculative_config
+        swaps.SPECULATIVE_CONFIG.set(self._runner, self._speculative_config)
         self._recorder.paused = False
 
     def _announce_new_blocks(self, scheduler_output) -> None:

@@ -7,6 +7,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from vllm_triforce.vllm_patches import swaps
+
 
 class RequestFacts(LogitsProcessor):
     """Hears of each request where the sampler does, and leaves its logits as they are."""
@@ -35,8 +37,7 @@ def hear_of_requests(runner) -> RequestFacts:
     # Where sampling is spread over ranks, what they gather has no place for named tokens.
     if type(runner.rejection_sampler) is RejectionSampler and runner.batch_sharder is None:
         complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
-        complete.__dict__ = runner.rejection_sampler.__dict__
-        runner.rejection_sampler = complete
+        complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
     return facts
 
 

@@ -17,6 +17,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.v2.build import DeviceBuild
@@ -56,9 +57,8 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         self._built: DeviceBuild | None = None
         self._graph_mode = CUDAGraphMode.NONE
         self.draft_logits[..., PAD_TOKEN] = 0
-        self._handler = runner.draft_tokens_handler = ProposedTokensHandler(
-            device, vllm_config.scheduler_config.async_scheduling
-        )
+        self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
+        swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._report = IntervalReport(config.log_interval)
         self._facts: RequestFacts | None = None
         self._set_aside: set[str] = set()

@@ -12,6 +12,8 @@ Remove when vLLM lets a pass say that it is none of the connector's business.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vllm_triforce.vllm_patches import swaps
+
 
 @contextmanager
 def hidden_kv_connector() -> Iterator[None]:
@@ -22,8 +24,8 @@ def hidden_kv_connector() -> Iterator[None]:
     if not original():
         yield
         return
-    kv_transfer_utils.has_kv_transfer_group = lambda: False
+    swaps.HAS_KV_TRANSFER_GROUP.set(kv_transfer_utils, lambda: False)
     try:
         yield
     finally:
-        kv_transfer_utils.has_kv_transfer_group = original
+        swaps.HAS_KV_TRANSFER_GROUP.set(kv_transfer_utils, original)

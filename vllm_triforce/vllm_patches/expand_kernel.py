@@ -5,6 +5,8 @@ Remove when the oldest supported vLLM writes the output back.
 
 import torch
 
+from vllm_triforce.vllm_patches import swaps
+
 _KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
@@ -20,7 +22,7 @@ def expand_kernel_works() -> bool:
     return True
 
 
-def mend_expand_kernel() -> bool:
+def fix_expand_kernel() -> bool:
     """Replaces the kernel where the self-check fails; idempotent.
 
     Without it, speculative sampling divides by uninitialised temperatures.
@@ -37,7 +39,7 @@ def mend_expand_kernel() -> bool:
     from vllm.utils import cpu_triton_utils
 
     # vLLM registers its own function again with every engine of a process.
-    cpu_triton_utils._expand_kernel_impl = _expand
+    swaps.EXPAND_KERNEL.set(cpu_triton_utils, _expand)
     register_kernels({_KERNEL: _expand})
     if not expand_kernel_works():
         raise RuntimeError(

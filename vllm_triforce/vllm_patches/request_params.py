@@ -6,21 +6,27 @@ them, and so does Model Runner V2 (``apply_sampling_params`` in vllm/v1/worker/g
 sampler.py): a deployment that adds TriForce goes on answering what it answered before.
 """
 
-import functools
-
 from vllm_triforce.config.mark import is_triforce
+from vllm_triforce.vllm_patches.patch import Patch
 
 
-def install() -> None:
-    """Wraps the check; it falls through for any other speculative method."""
-    from vllm.sampling_params import SamplingParams
-
-    original = SamplingParams._validate_spec_decode
-
-    @functools.wraps(original)
+def _support_all_sampling_params(original):
     def _validate_spec_decode(self, speculative_config):
         if is_triforce(speculative_config):
             return
         original(self, speculative_config)
 
-    SamplingParams._validate_spec_decode = _validate_spec_decode
+    return _validate_spec_decode
+
+
+PATCHES = [
+    Patch(
+        "vllm.sampling_params",
+        "SamplingParams",
+        "_validate_spec_decode",
+        _support_all_sampling_params,
+        ("self", "speculative_config"),
+        why="vLLM refuses `min_p` and `logit_bias` beside any speculation; we answer them",
+        until="vLLM's rejection sampler of Model Runner V1 applies them",
+    )
+]

@@ -6,8 +6,10 @@ Remove when the oldest supported vLLM checks that what ``vars()`` gives is a dic
 import builtins
 from typing import Any
 
+from vllm_triforce.vllm_patches import swaps
 
-def mend_kernel_rebinding() -> None:
+
+def fix_kernel_rebinding() -> None:
     """Lets vLLM look through all loaded modules where one of them answers anything; idempotent.
 
     To replace kernels, vLLM reads ``vars(value).get("kernel")`` of every value of every module.
@@ -17,7 +19,7 @@ def mend_kernel_rebinding() -> None:
     """
     from vllm.triton_utils import dispatcher
 
-    dispatcher.vars = _vars  # type: ignore[attr-defined]
+    swaps.DISPATCHER_VARS.set(dispatcher, _vars)
 
 
 def _vars(value: Any) -> dict:

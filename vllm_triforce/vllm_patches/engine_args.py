@@ -6,16 +6,14 @@ for the proposal's own distribution) plus ``additional_config["triforce"]``, and
 worker becomes our subclass of it. Everything can be refused here, before weights are loaded.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import compatibility, drafting_slots, request_params
+from vllm_triforce.config import compatibility
 from vllm_triforce.config.mark import mark
 from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
+from vllm_triforce.vllm_patches.patch import Patch
 
 logger = init_logger("vllm.triforce")
 
@@ -43,54 +41,7 @@ _CLI_HELP = (
 )
 
 
-def missing() -> list[str]:
-    """What ``install()`` would wrap and this vLLM does not have."""
-    from vllm.config.speculative import SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.sampling_params import SamplingParams
-
-    wrapped = [
-        *((EngineArgs, name, callable) for name in compatibility.ENGINE_ARGS_SIGNATURES),
-        *((SamplingParams, name, callable) for name in compatibility.SAMPLING_PARAMS_SIGNATURES),
-        (SpeculativeConfig, drafting_slots.PROPERTY, lambda found: isinstance(found, property)),
-    ]
-    absent = [
-        f"{owner.__name__}.{name}"
-        for owner, name, is_right in wrapped
-        if not is_right(getattr(owner, name, None))
-    ]
-    if not isinstance(inspect.getattr_static(EngineArgs, "from_cli_args", None), classmethod):
-        absent.append("EngineArgs.from_cli_args as a class method")
-    return absent
-
-
-def install(when_asked_for: Callable[[], None]) -> None:
-    """Wraps four methods of ``EngineArgs``; each falls through unless TriForce is asked for.
-
-    Args:
-        when_asked_for: called where a process makes the configuration of an engine with TriForce.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    if getattr(EngineArgs, "_triforce_installed", False):
-        return
-    EngineArgs._triforce_installed = True
-    EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
-    EngineArgs.from_cli_args = classmethod(
-        _wrap_from_cli_args(inspect.getattr_static(EngineArgs, "from_cli_args").__func__)
-    )
-    EngineArgs.create_engine_config = _wrap_create_engine_config(
-        EngineArgs.create_engine_config, when_asked_for
-    )
-    EngineArgs.create_speculative_config = _wrap_create_speculative_config(
-        EngineArgs.create_speculative_config
-    )
-    request_params.install()
-    drafting_slots.install()
-
-
 def _wrap_add_cli_args(original):
-    @functools.wraps(original)
     def add_cli_args(parser, *args, **kwargs):
         parser = original(parser, *args, **kwargs)
         group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
@@ -101,7 +52,6 @@ def _wrap_add_cli_args(original):
 
 
 def _wrap_from_cli_args(original):
-    @functools.wraps(original)
     def from_cli_args(cls, args):
         engine_args = original(cls, args)
         if getattr(args, "speculative_model", None) == METHOD:
@@ -149,13 +99,14 @@ def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
     return compatibility.read_draft_config(draft["model"], trust_remote_code, **pinned)
 
 
-def _wrap_create_engine_config(original, when_asked_for):
-    @functools.wraps(original)
+def _wrap_create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
         if not _is_asked_for(self):
             return original(self, *args, **kwargs)
+        from vllm_triforce import vllm_patches
+
         compatibility.check_vllm_version()
-        compatibility.check_signatures()
+        vllm_patches.check_signatures()
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
             _read_draft_config(draft, self.trust_remote_code)
@@ -174,14 +125,13 @@ def _wrap_create_engine_config(original, when_asked_for):
             for name, value in saved.items():
                 setattr(self, name, value)
         vllm_config = _finish(vllm_config, config)
-        when_asked_for()
+        vllm_patches.install_in_engine()
         return vllm_config
 
     return create_engine_config
 
 
 def _wrap_create_speculative_config(original):
-    @functools.wraps(original)
     def create_speculative_config(self, *args, **kwargs):
         if not _is_asked_for(self):
             return original(self, *args, **kwargs)
@@ -246,3 +196,43 @@ def _choose_scheduler(vllm_config) -> None:
         scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
     elif not vllm_config.use_v2_model_runner:
         scheduler_config.scheduler_cls = _SCHEDULER
+
+
+_REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
+_ARGS = ("vllm.engine.arg_utils", "EngineArgs")
+
+PATCHES = [
+    Patch(
+        *_ARGS,
+        "add_cli_args",
+        _wrap_add_cli_args,
+        ("parser",),
+        why="adds `--speculative-model triforce`",
+        until=_REGISTRY,
+    ),
+    Patch(
+        *_ARGS,
+        "from_cli_args",
+        _wrap_from_cli_args,
+        ("cls", "args"),
+        why="turns the flag into `speculative_config`",
+        until=_REGISTRY,
+    ),
+    Patch(
+        *_ARGS,
+        "create_engine_config",
+        _wrap_create_engine_config,
+        ("self", "usage_context", "headless"),
+        why='reads and checks our keys, leaves them in `additional_config["triforce"]`, swaps '
+        "`worker_cls` and, where needed, `scheduler_cls`",
+        until=_REGISTRY,
+    ),
+    Patch(
+        *_ARGS,
+        "create_speculative_config",
+        _wrap_create_speculative_config,
+        ("self", "target_model_config", "target_parallel_config"),
+        why="`SpeculativeConfig` forbids unknown methods and keys: it gets `draft_model`",
+        until=_REGISTRY,
+    ),
+]

@@ -1,1 +1,0 @@
-"""Faults of vLLM mended at run time; patches/README.md is the ledger."""

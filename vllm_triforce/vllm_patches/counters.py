@@ -1,0 +1,82 @@
+"""The counters go with vLLM's own messages (``metrics/carrier.py``)."""
+
+from vllm_triforce.config.triforce_config import METHOD
+from vllm_triforce.metrics import carrier
+from vllm_triforce.vllm_patches.patch import Patch
+
+
+def _into_scheduler_stats(original):
+    def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        if added := carrier.attached(model_runner_output):
+            for engine_core_outputs in outputs.values():
+                if (stats := engine_core_outputs.scheduler_stats) is not None:
+                    carrier.put(stats, added)
+                    break
+        return outputs
+
+    return update_from_output
+
+
+def _with_prometheus(original):
+    def __init__(self, vllm_config, *args, **kwargs):
+        original(self, vllm_config, *args, **kwargs)
+        self.triforce_prometheus = None
+        if isinstance(vllm_config.additional_config, dict) and (
+            METHOD in vllm_config.additional_config
+        ):
+            from vllm_triforce.metrics.prometheus import TriForcePrometheus
+
+            self.triforce_prometheus = TriForcePrometheus.beside(self.stat_loggers)
+
+    return __init__
+
+
+def _out_of_scheduler_stats(original):
+    def record(self, scheduler_stats, *args, engine_idx=None, **kwargs):
+        prometheus = self.triforce_prometheus
+        if prometheus and scheduler_stats and (added := carrier.take(scheduler_stats)):
+            prometheus.observe(added, engine_idx or 0)
+        return original(self, scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
+
+    return record
+
+
+_UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
+_LOGGERS = "vllm.v1.metrics.loggers"
+
+PATCHES = [
+    Patch(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "update_from_output",
+        _into_scheduler_stats,
+        ("self", "scheduler_output", "model_runner_output"),
+        why="puts the counters that a worker sent with its output into `SchedulerStats`, as "
+        "`triforce:...` keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by "
+        "type, and this is a field that lets them through",
+        until=_UNTIL,
+        loaded_with="vllm.v1.engine.core",
+    ),
+    Patch(
+        _LOGGERS,
+        "StatLoggerManager",
+        "__init__",
+        _with_prometheus,
+        None,
+        why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` is no "
+        "way: its mere presence turns statistics on under `--disable-log-stats`",
+        until=_UNTIL,
+        loaded_with=_LOGGERS,
+    ),
+    Patch(
+        _LOGGERS,
+        "StatLoggerManager",
+        "record",
+        _out_of_scheduler_stats,
+        None,
+        why="takes the counters out again before any logger of vLLM sees them",
+        until=_UNTIL,
+        loaded_with=_LOGGERS,
+    ),
+]

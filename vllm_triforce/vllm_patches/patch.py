@@ -1,0 +1,105 @@
+"""One way to wrap what vLLM has; the ledger (patches/README.md) is made from what is said here."""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A method or property of vLLM that is wrapped in place, and falls through to the original
+    unless TriForce is asked for.
+
+    Args:
+        module, owner, attribute: what is wrapped; the class must have it itself.
+        wrap: from the original function (of a property: its getter) to what takes its place.
+        parameters: of the original, in their order; None where the wrapper hands on whatever
+            there is.
+        why: for the ledger, as are ``until`` (when it can go) and where it stands.
+        loaded_with: the module that says that this process needs it: where that is not loaded,
+            and it is not known that an engine will run here, the patch waits.
+    """
+
+    module: str
+    owner: str
+    attribute: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    parameters: tuple[str, ...] | None
+    why: str
+    until: str
+    loaded_with: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.attribute}"
+
+    def fault(self, engine_process: bool) -> str | None:
+        """What this vLLM lacks of it, and None where it has all or the patch waits.
+
+        Raises:
+            ImportError: there is no such module.
+        """
+        if self._waits(engine_process):
+            return None
+        original = self._original()
+        if original is None or not callable(_function(original)):
+            return self.name
+        return None
+
+    def misfit(self) -> str | None:
+        """How the original's parameters differ from those that the wrapper knows."""
+        if self.parameters is None:
+            return None
+        found = tuple(inspect.signature(_function(self._original())).parameters)
+        if found == self.parameters:
+            return None
+        return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(found)})"
+
+    def apply(self, engine_process: bool) -> bool:
+        """Wraps it, unless it waits or is wrapped already.
+
+        Returns:
+            Whether it was wrapped now.
+        """
+        if self._waits(engine_process):
+            return False
+        original = self._original()
+        function = _function(original)
+        if getattr(function, "_is_triforce_patch", False):
+            return False
+        wrapped = functools.wraps(function)(self.wrap(function))
+        wrapped._is_triforce_patch = True  # type: ignore[attr-defined]
+        setattr(self._owner(), self.attribute, _like(original, wrapped))
+        return True
+
+    def _waits(self, engine_process: bool) -> bool:
+        if engine_process or self.loaded_with is None:
+            return False
+        module = sys.modules.get(self.loaded_with)
+        # While a module is still being loaded it may have no such class yet.
+        spec = getattr(module, "__spec__", None)
+        return module is None or getattr(spec, "_initializing", False)
+
+    def _owner(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.owner, None)
+
+    def _original(self) -> Any:
+        """As it stands in the class; an interface's own would be no implementation."""
+        return vars(owner).get(self.attribute) if (owner := self._owner()) is not None else None
+
+
+def _function(original: Any) -> Any:
+    if isinstance(original, property):
+        return original.fget
+    return getattr(original, "__func__", original)
+
+
+def _like(original: Any, wrapped: Callable[..., Any]) -> Any:
+    """A class method, static method or property stays one."""
+    if isinstance(original, (classmethod, staticmethod, property)):
+        return type(original)(wrapped)
+    return wrapped

@@ -1,0 +1,152 @@
+"""What TriForce sets on vLLM's objects, in an engine that runs TriForce; the ledger
+(patches/README.md) is made from what is said here, and a test forbids such writes elsewhere."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An attribute of one of vLLM's objects, classes apart (``patch.py`` has those).
+
+    Args:
+        owner, attribute: whose, and which.
+        why, until: for the ledger: what for, and when it can go.
+        is_new: whether the object has none of itself.
+    """
+
+    owner: str
+    attribute: str
+    why: str
+    until: str
+    is_new: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.attribute}"
+
+    def set(self, owner: Any, value: Any) -> Any:
+        """Sets it on ``owner``.
+
+        Returns:
+            what was there before; None where there was nothing.
+
+        Raises:
+            AttributeError: this vLLM's object has no such attribute, so that nobody would read it.
+        """
+        if not self.is_new and not hasattr(owner, self.attribute):
+            raise AttributeError(
+                f"vllm-triforce sets {self.attribute!r}, which this vLLM's "
+                f"{type(owner).__name__} does not have; install a vLLM that it knows, or drop "
+                "method='triforce'"
+            )
+        before = getattr(owner, self.attribute, None)
+        setattr(owner, self.attribute, value)
+        return before
+
+
+_OUT_OF_TREE = "an out-of-tree speculator can be named"
+_NO_HOOK = "the runner makes its own in `__init__` and has no hook"
+_PLAIN_STEPS = (
+    "a step without speculation takes stock vLLM's path, a batch without drafts skips the "
+    "rejection sampler, and steps are timed for the controller"
+)
+_NOBODY_DRAFTS = "vLLM skips what drafting needs where nobody drafts"
+_PARAMETERS = "`min_p`, `logit_bias` and `logprob_token_ids` beside drafts (Runner V1)"
+_APPLIES_THEM = "vLLM's rejection sampler of Model Runner V1 applies them"
+
+DRAFTER = Swap("GPUModelRunner (V1)", "drafter", _NO_HOOK, _OUT_OF_TREE)
+SPECULATOR = Swap("GPUModelRunner (V2)", "speculator", _NO_HOOK, _OUT_OF_TREE)
+DRAFT_TOKENS_HANDLER = Swap(
+    "GPUModelRunner (V2)",
+    "draft_tokens_handler",
+    "it hands on how many tokens of each request were proposed",
+    _OUT_OF_TREE,
+)
+LAYER_IMPL = Swap(
+    "Attention",
+    "impl",
+    "a subclass of vLLM's: level 2 reads fewer blocks, and level 3's queries are kept",
+    "attention layers take a selection of blocks",
+)
+LAYER_CACHE = Swap(
+    "Attention",
+    "kv_cache",
+    "the draft's layers have a private cache, level 1's windows",
+    _OUT_OF_TREE,
+)
+DRAFTER_LENGTH = Swap(
+    "GPUModelRunner (V1)",
+    "effective_drafter_max_model_len",
+    "Runner V1 stops drafting for the whole batch once one request passes it; ours decides per "
+    "request",
+    "the check is per request upstream",
+)
+DRAFT_PROBS = Swap(
+    "GPUModelRunner (V1)",
+    "_get_spec_decode_draft_probs",
+    "vLLM keeps the distributions of one step's drafts, for all requests or none: a request that "
+    "has to wait a step costs the whole batch its own. Ours are kept by request, checked "
+    "(`verification/boundary.py`) and laid out for what is verified",
+    "vLLM keeps them by request",
+)
+EXECUTE_MODEL = Swap("GPUModelRunner (V1)", "execute_model", _PLAIN_STEPS, _NOBODY_DRAFTS)
+SAMPLE_TOKENS = Swap("GPUModelRunner (V1)", "sample_tokens", _PLAIN_STEPS, _NOBODY_DRAFTS)
+SAMPLE = Swap("GPUModelRunner (V1)", "_sample", _PLAIN_STEPS, _NOBODY_DRAFTS)
+SPECULATIVE_CONFIG = Swap(
+    "GPUModelRunner (V1)",
+    "speculative_config",
+    "None during a step without speculation, which then takes stock vLLM's path",
+    _NOBODY_DRAFTS,
+)
+ACTIVE_LORAS = Swap(
+    "GPUModelRunner (V1)",
+    "_set_active_loras",
+    "level 2's passes need adapters of their own, then the full pass's again",
+    "never: part of LoRA",
+)
+LOGITS_PROCESSORS = Swap("InputBatch", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
+METADATA_PROCESSORS = Swap("SamplingMetadata", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
+REJECTION_SAMPLER = Swap("GPUModelRunner (V1)", "rejection_sampler", _PARAMETERS, _APPLIES_THEM)
+REJECTION_SAMPLER_V2 = Swap(
+    "GPUModelRunner (V2)",
+    "rejection_sampler",
+    "`logprob_token_ids` beside drafts. A listener is added to `sampler.logits_processors` too: "
+    "which requests have a grammar or name tokens is not kept by the runner",
+    "vLLM's rejection sampler of Runner V2 returns them; parameters reach the speculator",
+)
+TOP_K_TOP_P = Swap(
+    "vllm.v1.sample (two modules)",
+    "apply_top_k_top_p",
+    "while tokens are sampled: on the CPU vLLM sorts the vocabulary for each token; the "
+    "replacement (`verification/top_p.py`) keeps the same tokens and leaves to vLLM the rows "
+    "where rounding or ties decide",
+    "vLLM's CPU path does not sort",
+)
+EXPAND_KERNEL = Swap(
+    "vllm.utils.cpu_triton_utils",
+    "_expand_kernel_impl",
+    "replaced on the CPU if a self-check finds it wrong; see below. `vllm-triforce bench` does so "
+    "for stock vLLM's own methods too, which sample wrongly without it",
+    "the oldest supported vLLM writes its output back",
+)
+DISPATCHER_VARS = Swap(
+    "vllm.triton_utils.dispatcher",
+    "vars",
+    "`verification/top_p_rows.py` is compiled by numba, as vLLM's `ngram` is, and the benchmark "
+    "has several engines in a process. Once numba is loaded, no other engine starts on the CPU: "
+    "`_rebind_kernels` takes `vars(value)` of a module's value for a dict, and llvmlite's `lib` "
+    "answers with a foreign function. vLLM 0.32.0 and 0.33.0",
+    "vLLM checks for a dict",
+    is_new=True,
+)
+HAS_KV_TRANSFER_GROUP = Swap(
+    "vllm.model_executor.layers.attention.kv_transfer_utils",
+    "has_kv_transfer_group",
+    "during a pass of levels 1 and 2: the step's connector metadata is still bound while drafts "
+    "are made, so a KV connector would load and save layers around passes that are none of its "
+    "business",
+    "a pass can say so",
+)
+
+SWAPS: dict[str, Swap] = {name: swap for name, swap in vars().items() if isinstance(swap, Swap)}
