@@ -41,7 +41,7 @@ class Dice:
 
     def choose(self, candidates, num_plain=0):
         if self.draw.random() < 0.2:
-            self._controller.rest.begin(self.draw.randint(1, 4))
+            self._controller.backoff.begin(self.draw.randint(1, 4))
             self.decided["rest"] += 1
             return [PLAIN] * len(candidates)
         return [self._choose(candidate) for candidate in candidates]
@@ -174,7 +174,7 @@ def test_plain_steps_and_looks_are_timed(engines, pair):
     choose = controller.choose
 
     def plainly(candidates, num_plain=0):
-        controller.rest.begin(6)
+        controller.backoff.begin(6)
         return [PLAIN] * len(candidates)
 
     controller.choose = plainly

@@ -52,7 +52,7 @@ def rest_long(llm, monkeypatch) -> None:
     monkeypatch.setattr(controller_module, "plan", plain)
     controller = built(llm).speculator.controller
     monkeypatch.setattr(controller._exploration, "add_trials", lambda *args: None)
-    monkeypatch.setattr(controller.rest, "until_next_look", lambda *args: 128)
+    monkeypatch.setattr(controller.backoff, "until_next_look", lambda *args: 128)
 
 
 def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
@@ -180,17 +180,17 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     """A look at it before that finds nobody to decide for: a prompt of five chunks joins with its
     last, one that never comes to a decision is forgotten, and one with a seed does not wait."""
     controller = built(llm).speculator.controller
-    joined, seeded, step = [], [], controller.rest.step
+    joined, seeded, step = [], [], controller.backoff.step
     join, wake = controller.requests_joined, controller.seeded_request_joined
     monkeypatch.setattr(
         controller,
         "requests_joined",
-        lambda kinds: joined.append((controller.rest.step - step, dict(kinds))) or join(kinds),
+        lambda kinds: joined.append((controller.backoff.step - step, dict(kinds))) or join(kinds),
     )
     monkeypatch.setattr(
         controller,
         "seeded_request_joined",
-        lambda: seeded.append(controller.rest.step - step) or wake(),
+        lambda: seeded.append(controller.backoff.step - step) or wake(),
     )
     arrivals = {
         0: [("long", text[600:0:-1], greedy(12, ignore_eos=True))],  # no prefix of another

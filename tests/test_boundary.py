@@ -17,7 +17,7 @@ def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[Bound
     boundary, probs = Boundary(check=check), {}
     for number, (name, tokens) in enumerate(proposals.items()):
         probs[name] = [distribution(100 * number + place) for place in range(len(tokens))]
-        boundary.hand_up(name, tokens, probs[name], len(tokens))
+        boundary.export_proposal(name, tokens, probs[name], len(tokens))
     return boundary, probs
 
 
@@ -37,7 +37,7 @@ def test_one_row_for_each_token_whatever_else_is_in_the_batch():
 def test_a_request_that_waits_keeps_its_own():
     boundary, probs = handed_up(waiting=[1, 2], other=[3, 4])
     assert torch.equal(boundary.take(["other"], [2], [3, 4]), torch.stack(probs["other"]))
-    boundary.hand_up("other", [5], [distribution(7)], 1)
+    boundary.export_proposal("other", [5], [distribution(7)], 1)
     rows = boundary.take(["other", "waiting"], [1, 2], [5, 1, 2])
     assert torch.equal(rows, torch.stack([distribution(7), *probs["waiting"]]))
     assert len(boundary) == 0
@@ -50,10 +50,10 @@ def test_a_proposal_that_is_cut_keeps_its_first_rows():
 
 def test_certain_tokens_have_one_hot_rows():
     boundary = Boundary(check=Check.RAISE)
-    boundary.hand_up("one", [6, 2], [None, distribution(1)], 2)
+    boundary.export_proposal("one", [6, 2], [None, distribution(1)], 2)
     rows = boundary.take(["one"], [2], [6, 2])
     assert torch.equal(rows[0], torch.eye(VOCAB)[6])
-    boundary.hand_up("one", [6, 2], [None, None], 2)
+    boundary.export_proposal("one", [6, 2], [None, None], 2)
     assert boundary.take(["one"], [2], [6, 2]) is None
 
 
@@ -72,11 +72,11 @@ def test_a_fault_is_found_named_and_harmless(fault):
     """Its tokens are verified as certain ones: of these any are right."""
     tokens, probs, planned = FAULTS[fault]
     with pytest.raises(BoundaryFault, match="request bad"):
-        Boundary(check=Check.RAISE).hand_up("bad", tokens, probs, planned)
+        Boundary(check=Check.RAISE).export_proposal("bad", tokens, probs, planned)
     found = []
     boundary = Boundary(lambda: found.append(1), Check.VALUES)
-    boundary.hand_up("good", [3], [distribution(5)], 1)
-    boundary.hand_up("bad", tokens, probs, planned)
+    boundary.export_proposal("good", [3], [distribution(5)], 1)
+    boundary.export_proposal("bad", tokens, probs, planned)
     assert len(found) == 1
     rows = boundary.take(["bad", "good"], [len(tokens), 1], [*tokens, 3])
     assert torch.equal(rows[:-1], torch.eye(VOCAB)[tokens])

@@ -21,14 +21,14 @@ from vllm_triforce.controller import (
     StepTime,
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
-from vllm_triforce.controller.allowance import SHARE, Allowance
+from vllm_triforce.controller.backoff import LOOK_SHARE
 from vllm_triforce.controller.controller import _Planned
 from vllm_triforce.controller.cost_model import Measurements, interpolate
+from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.promise import Promise, kind_of
-from vllm_triforce.controller.rest import LOOK_SHARE
 
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
@@ -253,7 +253,7 @@ def test_gains_follow_what_came():
 
 
 def test_an_allowance_is_a_share_of_the_time():
-    allowance, spent = Allowance(first=1, most=4), 0
+    allowance, spent = ExplorationBudget(first=1, most=4), 0
     for _ in range(10_000):
         allowance.earn(0.010, 0.010)
         spent += allowance.spend(0.025)
@@ -266,7 +266,7 @@ def test_an_allowance_is_a_share_of_the_time():
 def test_one_bad_request_proposes_next_to_nothing_the_others_do_not_mind():
     found = controller(LONG_PAYS, has_draft=False)
     good, bad = Candidate("good", 100_000, 16), Candidate("bad", 100_000, 16)
-    found._exploration.trials = Allowance(first=0, most=0)
+    found._exploration.trials = ExplorationBudget(first=0, most=0)
     for _ in range(40):
         for request, choice in zip((good, bad), found.choose([good, bad])):
             right = choice.num_tokens * (request is good)
@@ -279,10 +279,10 @@ def test_nothing_pays_nothing_is_done():
     """No proposal, no trial, and rest: a batch that cannot win is not even looked at each step."""
     found = controller(NOTHING_PAYS)
     for _ in range(100):
-        found.rest.begin_step()
-        if not found.rest.is_resting:
+        found.backoff.begin_step()
+        if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            assert found.rest.is_resting
+            assert found.backoff.is_resting
 
 
 def accepted(draw: random.Random, rate: float, length: int) -> int:
@@ -308,9 +308,9 @@ class World:
         emitted, seconds = 0, 0.0
 
         while emitted < num_tokens:
-            found.rest.begin_step()
+            found.backoff.begin_step()
             choice, proposing = PLAIN, 0.0
-            if not found.rest.is_resting:
+            if not found.backoff.is_resting:
                 most = min(16, found.config.num_speculative_tokens)
                 choice = found.choose([Candidate("a", context + emitted, most)])[0]
             length = choice.num_tokens
@@ -332,7 +332,7 @@ class World:
             step = truth.full_pass(tokens, contexts) + self.overhead
             step += self.speculating if length else 0.0
             taken = StepTime(True, tokens, contexts, step, length, proposing)
-            if length or found.rest.is_settled:
+            if length or found.backoff.is_settled:
                 found.observe_step(taken, found.take_plan())
             seconds += proposing + step
             rate = self.level2 if choice.route is Route.LEVELS else self.draft * self.level2
@@ -352,7 +352,7 @@ class World:
         num_begun, num_tokens, seconds, plain_seconds = 0, 0, 0.0, 0.0
 
         for _ in range(num_steps):
-            found.rest.begin_step()
+            found.backoff.begin_step()
             joined = {}
             while len(running) < size:
                 joined[str(num_begun)] = kind_of(False, context)
@@ -362,7 +362,7 @@ class World:
             choices, proposing = dict.fromkeys(names, PLAIN), 0.0
             if joined:
                 found.requests_joined(joined)
-            elif not found.rest.is_resting:
+            elif not found.backoff.is_resting:
                 candidates = [
                     Candidate(n, at, 16, is_greedy=False, num_left=128 - running[n])
                     for n, at in zip(names, contexts)
@@ -394,7 +394,7 @@ class World:
             step = truth.full_pass([1 + n for n in lengths], contexts) + self.overhead
             step += self.speculating if any(lengths) else 0.0
             planned = found.take_plan()
-            if any(lengths) or found.rest.is_settled:
+            if any(lengths) or found.backoff.is_settled:
                 tokens = [1 + n for n in lengths]
                 taken = StepTime(False, tokens, contexts, step, sum(lengths), proposing)
                 found.observe_step(taken, planned)
@@ -492,7 +492,7 @@ def scarce_trials(least: float = 0.01) -> Controller:
     """There is time for one trial now and then, and of what is tried little is expected."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(least, weight=50, memory=512)
-    found._exploration.trials = Allowance(first=0.5, most=0.5)
+    found._exploration.trials = ExplorationBudget(first=0.5, most=0.5)
     return found
 
 
@@ -503,8 +503,8 @@ def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified)
     found, trials = scarce_trials(), [0] * 4
     candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
     for _ in range(6000):
-        found.rest.begin_step()
-        if found.rest.is_resting:
+        found.backoff.begin_step()
+        if found.backoff.is_resting:
             continue
         for row, choice in enumerate(found.choose(candidates)):
             if choice is not PLAIN:
@@ -518,8 +518,8 @@ def test_those_who_come_anew_do_not_keep_one_that_stays_from_its_turn():
     """Beside one that stays there are always three that were not there ten decisions before."""
     found, trials, num_decisions = scarce_trials(), 0, 0
     for _ in range(12_000):
-        found.rest.begin_step()
-        if found.rest.is_resting:
+        found.backoff.begin_step()
+        if found.backoff.is_resting:
             continue
         names = [f"{num_decisions // 10}-{i}" for i in range(3)]
         candidates = [Candidate(name, 100_000, 16) for name in [*names, "stays"]]
@@ -547,8 +547,8 @@ def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
     plain = truth.full_pass([1] * 16, [context] * 16)
     num_steps, num_trials, lost = 20_000, 0, 0.0
     for _ in range(num_steps):
-        found.rest.begin_step()
-        if found.rest.is_resting:
+        found.backoff.begin_step()
+        if found.backoff.is_resting:
             continue
         choice = found.choose(candidates)[15]
         if choice is not PLAIN:
@@ -566,11 +566,11 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
     """By four requests of a hundred steps each at a time, in the second half of 2,000 steps."""
     routes, draw = [], random.Random(0)
     for step in range(2000):
-        found.rest.begin_step()
+        found.backoff.begin_step()
         names = [f"{step // 100}-{i}" for i in range(4)]
         if step % 100 == 0:
             found.requests_joined(dict.fromkeys(names, kind_of(True, context)))
-        if found.rest.is_resting:
+        if found.backoff.is_resting:
             continue
         candidates = [Candidate(n, context, 16, match_length=match_length) for n in names]
         for name, choice in zip(names, found.choose(candidates)):
@@ -610,12 +610,12 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
     that speculates from its first plan on are looked at soon all the same."""
     found = controller(LONG_PAYS, has_draft=False)
     routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.0}, 0, 20_000)
-    found.rest.begin(found.rest.until_next_look(look_seconds=0.012, plain_seconds=0.011))
-    found.rest.begin(100)
+    found.backoff.begin(found.backoff.until_next_look(look_seconds=0.012, plain_seconds=0.011))
+    found.backoff.begin(100)
     found.requests_joined(dict.fromkeys("abcd", kind_of(True, 20_000)))
     steps = 0
-    while found.rest.is_resting:
-        found.rest.begin_step()
+    while found.backoff.is_resting:
+        found.backoff.begin_step()
         steps += 1
     assert steps < 30 if is_due else steps > 60, steps
 
@@ -650,12 +650,12 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
     found.start(found.measured)
     num_steps, num_looks = 6000, 0
     for step in range(num_steps):
-        found.rest.begin_step()
+        found.backoff.begin_step()
         new = f"new-{step // 3}"
         if step % 3 == 0:
             found.requests_joined({new: kind})
             found.acceptance.of(new, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
-        elif not found.rest.is_resting:
+        elif not found.backoff.is_resting:
             names = ["old-0", "old-1", *([] if most is None else [new])]
             chosen = found.choose(
                 [Candidate(n, 20_000, 16 if n != new else most or 0) for n in names]
@@ -765,12 +765,12 @@ def test_a_seeded_request_does_not_depend_on_times():
 def test_no_rest_puts_off_a_seeded_request():
     """It begins at its context, whatever a rest of the batch would be."""
     found = controller(NOTHING_PAYS)
-    found.rest.begin_step()
+    found.backoff.begin_step()
     assert found.choose([Candidate("a", 8190, 16, has_seed=True)]) == [PLAIN]
-    found.rest.begin_step()
-    assert found.rest.is_resting  # one token is still missing
-    found.rest.begin_step()
-    assert not found.rest.is_resting
+    found.backoff.begin_step()
+    assert found.backoff.is_resting  # one token is still missing
+    found.backoff.begin_step()
+    assert not found.backoff.is_resting
 
 
 def test_ranks_decide_alike_though_their_clocks_differ():
@@ -791,9 +791,9 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         decided = []
         accepted = draw.randint(0, 16)
         for rank, one in enumerate(ranks):
-            one.rest.begin_step()
+            one.backoff.begin_step()
             choice = one.choose([Candidate("a", 30_000 + step, 16, match_length=step % 3)])
-            decided.append((choice, one.level1("a", False, step % 3, 1, 9), one.rest.is_resting))
+            decided.append((choice, one.level1("a", False, step % 3, 1, 9), one.backoff.is_resting))
             one.observe_full_pass("a", 16, accepted)
             one.observe_times(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
             slow = 0.05 * (1 + rank * draw.random())
@@ -813,7 +813,10 @@ def test_measured_times_replace_the_prediction():
     assert model.overhead(1) > 0.015
     for _ in range(100):
         model.observe_proposal(4, shares=0.010, seconds=0.015)
-    assert model.stretch(4) == pytest.approx(1.5, rel=0.01) and model.stretch(1) == 1.0
+    assert (
+        model.straggler_factor(4) == pytest.approx(1.5, rel=0.01)
+        and model.straggler_factor(1) == 1.0
+    )
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
 
 
@@ -860,8 +863,8 @@ def test_a_trial_bears_what_speculating_takes_besides():
     around = fixed + found.model.look_seconds(4, True)
     num_trials, num_steps = 0, 6000
     for _ in range(num_steps):
-        found.rest.begin_step()
-        if not found.rest.is_resting:
+        found.backoff.begin_step()
+        if not found.backoff.is_resting:
             candidates = [Candidate(str(i), 500, 16, match_length=8) for i in range(4)]
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
     assert 0.5 < num_trials * around / (SHARE * num_steps * plain) < 1.3

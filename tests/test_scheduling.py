@@ -222,7 +222,7 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
     run(llm, [text[:400], text[500:900]], [greedy(20, ignore_eos=True)] * 2)
     adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
     assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
-    rest = built(llm).speculator.controller.rest
+    rest = built(llm).speculator.controller.backoff
     rest.begin(10**6)
     begun, rest.wake = rest.wake, lambda: None
     try:

@@ -13,7 +13,7 @@ from vllm_triforce.verification.top_p import (
     apply_top_k_top_p,
 )
 from vllm_triforce.verification.top_p_rows import keep_rows
-from vllm_triforce.worker.v1.masks import FastMasks
+from vllm_triforce.worker.v1.top_p import FastTopP
 
 
 def vllms(logits, k, p):
@@ -166,7 +166,7 @@ def test_vllm_has_its_own_back():
     """The masks are exchanged while a step's tokens are sampled, and never longer."""
     modules = (rejection_sampler, topk_topp_sampler)
     original = [module.apply_top_k_top_p for module in modules]
-    fast = FastMasks()
+    fast = FastTopP()
     with pytest.raises(ZeroDivisionError), fast:
         assert all(module.apply_top_k_top_p is fast.masks for module in modules)
         _ = 1 / 0

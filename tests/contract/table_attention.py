@@ -63,8 +63,8 @@ TABLE: list[Surface] = [
     has("platforms/interface.py", "Platform", "fp8_dtype", OURS_GPU),
     # Sampling, and the fault that is mended.
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/top_p.py"),
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/v1/masks.py"),
-    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/masks.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/v1/top_p.py"),
+    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/top_p.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/masked_logits.py"),
     does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/verification/sampling.py"),
     calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/vllm_patches/expand_kernel.py"),

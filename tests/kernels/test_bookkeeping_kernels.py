@@ -11,7 +11,7 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from vllm_triforce.host.prompt_lookup import look_up as look_up_on_host
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
-from vllm_triforce.kernels.hand_up import clear_distributions
+from vllm_triforce.kernels.export_proposal import clear_distributions
 from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.rows import PassInputs, Rows
 
@@ -35,7 +35,7 @@ def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
     for state, computed in COMPUTED.items():
         num_computed[state], last[state] = computed, 100 + state
     arguments = dict(
-        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, most_selected=10, width=20
+        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
     )
     rows.begin(integers(ROWS), num_computed, integers(num_sampled), last, **(arguments | changes))
     return rows
@@ -52,8 +52,8 @@ def test_rows_begin_with_what_the_full_pass_left():
     assert rows.num_selected.tolist()[:3] == [10, 4, 2]
     assert rows.skipped.tolist()[:3] == [(33 - 10) * BLOCK_SIZE, 0, 0]
     # a new owner of a slot has no means; one whose selection is due has some
-    assert rows.first_fresh.tolist()[:3] == [0, 0, 5]
-    assert rows.last_fresh.tolist()[:3] == [37, 0, 6]
+    assert rows.first_newly_full.tolist()[:3] == [0, 0, 5]
+    assert rows.last_newly_full.tolist()[:3] == [37, 0, 6]
     assert rows.slot_known.tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
 
@@ -77,7 +77,7 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     rows, sinks, per_slot = begun(), 4, 40
     rows.length.copy_(integers([2, 0, 1, 0, 0]))
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
-    rows.hosted[:, 6] = integers([575, 102, 20, 0, 0])
+    rows.row_metadata[:, 6] = integers([575, 102, 20, 0, 0])
     all_tokens = torch.zeros(8, 1000, dtype=torch.int32)
     for row in range(3):
         known = tokens_of(rows, row)[1]
@@ -86,7 +86,7 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     rows.feed_window(inputs, 4, all_tokens.to(DEVICE), sinks, capacity, BLOCK_SIZE, per_slot)
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
-        start = int(rows.hosted[row, 6])
+        start = int(rows.row_metadata[row, 6])
         feed = oracles.window_feed(tokens, query_len, sinks, start, capacity)
         for j, fed in enumerate(feed):
             at = row * query_len + j
@@ -198,7 +198,7 @@ def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     proposal = torch.randint(vocab_size, (6, 6), generator=draw)
     rows.proposal.copy_(proposal)
     rows.num_rows = 6
-    rows.hosted[:, 1] = integers([7, 2, 0, 1, 5, 3])
+    rows.row_metadata[:, 1] = integers([7, 2, 0, 1, 5, 3])
     rows.computed.copy_(integers([n - 1 for n in lengths]))
     rows.length.copy_(integers(proposed))
     look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)

@@ -10,7 +10,7 @@ if needs_triton.mark.args[0]:
 
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from vllm_triforce.kernels.hand_up import hand_up_distributions
+from vllm_triforce.kernels.export_proposal import export_distributions
 
 NUM_REQS = 500
 FORBIDDEN = 2
@@ -30,7 +30,7 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
     states = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE)
     ones = torch.ones(NUM_REQS, dtype=torch.int32, device=DEVICE)
     draft_logits = torch.full((NUM_REQS, 1, 3), -torch.inf, device=DEVICE)
-    hand_up_distributions(
+    export_distributions(
         draft_logits,
         torch.zeros(NUM_REQS, 1, dtype=torch.int8, device=DEVICE),
         states,

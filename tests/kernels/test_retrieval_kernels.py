@@ -56,7 +56,7 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
             tables.to(DEVICE),
             torch.tensor(first, dtype=torch.int32, device=DEVICE),
             torch.tensor(last, dtype=torch.int32, device=DEVICE),
-            most_blocks=3,
+            max_blocks=3,
         )
         expected = torch.full((2, heads, 13, dim), 7.0)
         for table, begin, end in zip(tables.tolist(), first, last):
@@ -86,7 +86,7 @@ def test_chunk_scores(group, dim, kv_heads):
         {Summary.MEAN: means},
         tables.to(DEVICE),
         torch.tensor(counts, dtype=torch.int32, device=DEVICE),
-        most_chunks=151,
+        max_chunks=151,
     ).cpu()
     assert scores.shape == (4, num_layers, kv_heads, 151)
     for row, count in enumerate(counts):
@@ -105,8 +105,8 @@ def test_chunk_scores(group, dim, kv_heads):
 def test_sparse_tables(heads, strides):
     """Selected blocks, then the tail up to what is allocated, then the null block."""
     torch.manual_seed(2)
-    num_layers, most_selected, width = 2, 5, 9
-    selected = torch.randint(1, 100, (4, num_layers, heads, most_selected), dtype=torch.int32)
+    num_layers, max_selected, width = 2, 5, 9
+    selected = torch.randint(1, 100, (4, num_layers, heads, max_selected), dtype=torch.int32)
     tables = torch.randint(1, 100, (3, 20), dtype=torch.int32)
     slots, num_selected, tails, num_blocks = [3, 0, 2], [5, 0, 2], [11, 0, 2], [14, 1, 20]
     out = torch.full((num_layers, 4 * heads, width), -1, dtype=torch.int32, device=DEVICE)

@@ -11,8 +11,8 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
 from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, SLOT
+from vllm_triforce.kernels.export_proposal import export_distributions
 from vllm_triforce.kernels.faults import BlockCleaner, Faults
-from vllm_triforce.kernels.hand_up import hand_up_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.verification import draw_drafts, verify_drafts
 
@@ -24,10 +24,10 @@ def integers(values, dtype=torch.int32):
 
 
 def no_faults(num_rows: int) -> Faults:
-    hosted = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
-    hosted[:, SLOT] = torch.arange(num_rows)
+    row_metadata = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
+    row_metadata[:, SLOT] = torch.arange(num_rows)
     nothing = [0] * num_rows
-    return Faults(integers(nothing), integers(nothing), integers([0], torch.int64), hosted)
+    return Faults(integers(nothing), integers(nothing), integers([0], torch.int64), row_metadata)
 
 
 def some_logits(*shape: int, seed: int) -> torch.Tensor:
@@ -325,7 +325,7 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
     before = memory.clone()
     faults = no_faults(2)
     faults.row[1] = 1
-    faults.hosted[:, 4] = 12  # three blocks are allocated, of a table of four
+    faults.row_metadata[:, 4] = 12  # three blocks are allocated, of a table of four
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
     cleaner = BlockCleaner(caches, 4, DEVICE)
     cleaner(faults, 2, integers([5, 5]), tables, None if whole else 20)
@@ -347,7 +347,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
     draft_logits = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     is_stale = torch.zeros(5, 6, dtype=torch.int8, device=DEVICE)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
-    hand_up_distributions(
+    export_distributions(
         draft_logits,
         is_stale,
         integers([4, 0, 2]),

@@ -126,7 +126,7 @@ def _nan(llm, prompts, params, wanted, level: int) -> dict:
         "same": found == wanted,
         "poisoned": poison.has_struck,
         "nan_requests": after["num_nan_requests"] - before["num_nan_requests"],
-        # A request that is set aside takes no part any more.
+        # A request that is disabled takes no part any more.
         "rows": [len(args[0]) for args, _ in proposals],
         "accepted": after["num_level2_accepted"] - before["num_level2_accepted"],
         "same_again": again == wanted,

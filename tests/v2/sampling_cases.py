@@ -68,14 +68,14 @@ def _all_cases(target: str, draft: str) -> dict:
     ]
     results["various"] = oracle.check(llm, various, 50)
     # The test must be able to fail.
-    exact = loop.hand_up_distributions
+    exact = loop.export_distributions
 
     def sharpened(draft_logits, is_stale, states, target, *rest):
         exact(draft_logits, is_stale, states, target * 5, *rest)
 
-    loop.hand_up_distributions = sharpened
+    loop.export_distributions = sharpened
     results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 60)
-    loop.hand_up_distributions = exact
+    loop.export_distributions = exact
     del llm
     gc.collect()
 

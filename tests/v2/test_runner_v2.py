@@ -167,13 +167,13 @@ def test_nan_costs_a_request_its_speculation_and_nothing_else(faults, kind, leve
     found = faults[f"nan_{kind}_{level}"]
     assert found["poisoned"] and found["nan_requests"] == 1
     assert found["same"]
-    assert 3 in found["rows"] and found["rows"][-1] < 3, "it is set aside, the others are not"
+    assert 3 in found["rows"] and found["rows"][-1] < 3, "it is disabled, the others are not"
     assert found["accepted"] > 0
     assert found["finite"], "what it may have reached is cleaned"
     # What comes after is as if nothing had been.
     assert found["same_again"] and found["nan_requests_again"] == 0
     assert found["accepted_again"] > found["accepted"]
-    assert found["held"]["set aside"] == 0
+    assert found["held"]["disabled"] == 0
 
 
 def test_named_logprobs_come_beside_speculation(faults):

@@ -248,7 +248,7 @@ class CPURetrievalAttention:
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
-        most_blocks: int,
+        max_blocks: int,
     ) -> None:
         """Summarises blocks that became full."""
         ranges = zip(tables, first.tolist(), last.tolist())

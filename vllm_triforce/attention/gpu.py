@@ -291,7 +291,7 @@ class GPURetrievalAttention:
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
-        most_blocks: int,
+        max_blocks: int,
     ) -> None:
         """Summarises blocks that became full."""
         if self._keys is None:
@@ -301,7 +301,7 @@ class GPURetrievalAttention:
             scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
             self._keys = KeyPointers(keys, scales)
         for kind, written in summaries.items():
-            update_chunk_summaries(self._keys, kind, written, tables, first, last, most_blocks)
+            update_chunk_summaries(self._keys, kind, written, tables, first, last, max_blocks)
 
     def block_summaries(self) -> list[Callable[[torch.Tensor, Summary], torch.Tensor]]:
         """For each layer, a function from block ids [n] and a kind to

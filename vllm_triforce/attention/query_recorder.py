@@ -89,7 +89,7 @@ class StaticQueryRecorder:
     Args:
         query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.
         num_heads: query heads of a layer.
-        most_decode_tokens: ``num_speculative_tokens + 1``.
+        max_decode_tokens: ``num_speculative_tokens + 1``.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class StaticQueryRecorder:
         query_start_loc: torch.Tensor,
         num_heads: int,
         head_dim: int,
-        most_decode_tokens: int,
+        max_decode_tokens: int,
         min_context: int,
         dtype: torch.dtype,
     ) -> None:
         self.min_context = min_context
         self.paused = False
         self._starts = query_start_loc
-        self._most_decode_tokens = most_decode_tokens
+        self._max_decode_tokens = max_decode_tokens
         num_reqs, device = len(query_start_loc) - 1, query_start_loc.device
         self._rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         self.queries = torch.zeros(
@@ -128,7 +128,7 @@ class StaticQueryRecorder:
             self._is_wanted = longest >= self.min_context
             if self._is_wanted:
                 first, end = self._starts[:num_reqs], self._starts[1 : num_reqs + 1]
-                rows = torch.where(end - first <= self._most_decode_tokens, first, end - 1)
+                rows = torch.where(end - first <= self._max_decode_tokens, first, end - 1)
                 self._rows[:num_reqs] = rows.clamp(0, len(query) - 1)
         if self._is_wanted:
             self.queries[layer, :num_reqs] = query[self._rows[:num_reqs]]

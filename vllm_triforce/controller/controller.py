@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
+from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel, StepTime
 from vllm_triforce.controller.exploration import Exploration
@@ -21,7 +22,6 @@ from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
 from vllm_triforce.controller.promise import Kind
-from vllm_triforce.controller.rest import Rest
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
@@ -55,9 +55,9 @@ class Controller:
         self.model: CostModel | None = None
         """What decisions are made by."""
         self._num_decisions = 0
-        self.rest = Rest()
+        self.backoff = SpeculationBackoff()
         self._exploration = Exploration()
-        self._hopeful = Rates.hoped()
+        self._optimistic_rates = Rates.hoped()
         self._level1 = Level1Choices(config, has_draft, self.acceptance)
         self._planned: _Planned | None = None
         self._chosen: dict[str, tuple[Choice, float]] = {}
@@ -83,7 +83,7 @@ class Controller:
 
     def seeded_request_joined(self) -> None:
         """No rest may put off where its speculation begins."""
-        self.rest.wake()
+        self.backoff.wake()
 
     def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
         """The prompts of requests without a seed have been read, up to their ends in this step.
@@ -92,10 +92,10 @@ class Controller:
             kinds: of the requests, by name.
         """
         if "context" not in self.chooses:
-            self.rest.wake()
+            self.backoff.wake()
             return
         exploration, theirs = self._exploration, list(kinds.values())
-        is_early = self.rest.requests_joined(
+        is_early = self.backoff.requests_joined(
             exploration.promise(theirs), exploration.in_vain(theirs)
         )
         exploration.joined(kinds, is_early)
@@ -144,9 +144,9 @@ class Controller:
             self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
-            if self._exploration.audits_now(self.rest.step, best, plain, has_seed):
+            if self._exploration.audits_now(self.backoff.step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
-                self.rest.begin_short()
+                self.backoff.start_probe()
             else:
                 self._try_again(best, columns, candidates, found, plain, num_plain)
         else:
@@ -176,7 +176,7 @@ class Controller:
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
-        found = self._options([candidate], 1, 0, self._hopeful)
+        found = self._options([candidate], 1, 0, self._optimistic_rates)
         best = plan(found, self.model.full_pass([1], [candidate.context]))
         return found.choice(0, best.options[0])
 
@@ -225,7 +225,7 @@ class Controller:
     def round_seconds(self, num_rows: int) -> float:
         """A request's share of a round of level 1 and level 2."""
         seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
-        return seconds * self.model.stretch(num_rows)
+        return seconds * self.model.straggler_factor(num_rows)
 
     def _try_again(
         self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
@@ -243,7 +243,7 @@ class Controller:
             candidates,
             found,
             lambda: self._options(candidates, 1, num_plain),
-            lambda: self._options(candidates, len(candidates), num_plain, self._hopeful),
+            lambda: self._options(candidates, len(candidates), num_plain, self._optimistic_rates),
             plain,
             num_plain,
             self.model.error,
@@ -252,9 +252,9 @@ class Controller:
         if (columns < 0).all():
             num_steps = self._steps_of_rest(candidates, num_plain, plain, promise)
             exploration.earn(num_steps * plain, plain, promise)
-            self.rest.begin(num_steps)
+            self.backoff.begin(num_steps)
         else:
-            self.rest.was_worth_it()
+            self.backoff.was_worth_it()
 
     def _steps_of_rest(
         self, candidates, num_plain: int, plain_seconds: float, promise: float
@@ -262,7 +262,7 @@ class Controller:
         """Until the next look."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.rest.until_next_look(look, plain_seconds, promise)
+        num_steps = self.backoff.until_next_look(look, plain_seconds, promise)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

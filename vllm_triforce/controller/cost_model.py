@@ -130,7 +130,7 @@ class CostModel:
     rounds: dict[int, float] = field(default_factory=dict)
     """Seconds of a round of level 1, level 2 and the test between them, by requests in powers of 2
     (``int.bit_length``)."""
-    stretches: dict[int, float] = field(default_factory=dict)
+    straggler_factors: dict[int, float] = field(default_factory=dict)
     """Seconds of all rounds of a proposal over what the requests' shares of them came to, by size
     of the batch: requests need unequal numbers of rounds, and the last ones are not shared."""
 
@@ -212,13 +212,13 @@ class CostModel:
         size = num_rows.bit_length()
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
 
-    def stretch(self, num_rows: int) -> float:
-        return self.stretches.get(num_rows.bit_length(), 1.0)
+    def straggler_factor(self, num_rows: int) -> float:
+        return self.straggler_factors.get(num_rows.bit_length(), 1.0)
 
     def observe_proposal(self, num_rows: int, shares: float, seconds: float) -> None:
-        """All rounds of a proposal took ``seconds``; ``shares`` were expected, without stretch."""
+        """All rounds of a proposal took ``seconds``, where ``shares`` were expected."""
         size, new = num_rows.bit_length(), seconds / shares
-        self.stretches[size] = self._moved(self.stretch(num_rows), new, 1.0)
+        self.straggler_factors[size] = self._moved(self.straggler_factor(num_rows), new, 1.0)
 
     def overhead(self, num_rows: int, is_greedy: bool = True) -> float:
         """Of a plain step, beside its full pass."""

@@ -1,4 +1,4 @@
-"""Finding out what present choices do not show, within a share of the time (``allowance.py``)."""
+"""Finding out what present choices do not show, within ``exploration_budget.py``'s time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.allowance import Allowance
 from vllm_triforce.controller.choice import Route
+from vllm_triforce.controller.exploration_budget import ExplorationBudget
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, best_alone
 from vllm_triforce.controller.promise import Kind, Promise, kind_of
@@ -58,10 +58,10 @@ class Exploration:
     """Trials of requests that decode plainly, and plain steps of batches that speculate."""
 
     def __init__(self) -> None:
-        self.trials = Allowance(first=2, most=_SAVED)
-        self._promising = Allowance(first=_INVESTED, most=_INVESTED)
+        self.trials = ExplorationBudget(first=2, most=_SAVED)
+        self._promising = ExplorationBudget(first=_INVESTED, most=_INVESTED)
         """As much time again, for trials after one that was as good as it had to be."""
-        self.audits = Allowance(first=0, most=_AUDIT_STEPS)
+        self.audits = ExplorationBudget(first=0, most=_AUDIT_STEPS)
         self._last_plain = 0
         self._promise = Promise()
         self._first_plans: dict[Kind, Rate] = defaultdict(

@@ -92,8 +92,8 @@ class DeviceStreaming(DeviceLevel1):
         self._num_sinks, self._num_recent, self._capacity = num_sinks, num_recent, capacity
         self._rows = rows
         self._race = race
-        device = rows.hosted.device
-        gamma, most = rows.gamma, rows.most_rows
+        device = rows.row_metadata.device
+        gamma, most = rows.gamma, rows.max_rows
         self._catch_up = make_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
         self._first = self._catch_up
         if gamma != rows.num_speculative_tokens:
@@ -231,8 +231,8 @@ class WindowRebuild:
         positions = np.concatenate([np.arange(n) for n in lens])
         size = self._cache.block_size
         blocks = slots * self._cache.blocks_per_slot + positions // size
-        hosted = np.stack([states, indices, positions, blocks * size + positions % size])
-        states, indices, positions, places = async_tensor_h2d(hosted, self._device)
+        row_metadata = np.stack([states, indices, positions, blocks * size + positions % size])
+        states, indices, positions, places = async_tensor_h2d(row_metadata, self._device)
         starts = np.concatenate([[0], np.cumsum(lens)])
         metadata = self._ragged(
             async_tensor_h2d(starts, self._device, torch.int32),

@@ -18,16 +18,16 @@ class PassGraphs(CudaGraphManager):
     largest of them limits ours.
 
     Args:
-        most_rows: larger batches do not occur.
+        max_rows: larger batches do not occur.
     """
 
-    def __init__(self, vllm_config, device, mode: CUDAGraphMode, query_len: int, most_rows: int):
-        self._most_rows = most_rows
+    def __init__(self, vllm_config, device, mode: CUDAGraphMode, query_len: int, max_rows: int):
+        self._max_rows = max_rows
         super().__init__(vllm_config, device, mode, decode_query_len=query_len)
 
     def _init_candidates(self) -> None:
         largest = self.compilation_config.max_cudagraph_capture_size or 0
-        length, most = self.decode_query_len, self._most_rows
+        length, most = self.decode_query_len, self._max_rows
         if not self.cudagraph_mode:
             return
         sizes = {1, 2, 4, *range(8, most, 8), most}
@@ -67,7 +67,7 @@ class ModelPass:
         self,
         model: torch.nn.Module,
         vllm_config,
-        most_rows: int,
+        max_rows: int,
         query_len: int,
         num_seqs: int,
         hidden_size: int,
@@ -77,20 +77,20 @@ class ModelPass:
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
     ) -> None:
-        self.inputs = PassInputs(most_rows, query_len, num_seqs, device)
-        self.most_rows = most_rows
+        self.inputs = PassInputs(max_rows, query_len, num_seqs, device)
+        self.max_rows = max_rows
         self.name = name
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
         self._metadata = metadata
         self._slots = slots
-        self._hidden = torch.zeros(most_rows * query_len, hidden_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(max_rows * query_len, hidden_size, dtype=dtype, device=device)
         self._graphs: PassGraphs | None = None
 
     def capture(self, mode: CUDAGraphMode) -> None:
         graphs = PassGraphs(
-            self._vllm_config, self._device, mode, self.inputs.query_len, self.most_rows
+            self._vllm_config, self._device, mode, self.inputs.query_len, self.max_rows
         )
         graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")
         self._graphs = graphs

@@ -42,7 +42,7 @@ class DeviceRetrieval:
         self._rows = rows
         self._max_position = max_position
         self._num_kv_heads = attention.num_kv_heads
-        self._dense_seq_lens = torch.zeros(rows.most_rows, dtype=torch.int32, device=device)
+        self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
         self._batch: DeviceBatch | None = None
         layers = vllm_config.compilation_config.static_forward_context
         self._cleaners = [
@@ -60,9 +60,9 @@ class DeviceRetrieval:
         self._pass = ModelPass(
             model,
             vllm_config,
-            rows.most_rows,
+            rows.max_rows,
             rows.gamma + 1,
-            rows.most_rows * self._num_kv_heads,
+            rows.max_rows * self._num_kv_heads,
             config.get_hidden_size(),
             config.dtype,
             device,

@@ -48,7 +48,7 @@ class DeviceSelections:
         block_size = config.retrieval_chunk_size
         self.block_size = block_size
         self.recent_blocks = config.retrieval_recent_tokens // block_size
-        self.most_selected = config.retrieval_budget // block_size - self.recent_blocks
+        self.max_selected = config.retrieval_budget // block_size - self.recent_blocks
         self._refresh_interval = config.refresh_interval
         self._policy = POLICIES[config.selection]()
         self._attention = attention
@@ -56,9 +56,9 @@ class DeviceSelections:
         self._rows = rows
         per_pass = config.num_speculative_tokens + 1
         # Between two selections the tail grows by what the full passes add.
-        self._most_growth = config.refresh_interval * per_pass
-        reach = self._most_growth + 2 * per_pass + config.gamma
-        self.width = self.most_selected + self.recent_blocks + -(-reach // block_size) + 2
+        self._max_growth = config.refresh_interval * per_pass
+        reach = self._max_growth + 2 * per_pass + config.gamma
+        self.width = self.max_selected + self.recent_blocks + -(-reach // block_size) + 2
         # Head-major, so that one head's lie together.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.summaries = {
@@ -68,13 +68,13 @@ class DeviceSelections:
             num_slots,
             num_layers,
             num_kv_heads,
-            self.most_selected,
+            self.max_selected,
             dtype=torch.int32,
             device=device,
         )
         self.tables = torch.zeros(
             num_layers,
-            rows.most_rows * num_kv_heads,
+            rows.max_rows * num_kv_heads,
             self.width,
             dtype=torch.int32,
             device=device,
@@ -91,7 +91,7 @@ class DeviceSelections:
         for slot, newest in zip(slots, most_tokens.tolist()):
             slot.age += 1
             is_due = slot.age >= self._refresh_interval
-            is_due |= newest - slot.selected_at > self._most_growth
+            is_due |= newest - slot.selected_at > self._max_growth
             if slot.is_new or is_due:
                 slot.age, slot.selected_at = 0, newest
             result.append(2 if slot.is_new else int(is_due))
@@ -109,30 +109,30 @@ class DeviceSelections:
         rows, count = self._rows, self._rows.num_rows
         due_rows = [row for row, is_due in enumerate(due) if is_due]
         if due_rows:
-            most_chunks = max(
-                self.most_selected,
+            max_chunks = max(
+                self.max_selected,
                 *(int(batch.most_tokens[r]) // self.block_size for r in due_rows),
             )
             if self.summaries:
-                fresh = [self._most_fresh(int(batch.most_tokens[r]), due[r]) for r in due_rows]
+                fresh = [self._max_newly_full(int(batch.most_tokens[r]), due[r]) for r in due_rows]
                 self._attention.update_summaries(
                     self.summaries,
                     table,
-                    rows.first_fresh[:count],
-                    rows.last_fresh[:count],
+                    rows.first_newly_full[:count],
+                    rows.last_newly_full[:count],
                     max(fresh),
                 )
-            together = self._rows_at_a_time(most_chunks)
+            together = self._rows_at_a_time(max_chunks)
             for start in range(0, len(due_rows), together):
                 some = due_rows[start : start + together]
                 indices = async_tensor_h2d([slots[r].index for r in some], table.device)
                 self._selected[indices] = self._select(
-                    batch, table, async_tensor_h2d(some, table.device), most_chunks
+                    batch, table, async_tensor_h2d(some, table.device), max_chunks
                 )
         build_sparse_tables(
             self.tables,
             self._selected,
-            rows.hosted[:count, 2].contiguous(),
+            rows.row_metadata[:count, 2].contiguous(),
             rows.num_selected[:count],
             rows.tail[:count],
             rows.num_blocks[:count],
@@ -140,39 +140,39 @@ class DeviceSelections:
             self._attention.head_strides(),
         )
 
-    def _most_fresh(self, most_tokens: int, due: int) -> int:
+    def _max_newly_full(self, most_tokens: int, due: int) -> int:
         """Blocks that can have become full since the last selection."""
         if due == 2:
             return most_tokens // self.block_size
-        return (2 * self._most_growth) // self.block_size + 2
+        return (2 * self._max_growth) // self.block_size + 2
 
-    def _select(self, batch, table, some: torch.Tensor, most_chunks: int) -> torch.Tensor:
-        """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, most_selected]."""
+    def _select(self, batch, table, some: torch.Tensor, max_chunks: int) -> torch.Tensor:
+        """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, max_selected]."""
         own, num_chunks = table[some], self._rows.tail[some]
         score = _KERNELS.get(self._policy.name, self._score)
         votes = score(
-            self._queries, batch.query_rows[some], self.summaries, own, num_chunks, most_chunks
+            self._queries, batch.query_rows[some], self.summaries, own, num_chunks, max_chunks
         )
         votes[..., 0] = float("inf")
         # Sorted: where there are fewer chunks than places, those that are none come last.
-        chosen = votes.topk(self.most_selected, dim=-1, sorted=True).indices
+        chosen = votes.topk(self.max_selected, dim=-1, sorted=True).indices
         own = own[:, None, None].expand(-1, *self._selected.shape[1:3], -1)
         return own.gather(3, chosen.clamp_(max=own.shape[3] - 1))
 
     def _score(
-        self, queries, query_rows, summaries, tables, num_chunks, most_chunks
+        self, queries, query_rows, summaries, tables, num_chunks, max_chunks
     ) -> torch.Tensor:
         """By the policy itself, whichever it is; arguments and result as of ``score_chunks``, a
         kernel that does not copy what it reads."""
         num_kv_heads, head_dim = self._selected.shape[2], queries.shape[-1]
         grouped = queries[:, query_rows].transpose(0, 1).unflatten(2, (num_kv_heads, -1))
-        places = torch.arange(most_chunks, device=tables.device)
+        places = torch.arange(max_chunks, device=tables.device)
         # A table may be shorter than the bound; what is past it is no candidate.
         blocks = tables[:, places.clamp(max=tables.shape[1] - 1)].long()
         gathered = {
             kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
         }
-        scores = self._policy.score(grouped.float(), _floats(gathered), most_chunks)
+        scores = self._policy.score(grouped.float(), _floats(gathered), max_chunks)
         is_candidate = (places > 0) & (places < num_chunks[:, None])
         outside = ~is_candidate[:, None, None]
         votes = self._policy.votes(
@@ -181,13 +181,13 @@ class DeviceSelections:
         votes = votes.expand(-1, *self._selected.shape[1:3], -1)
         return votes.masked_fill(outside, float("-inf"))
 
-    def _rows_at_a_time(self, most_chunks: int) -> int:
+    def _rows_at_a_time(self, max_chunks: int) -> int:
         """Rows that are scored together, by the memory that it takes."""
         num_layers, _, num_heads, head_dim = self._queries.shape
         numbers = num_heads
         if self._policy.name not in _KERNELS:
             numbers += 2 * len(self.summaries) * self._selected.shape[2] * head_dim
-        return max(1, _SCORE_BYTES // (4 * num_layers * numbers * max(1, most_chunks)))
+        return max(1, _SCORE_BYTES // (4 * num_layers * numbers * max(1, max_chunks)))
 
 
 def _floats(summaries):

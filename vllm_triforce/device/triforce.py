@@ -10,7 +10,7 @@ from vllm_triforce.device.level1 import DeviceLevel1
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.kernels.bookkeeping import count_full_pass
-from vllm_triforce.kernels.hand_up import clear_distributions, hand_up_distributions
+from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
@@ -120,7 +120,7 @@ class DeviceTriForce:
             due = level2.selections.due(slots, batch.most_tokens)
             self.level1.begin(batch, slots)
             limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
-            hosted = np.stack(
+            row_metadata = np.stack(
                 [
                     batch.batch_rows,
                     batch.states,
@@ -133,14 +133,14 @@ class DeviceTriForce:
                 axis=1,
             )
             rows.begin(
-                async_tensor_h2d(hosted.astype(np.int32), rows.hosted.device),
+                async_tensor_h2d(row_metadata.astype(np.int32), rows.row_metadata.device),
                 batch.num_computed,
                 batch.num_sampled,
                 batch.last_sampled,
                 self.config.min_context,
                 level2.selections.block_size,
                 level2.selections.recent_blocks,
-                level2.selections.most_selected,
+                level2.selections.max_selected,
                 level2.selections.width,
             )
             if most < rows.num_speculative_tokens:
@@ -186,10 +186,10 @@ class DeviceTriForce:
                 self._race,
             )
             if target is not None:
-                hand_up_distributions(
+                export_distributions(
                     self._draft_logits,
                     self._is_stale,
-                    rows.hosted[:count, 1].contiguous(),
+                    rows.row_metadata[:count, 1].contiguous(),
                     target,
                     rows.length[:count],
                     rows.num_emitted[:count],
@@ -198,7 +198,7 @@ class DeviceTriForce:
                     sampling.is_certain,
                 )
 
-    def hand_up(
+    def export_proposal(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
         row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on

@@ -11,7 +11,7 @@ from vllm_triforce.host.streaming import StreamingLevel
 
 
 @dataclass
-class Sourced:
+class SourcedDraft:
     """What was drafted for each row, and from which source."""
 
     drafted: Drafted
@@ -38,7 +38,7 @@ class Level1Sources:
             return [None] * len(rows)
         return [find_match(batch.context(proposal, row), self._max_ngram) for row in rows]
 
-    def draft(self, batch, proposal, rows, most, sampling, noise) -> Sourced:
+    def draft(self, batch, proposal, rows, most, sampling, noise) -> SourcedDraft:
         """Drafts at most ``most[i]`` tokens for a pass of level 2, after what is proposed for
         ``rows[i]``; arguments as ``StreamingLevel.draft``."""
         matches = self.matches(batch, proposal, rows)
@@ -59,9 +59,9 @@ class Level1Sources:
                 drafted.token_ids[i] = follow(batch.context(proposal, rows[i]), matches[i], count)
                 if drafted.probs is not None:
                     drafted.probs[i] = None
-        return Sourced(drafted, [route for route, _ in chosen], lengths)
+        return SourcedDraft(drafted, [route for route, _ in chosen], lengths)
 
-    def looked_up(self, batch, proposal, row: int, match: Match, count: int) -> None:
+    def propose_from_match(self, batch, proposal, row: int, match: Match, count: int) -> None:
         """Proposes what followed a match; each token is certain."""
         proposal.token_ids[row] = follow(batch.token_ids[row], match, count)
         if proposal.probs is not None:

@@ -37,7 +37,7 @@ class TriForceSpeculator:
         self.controller = controller
         self.noise = noise
         self.counters = counters
-        self.set_aside: set[str] = set()
+        self.disabled_requests: set[str] = set()
         """Requests that are not speculated on again, because a level's logits had a NaN."""
         self._has_warned = False
 
@@ -95,7 +95,7 @@ class TriForceSpeculator:
             return [
                 row
                 for row, request_id in enumerate(batch.request_ids)
-                if _missing(batch, proposal, row) > 0 and request_id not in self.set_aside
+                if _missing(batch, proposal, row) > 0 and request_id not in self.disabled_requests
             ]
 
         began, is_usual, num_read = time.perf_counter(), not is_first, 0
@@ -118,10 +118,10 @@ class TriForceSpeculator:
                     proposal.probs[row] += probs
             for i in drafted.nan_rows:
                 self.level1.clean(batch.request_ids[rows[i]])
-                self._set_aside(batch.request_ids[rows[i]], "level 1's (the draft's)")
+                self._disable(batch.request_ids[rows[i]], "level 1's (the draft's)")
             for i in verified.nan_rows:
                 self.level2.clean(batch, rows[i])
-                self._set_aside(batch.request_ids[rows[i]], "level 2's (the sparse target's)")
+                self._disable(batch.request_ids[rows[i]], "level 2's (the sparse target's)")
             verified_at = time.perf_counter()
             self.counters.add_time("level 1", drafted_at - start)
             self.counters.add_time("level 2", forwarded_at - drafted_at)
@@ -156,7 +156,9 @@ class TriForceSpeculator:
         with_draft = []
         for row, choice in enumerate(choices):
             if choice.route is Route.LOOKUP and matches[row] is not None:
-                self.level1.looked_up(batch, proposal, row, matches[row], choice.num_tokens)
+                self.level1.propose_from_match(
+                    batch, proposal, row, matches[row], choice.num_tokens
+                )
             elif choice.route is Route.DRAFT:
                 with_draft.append(row)
         if not with_draft:
@@ -180,7 +182,7 @@ class TriForceSpeculator:
                 proposal.probs[row] = certain if drafted.probs is None else drafted.probs[i]
         for i in drafted.nan_rows:
             self.level1.clean(batch.request_ids[with_draft[i]])
-            self._set_aside(batch.request_ids[with_draft[i]], "level 1's (the draft's)")
+            self._disable(batch.request_ids[with_draft[i]], "level 1's (the draft's)")
         self.counters.add_time("level 1", time.perf_counter() - start)
 
     def _begin_noise(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
@@ -210,7 +212,7 @@ class TriForceSpeculator:
 
     def release(self, request_id: str) -> None:
         """Forgets a request that has left the engine."""
-        self.set_aside.discard(request_id)
+        self.disabled_requests.discard(request_id)
         self.controller.release(request_id)
         self.level1.release(request_id)
         self.level2.release(request_id)
@@ -221,13 +223,13 @@ class TriForceSpeculator:
             "level 1": self.level1.num_requests,
             "level 2": len(self.level2.cache),
             "controller": self.controller.num_requests,
-            "set aside": len(self.set_aside),
+            "disabled": len(self.disabled_requests),
         }
 
-    def _set_aside(self, request_id: str, whose: str) -> None:
-        if request_id in self.set_aside:
+    def _disable(self, request_id: str, whose: str) -> None:
+        if request_id in self.disabled_requests:
             return
-        self.set_aside.add(request_id)
+        self.disabled_requests.add(request_id)
         self.counters.num_nan_requests += 1
         if not self._has_warned:
             self._has_warned = True

@@ -41,7 +41,7 @@ def begin_rows_kernel(
     least_tokens,
     block_size,
     recent_blocks,
-    most_selected,
+    max_selected,
     width,
     COLUMNS: tl.constexpr,
 ):
@@ -56,14 +56,14 @@ def begin_rows_kernel(
     token = 0
     tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
-        hosted = hosted_ptr + row * COLUMNS
-        state = tl.load(hosted + 1)
-        slot = tl.load(hosted + 2)
-        is_due = tl.load(hosted + 3)
+        row_metadata = hosted_ptr + row * COLUMNS
+        state = tl.load(row_metadata + 1)
+        slot = tl.load(row_metadata + 2)
+        is_due = tl.load(row_metadata + 3)
         if is_due == 2:
             tl.store(slot_fault_ptr + slot, 0)
-        reserved = tl.load(hosted + 4)
-        limit = tl.load(hosted + 5)
+        reserved = tl.load(row_metadata + 4)
+        limit = tl.load(row_metadata + 5)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         num_full = computed // block_size
@@ -77,13 +77,14 @@ def begin_rows_kernel(
             tl.store(slot_known_ptr + slot, num_full)
         else:
             tail = tl.load(slot_tail_ptr + slot)
-        selected = tl.minimum(tail, most_selected)
+        selected = tl.minimum(tail, max_selected)
         room = tl.minimum(num_speculative_tokens, reserved - computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
         # full pass adds a token of its own.
         room = tl.minimum(room, limit - 2 - computed)
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
-        is_ready = (tl.load(num_sampled_ptr + tl.load(hosted)) > 0) & (computed >= min_context)
+        is_ready = tl.load(num_sampled_ptr + tl.load(row_metadata)) > 0
+        is_ready = is_ready & (computed >= min_context)
         is_ready = is_ready & (computed >= least_tokens) & (reach <= width)
         is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
         room = tl.where(is_ready, tl.maximum(room, 0), 0)

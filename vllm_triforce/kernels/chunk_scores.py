@@ -24,7 +24,7 @@ def _chunk_scores_kernel(
     num_chunks_ptr,  # [num_reqs]
     scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
     num_layers,
-    most_chunks,
+    max_chunks,
     scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -63,8 +63,8 @@ def _chunk_scores_kernel(
         ).to(tl.float32)
         score = tl.sum(means * query[None, :], axis=1) * scale
         score = tl.where(is_candidate, score, float("-inf"))
-        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * most_chunks
-        tl.store(scores_ptr + place + chunks, score, mask=chunks < most_chunks)
+        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
+        tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
 
 
 def score_chunks(
@@ -73,8 +73,8 @@ def score_chunks(
     summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, head_dim]
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
-    most_chunks: int,  # columns of the result
-) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, most_chunks], float32
+    max_chunks: int,  # columns of the result
+) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
     """Votes of ``selection/retrieval.py``, products of queries and mean keys: with several
     query heads to a KV head, each votes with its softmax over the candidates.
 
@@ -85,9 +85,9 @@ def score_chunks(
     num_kv_heads, num_reqs = means.shape[1], len(tables)
     group = num_heads // num_kv_heads
     scores = torch.empty(
-        (num_reqs, num_layers, num_heads, most_chunks), dtype=torch.float32, device=queries.device
+        (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
     )
-    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(most_chunks, _CHUNKS_PER_PROGRAM))
+    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(max_chunks, _CHUNKS_PER_PROGRAM))
     _chunk_scores_kernel[grid](
         queries,
         queries.stride(0),
@@ -101,7 +101,7 @@ def score_chunks(
         num_chunks,
         scores,
         num_layers,
-        most_chunks,
+        max_chunks,
         head_dim**-0.5 if group > 1 else 1.0,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -111,6 +111,6 @@ def score_chunks(
     if group == 1:
         return scores
     votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
-    places = torch.arange(most_chunks, device=votes.device)
+    places = torch.arange(max_chunks, device=votes.device)
     candidates = (places > 0) & (places < num_chunks[:, None])
     return votes.masked_fill_(~candidates[:, None, None], float("-inf"))

@@ -16,7 +16,7 @@ def _chunk_summaries_kernel(
     table_stride,
     first_ptr,  # [num_reqs]
     last_ptr,  # [num_reqs]
-    most_blocks,
+    max_blocks,
     block_stride,
     token_stride,
     head_stride,
@@ -28,8 +28,8 @@ def _chunk_summaries_kernel(
     PADDED_DIM: tl.constexpr,
     PADDED_BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) // most_blocks
-    place = tl.load(first_ptr + row) + tl.program_id(0) % most_blocks
+    row = tl.program_id(0) // max_blocks
+    place = tl.load(first_ptr + row) + tl.program_id(0) % max_blocks
     if place >= tl.load(last_ptr + row):
         return
     head = tl.program_id(1).to(tl.int64)
@@ -84,13 +84,13 @@ def update_chunk_summaries(
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
     last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
-    most_blocks: int,  # upper bound of last - first
+    max_blocks: int,  # upper bound of last - first
 ) -> None:
-    if most_blocks <= 0:
+    if max_blocks <= 0:
         return
     block_stride, token_stride, head_stride = keys.strides
     num_layers = len(keys.pointers)
-    _chunk_summaries_kernel[(len(tables) * most_blocks, keys.num_heads, num_layers)](
+    _chunk_summaries_kernel[(len(tables) * max_blocks, keys.num_heads, num_layers)](
         keys.pointers,
         keys.like,
         keys.scales,
@@ -99,7 +99,7 @@ def update_chunk_summaries(
         tables.stride(0),
         first,
         last,
-        most_blocks,
+        max_blocks,
         block_stride,
         token_stride,
         head_stride,

@@ -13,10 +13,10 @@ _BLOCK = 1024
 
 @dataclass
 class Faults:
-    row: torch.Tensor  # [most_rows], int32; not 0: a level's logits had a NaN in this proposal
+    row: torch.Tensor  # [max_rows], int32; not 0: a level's logits had a NaN in this proposal
     slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
     count: torch.Tensor  # [1], int64, requests so far
-    hosted: torch.Tensor  # [most_rows, NUM_COLUMNS], int32, the rows' table
+    row_metadata: torch.Tensor  # [max_rows, NUM_COLUMNS], int32, the rows' table
 
 
 @triton.jit
@@ -99,7 +99,7 @@ class BlockCleaner:
             self._strides,
             self._spans,
             faults.row,
-            faults.hosted,
+            faults.row_metadata,
             computed,
             tables,
             tables.stride(0),

@@ -95,7 +95,7 @@ def look_up(
     num_blocks = triton.cdiv(most_tokens, _BLOCK)
     found = torch.empty((rows.num_rows, num_blocks), dtype=torch.int64, device=all_token_ids.device)
     context = (
-        rows.hosted,
+        rows.row_metadata,
         all_token_ids,
         all_token_ids.stride(0),
         rows.proposal,

@@ -88,13 +88,13 @@ class Race:
     """Scratch of the race over the vocabulary.
 
     Args:
-        most_rows: requests that can be drawn for at a time.
+        max_rows: requests that can be drawn for at a time.
     """
 
-    def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
         self.num_blocks = triton.cdiv(vocab_size, self.block)
         self.padded_blocks = triton.next_power_of_2(self.num_blocks)
-        shape = (most_rows, 2, self.num_blocks)
+        shape = (max_rows, 2, self.num_blocks)
         self.values = torch.zeros(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -18,8 +18,8 @@ from vllm_triforce.kernels.faults import Faults
 class PassInputs:
     """Inputs of a model's pass, ``query_len`` tokens for each row."""
 
-    def __init__(self, most_rows: int, query_len: int, num_seqs: int, device) -> None:
-        num_tokens = most_rows * query_len
+    def __init__(self, max_rows: int, query_len: int, num_seqs: int, device) -> None:
+        num_tokens = max_rows * query_len
         self.query_len = query_len
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -31,13 +31,13 @@ class Rows:
     """Buffers of the requests in a proposal, at addresses that CUDA graphs can rely on.
 
     Args:
-        most_rows: requests that can be speculated on at a time.
+        max_rows: requests that can be speculated on at a time.
         gamma: tokens that level 1 drafts for a pass of level 2.
     """
 
     def __init__(
         self,
-        most_rows: int,
+        max_rows: int,
         num_speculative_tokens: int,
         gamma: int,
         num_slots: int,
@@ -46,46 +46,46 @@ class Rows:
         def integers(*shape: int, dtype=torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.most_rows = most_rows
+        self.max_rows = max_rows
         self.num_speculative_tokens = num_speculative_tokens
         self.gamma = gamma
-        self.hosted = integers(most_rows, NUM_COLUMNS)
+        self.row_metadata = integers(max_rows, NUM_COLUMNS)
         self.num_rows = 0
         # Kept from proposal to proposal, by slot.
         self.slot_tail = integers(num_slots)
         self.slot_known = integers(num_slots)
         self.faults = Faults(
-            row=integers(most_rows),
+            row=integers(max_rows),
             slot=integers(num_slots),
             count=integers(1, dtype=torch.int64),
-            hosted=self.hosted,
+            row_metadata=self.row_metadata,
         )
         # By row.
-        self.computed, self.last_token, self.room, self.length = integers(4, most_rows)
-        self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, most_rows)
-        self.first_fresh, self.last_fresh = integers(2, most_rows)
-        self.num_drafted, self.num_accepted, self.num_emitted = integers(3, most_rows)
-        self.places = integers(most_rows)
-        self.drafted = integers(most_rows, gamma)
-        self.proposal = integers(most_rows, num_speculative_tokens, dtype=torch.int64)
+        self.computed, self.last_token, self.room, self.length = integers(4, max_rows)
+        self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, max_rows)
+        self.first_newly_full, self.last_newly_full = integers(2, max_rows)
+        self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
+        self.places = integers(max_rows)
+        self.drafted = integers(max_rows, gamma)
+        self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
 
     def begin(
         self,
-        hosted: torch.Tensor,  # [num_rows, NUM_COLUMNS], int32
+        row_metadata: torch.Tensor,  # [num_rows, NUM_COLUMNS], int32
         num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
         min_context: int,
         block_size: int,
         recent_blocks: int,
-        most_selected: int,
+        max_selected: int,
         width: int,  # of the sparse block tables
     ) -> None:
         """Reads each row's lengths and says how much it may propose."""
-        self.num_rows = len(hosted)
-        self.hosted[: self.num_rows].copy_(hosted)
-        begin_rows_kernel[(self.most_rows,)](
-            self.hosted,
+        self.num_rows = len(row_metadata)
+        self.row_metadata[: self.num_rows].copy_(row_metadata)
+        begin_rows_kernel[(self.max_rows,)](
+            self.row_metadata,
             self.num_rows,
             num_computed,
             num_sampled,
@@ -102,14 +102,14 @@ class Rows:
             self.num_selected,
             self.skipped,
             self.num_blocks,
-            self.first_fresh,
-            self.last_fresh,
+            self.first_newly_full,
+            self.last_newly_full,
             self.num_speculative_tokens,
             min_context,
             self.num_speculative_tokens,
             block_size,
             recent_blocks,
-            most_selected,
+            max_selected,
             width,
             COLUMNS=NUM_COLUMNS,
         )
@@ -126,7 +126,7 @@ class Rows:
     ) -> None:
         """The newest ``inputs.query_len`` tokens of each row, at their places in its window."""
         feed_window_kernel[(padded_rows,)](
-            self.hosted,
+            self.row_metadata,
             self.num_rows,
             all_token_ids,
             all_token_ids.stride(0),
@@ -158,7 +158,7 @@ class Rows:
     ) -> None:
         """Level 1's newest token of each row, behind what the pass before it fed."""
         feed_draft_kernel[(padded_rows,)](
-            self.hosted,
+            self.row_metadata,
             self.num_rows,
             self.drafted,
             self.gamma,
@@ -178,14 +178,14 @@ class Rows:
         inputs: PassInputs,
         padded_rows: int,
         tables: torch.Tensor,  # [num_rows, table_width], int32
-        dense_seq_lens: torch.Tensor,  # [most_rows], int32, written
+        dense_seq_lens: torch.Tensor,  # [max_rows], int32, written
         block_size: int,
         max_position: int,
         num_kv_heads: int,
     ) -> None:
         """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head."""
         feed_target_kernel[(padded_rows,)](
-            self.hosted,
+            self.row_metadata,
             self.num_rows,
             tables,
             tables.stride(0),

@@ -8,8 +8,8 @@ from vllm.triton_utils import tl, triton
 def _sparse_tables_kernel(
     out_ptr,  # [num_layers, max_reqs * num_kv_heads, width]
     out_layer_stride,
-    selected_ptr,  # [num_slots, num_layers, num_kv_heads, most_selected]
-    most_selected,
+    selected_ptr,  # [num_slots, num_layers, num_kv_heads, max_selected]
+    max_selected,
     slots_ptr,  # [num_reqs]
     num_selected_ptr,  # [num_reqs]
     tail_start_ptr,  # [num_reqs]
@@ -29,7 +29,7 @@ def _sparse_tables_kernel(
     tail_start = tl.load(tail_start_ptr + row)
     num_blocks = tl.load(num_blocks_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * most_selected
+    selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * max_selected
     out = out_ptr + layer * out_layer_stride + (row * num_heads + head) * width
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def _sparse_tables_kernel(
 
 def build_sparse_tables(
     out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
-    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, most_selected], int32
+    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
     slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
     num_selected: torch.Tensor,  # [num_reqs], int32
     tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail

@@ -295,7 +295,7 @@ def verify_drafts(
         faults.row,
         faults.slot,
         faults.count,
-        faults.hosted,
+        faults.row_metadata,
         drafted,
         num_drafted,
         num_accepted,

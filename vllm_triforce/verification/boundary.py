@@ -73,7 +73,7 @@ class Boundary:
         self._on_fault = on_fault
         self._proposals: dict[str, _Proposal] = {}
 
-    def hand_up(
+    def export_proposal(
         self,
         request_id: str,
         token_ids: list[int],

@@ -76,15 +76,15 @@ class Calibration:
         scheduler = vllm_config.scheduler_config
         self._length = config.num_speculative_tokens
         self._budget = config.retrieval_budget
-        self._most_rows = min(scheduler.max_num_batched_tokens, 128)
-        self._most_reqs = scheduler.max_num_seqs
+        self._max_rows = min(scheduler.max_num_batched_tokens, 128)
+        self._max_reqs = scheduler.max_num_seqs
         room = vllm_config.model_config.max_model_len - self._length - 2
-        self._most_context = max(1, min(room, (num_blocks - 2) * min(block_sizes)))
+        self._max_context = max(1, min(room, (num_blocks - 2) * min(block_sizes)))
 
     def run(self) -> Measurements:
-        slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._most_context), 1)
+        slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._max_context), 1)
         tokens, contexts, repeats = self._grid(self._agree(slowest))
-        rows = [n for n in _ROWS if n <= self._most_rows]
+        rows = [n for n in _ROWS if n <= self._max_rows]
         passes = [(n, 1, _NO_CONTEXT) for n in rows]
         passes += [(1, q, c) for q in tokens for c in contexts]
         seconds = self._all_timed(
@@ -98,7 +98,7 @@ class Calibration:
         level2_tokens = sorted({min(q, longest) for q in (1, 3, 8, longest)})
         level2 = [(q, self._level2(1, q, repeats)) for q in level2_tokens]
         level2_per_row = draft = draft_per_row = draft_per_token = 0.0
-        several = min(4, self._most_reqs)
+        several = min(4, self._max_reqs)
         if several > 1:
             few = min(3, longest)
             more = self._level2(several, few, repeats) - dict(level2)[few]
@@ -125,9 +125,9 @@ class Calibration:
         by its context, and a tenth of it without one."""
         for grid in _GRIDS:
             tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
-            inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._most_context]
-            contexts = [min(_NO_CONTEXT, self._most_context - 1), *inner, self._most_context]
-            shares = sum(0.1 + 0.9 * c / self._most_context for c in contexts)
+            inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._max_context]
+            contexts = [min(_NO_CONTEXT, self._max_context - 1), *inner, self._max_context]
+            shares = sum(0.1 + 0.9 * c / self._max_context for c in contexts)
             if slowest * (grid.repeats + 1) * len(tokens) * shares < _MOST_SECONDS:
                 break
         return tokens, contexts, grid.repeats
@@ -154,7 +154,7 @@ class Calibration:
         return 1 + ids % (self._num_blocks - 1)
 
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
-        context = min(context, self._most_context)
+        context = min(context, self._max_context)
         feed, positions = [[0] * num_tokens] * num_rows, [context] * num_rows
         inputs = PassInput.from_rows(feed, positions, self._device)
         metadata: dict = {}
@@ -172,7 +172,7 @@ class Calibration:
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
-        batch, proposal = self._batch(num_rows, min(self._budget, self._most_context))
+        batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
         level2, rows = self._speculator.level2, list(range(num_rows))
         level2.begin(batch)
         drafted = [[0] * (num_tokens - 1)] * num_rows
@@ -183,7 +183,7 @@ class Calibration:
 
     def _first_selection(self, repeats: int) -> float:
         """Of a token of context, where level 2 knows nothing of a request."""
-        context = min(2 * self._budget, self._most_context)
+        context = min(2 * self._budget, self._max_context)
         batch, _ = self._batch(1, context)
         level2, (request_id,) = self._speculator.level2, batch.request_ids
 
@@ -202,7 +202,7 @@ class Calibration:
         Args:
             pass_seconds: of a pass of one token.
         """
-        batch, proposal = self._batch(1, min(self._budget, self._most_context))
+        batch, proposal = self._batch(1, min(self._budget, self._max_context))
         model, (request_id,) = self._speculator.level1.model, batch.request_ids
         num_tokens = model.tokens_behind(request_id, len(batch.token_ids[0]))
 
@@ -215,7 +215,7 @@ class Calibration:
         return max(0.0, seconds - pass_seconds) / num_tokens
 
     def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
-        batch, proposal = self._batch(num_rows, min(self._budget, self._most_context))
+        batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
         model, rows, wanted = (
             self._speculator.level1.model,
             range(num_rows),

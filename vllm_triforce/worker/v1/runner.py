@@ -24,11 +24,11 @@ from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.calibration import Calibration
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.layers import attention_layers
-from vllm_triforce.worker.ranks import first_ranks
+from vllm_triforce.worker.ranks import broadcast_from_first_rank
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
 from vllm_triforce.worker.v1.build import BuiltSpeculator
 from vllm_triforce.worker.v1.rejection import support_all_sampling_params
-from vllm_triforce.worker.v1.stock_path import PlainSteps
+from vllm_triforce.worker.v1.stock_path import StockPath
 
 logger = init_logger("vllm.triforce")
 
@@ -56,7 +56,7 @@ class TriForceProposer(DraftModelProposer):
         self._outcome: tuple[list[int], list[list[int]]] | None = None
         self._num_scheduled_drafts: list[int] = []
         self._report = IntervalReport(config.log_interval)
-        self._steps: PlainSteps | None = None
+        self._steps: StockPath | None = None
 
     # Start-up, in the order of the calls.
 
@@ -105,7 +105,7 @@ class TriForceProposer(DraftModelProposer):
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
-        self._steps = PlainSteps(
+        self._steps = StockPath(
             self._runner,
             self._built.speculator.controller,
             self._built.recorder,
@@ -125,10 +125,10 @@ class TriForceProposer(DraftModelProposer):
                 self._block_sizes(),
                 self._num_blocks,
                 self.device,
-                first_ranks,
+                broadcast_from_first_rank,
             )
             with self._built.recorder.pausing(), torch.inference_mode():
-                controller.start(CostModel(calibration.run()), adopt=first_ranks)
+                controller.start(CostModel(calibration.run()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
 
     def _block_sizes(self) -> list[int]:
@@ -220,7 +220,7 @@ class TriForceProposer(DraftModelProposer):
             self._steps.add_propose_seconds(time.perf_counter() - start)
             for row, tokens in zip(rows, proposal.token_ids):
                 result[row] = tokens
-            self._hand_up(batch, proposal)
+            self._export_proposal(batch, proposal)
         self._let_no_seeded_request_wait(rows, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
@@ -231,16 +231,19 @@ class TriForceProposer(DraftModelProposer):
         for row, num_computed in enumerate(computed):
             if row not in rows and self._has_seed(row) and not self._is_never_speculated_on(row):
                 missing = self.config.min_context - num_computed if counts[row] else 1
-                self._built.speculator.controller.rest.at_most(max(1, missing))
+                self._built.speculator.controller.backoff.at_most(max(1, missing))
 
-    def _hand_up(self, batch: DraftBatch, proposal: Proposal) -> None:
-        set_aside, is_greedy = self._built.speculator.set_aside, batch.sampling.is_greedy.tolist()
+    def _export_proposal(self, batch: DraftBatch, proposal: Proposal) -> None:
+        disabled_requests, is_greedy = (
+            self._built.speculator.disabled_requests,
+            batch.sampling.is_greedy.tolist(),
+        )
         for row, request_id in enumerate(batch.request_ids):
-            if proposal.probs is None or is_greedy[row] or request_id in set_aside:
+            if proposal.probs is None or is_greedy[row] or request_id in disabled_requests:
                 # Nothing but the argmax counts; or a NaN ended the proposal early.
                 self._boundary.forget(request_id)
             else:
-                self._boundary.hand_up(
+                self._boundary.export_proposal(
                     request_id,
                     proposal.token_ids[row],
                     proposal.probs[row],
@@ -314,14 +317,14 @@ class TriForceProposer(DraftModelProposer):
             return  # a prompt that is still read grows by a chunk a step, not by a token
         # Contexts grow by a token a step; a batch that changes is looked at anyway.
         missing = min(self.config.min_context - n for n in computed)
-        self._built.speculator.controller.rest.begin(missing if missing > 0 else _REST)
+        self._built.speculator.controller.backoff.begin(missing if missing > 0 else _REST)
 
     def _is_never_speculated_on(self, row: int) -> bool:
         request_id = self._runner.input_batch.req_ids[row]
         params = self._runner.requests[request_id].sampling_params
         # The first are for a row's only token; of the second level 2 would guess few.
         unfit = params.logprob_token_ids or params.allowed_token_ids
-        return bool(unfit) or request_id in self._built.speculator.set_aside
+        return bool(unfit) or request_id in self._built.speculator.disabled_requests
 
     def _room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""

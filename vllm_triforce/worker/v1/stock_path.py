@@ -3,7 +3,7 @@
 Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
 drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
 configured; it then takes the path that it takes without TriForce, but for top-p on a CPU, which
-keeps the same tokens faster (``masks.py``). The same place sees how long steps take, which the
+keeps the same tokens faster (``top_p.py``). The same place sees how long steps take, which the
 controller needs.
 """
 
@@ -16,7 +16,7 @@ from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.v1.masks import FastMasks
+from vllm_triforce.worker.v1.top_p import FastTopP
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Reading:
     """The request's; None for one with a seed."""
 
 
-class PlainSteps:
+class StockPath:
     """Wraps a runner's methods of a step.
 
     Args:
@@ -83,7 +83,7 @@ class PlainSteps:
         self._dropped: dict[str, int] = {}
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
-        self._masks = FastMasks() if runner.device.type == "cpu" else None
+        self._masks = FastTopP() if runner.device.type == "cpu" else None
 
     def add_propose_seconds(self, seconds: float) -> None:
         """What of the present step is the proposal's time."""
@@ -92,10 +92,10 @@ class PlainSteps:
     def execute_model(self, scheduler_output, *args, **kwargs):
         scheduler_output, self._dropped = without_placeholders(scheduler_output)
         self._scheduled = scheduler_output.scheduled_spec_decode_tokens
-        rest = self._controller.rest
-        rest.begin_step()
+        backoff = self._controller.backoff
+        backoff.begin_step()
         changed = self._note_changes(scheduler_output)
-        if rest.wants_times:
+        if backoff.wants_times:
             self._measure(scheduler_output, changed)
         else:
             self._last, self._propose_seconds = None, 0.0
@@ -107,7 +107,7 @@ class PlainSteps:
             and "context" in self._controller.chooses
             and not self._has_seed
         )
-        is_plain = not self._scheduled and (rest.is_resting or gives_first)
+        is_plain = not self._scheduled and (backoff.is_resting or gives_first)
         self._recorder.paused = is_plain
         if is_plain:
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)
@@ -207,12 +207,12 @@ class PlainSteps:
         planned = self._controller.take_plan()
         if changed or not scheduled:
             return
-        rest = self._controller.rest
+        backoff = self._controller.backoff
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start
             if not last.is_look:
                 seconds -= proposal_seconds
-            if rest.is_resting or not last.is_look:
+            if backoff.is_resting or not last.is_look:
                 self._controller.observe_step(
                     StepTime(
                         last.is_greedy,
@@ -228,7 +228,7 @@ class PlainSteps:
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        if tokens == expected and (drafts or rest.is_settled or rest.is_look):
+        if tokens == expected and (drafts or backoff.is_settled or backoff.is_look):
             self._last = _Step(
                 now,
                 frozenset(cached.req_ids),
@@ -236,7 +236,7 @@ class PlainSteps:
                 cached.num_computed_tokens,
                 sum(map(len, drafts.values())),
                 self._runner.input_batch.all_greedy,
-                rest.is_look,
+                backoff.is_look,
                 planned,
                 proposal_seconds,
             )

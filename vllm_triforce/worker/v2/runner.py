@@ -61,7 +61,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._report = IntervalReport(config.log_interval)
         self._facts: RequestFacts | None = None
-        self._set_aside: set[str] = set()
+        self._disabled_requests: set[str] = set()
         """Requests that are not speculated on again, because a level's logits had a NaN."""
         self._num_faults = 0
         # By state: a proposal, and distributions, may still be there.
@@ -130,7 +130,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         """Nothing: lengths are fixed on this runner, whose passes have fixed shapes."""
 
     def held_requests(self) -> dict[str, int]:
-        return {"slots": len(self._built.slots), "set aside": len(self._set_aside)}
+        return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}
 
     def synchronize_times(self, synchronize: bool) -> None:
         self._built.triforce.times.synchronize = synchronize
@@ -187,7 +187,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
                 self._built.recorder.paused = False
         row_of_batch = np.full(num_reqs, -1, dtype=np.int32)
         row_of_batch[rows] = np.arange(len(rows))
-        triforce.hand_up(draft_tokens, self._to_device(row_of_batch), states)
+        triforce.export_proposal(draft_tokens, self._to_device(row_of_batch), states)
         self._has_proposal[hosted_states] = row_of_batch >= 0
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:
@@ -211,7 +211,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         self._num_faults = num_faults
         slots = self._built.slots
         for request_id in slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist()):
-            self._set_aside.add(request_id)
+            self._disabled_requests.add(request_id)
             slots.release(request_id)
 
     def _warm_up(self, is_profile: bool) -> None:
@@ -235,8 +235,8 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         states = input_batch.idx_mapping_np[:num_reqs]
         speculates = decodes & ~self._facts.decodes_plainly[states]
         rows = np.flatnonzero(speculates & (longest >= self.config.min_context))
-        if self._set_aside:
-            rows = [row for row in rows if input_batch.req_ids[row] not in self._set_aside]
+        if self._disabled_requests:
+            rows = [row for row in rows if input_batch.req_ids[row] not in self._disabled_requests]
         slots = self._built.slots
         known = [row for row in rows if input_batch.req_ids[row] in slots]
         new = [row for row in rows if input_batch.req_ids[row] not in slots]
@@ -295,7 +295,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         A preempted request leaves the runner too; who prefills has just come, or come back.
         """
         slots = self._built.slots
-        known = [*slots.request_ids(), *self._set_aside]
+        known = [*slots.request_ids(), *self._disabled_requests]
         if not known:
             return
         prefilling = {
@@ -305,7 +305,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         for request_id in known:
             if request_id not in alive or request_id in prefilling:
                 slots.release(request_id)
-                self._set_aside.discard(request_id)
+                self._disabled_requests.discard(request_id)
 
     def _count_full_pass(self, input_batch, states, num_sampled) -> None:
         scheduled = input_batch.num_draft_tokens_per_req

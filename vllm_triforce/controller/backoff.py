@@ -2,7 +2,7 @@
 
 import math
 
-from vllm_triforce.controller.allowance import SHARE, Allowance
+from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 
 # Steps without speculation after which its time is that of plain decoding: the first one after
 # others is slower, and its way through vLLM is that of a step that may get drafts.
@@ -19,7 +19,7 @@ LOOK_SHARE = 0.01
 _ADVANCE = 4
 
 
-class Rest:
+class SpeculationBackoff:
     """Whether the batch, if it stays as it is, rests in the present step."""
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Rest:
         self._is_look = False
         self._num_looks = 0
         """Decisions in a row to go on plainly."""
-        self._looks = Allowance(first=1, most=1, share=LOOK_SHARE)
+        self._looks = ExplorationBudget(first=1, most=1, share=LOOK_SHARE)
         self._counted = 0
         """Step up to which looks have earned their time."""
         self._affordable = 0
         """Step from which another look is paid for, by those that were in the batch."""
         self._missing = 0.0
         """Steps at full promise until then, from the last look on."""
-        self._advance = Allowance(first=_ADVANCE, most=_ADVANCE, share=LOOK_SHARE)
+        self._advance = ExplorationBudget(first=_ADVANCE, most=_ADVANCE, share=LOOK_SHARE)
         """Of what looks have not earned yet; those that are worth it give it back."""
         self._advanced = 0.0
         """Seconds of it that the next look has."""
@@ -56,7 +56,7 @@ class Rest:
         """Whatever was decided, in so many steps there is a decision."""
         self._until = min(self._until, self.step + num_steps)
 
-    def begin_short(self) -> None:
+    def start_probe(self) -> None:
         """As long as it takes to see what plain decoding takes."""
         self.begin(_SETTLED + 1)
 

@@ -10,7 +10,7 @@ from vllm_triforce.vllm_patches import swaps
 _MODULES = (rejection_sampler, topk_topp_sampler)
 
 
-class FastMasks:
+class FastTopP:
     """While it is entered, vLLM's samplers mask by a function that keeps the same tokens."""
 
     def __init__(self) -> None:

@@ -4,29 +4,29 @@ that decodes plainly costs no more than its share of the time."""
 import pytest
 
 from tests.test_controller import NOTHING_PAYS, controller
-from vllm_triforce.controller.allowance import SHARE
-from vllm_triforce.controller.choice import PLAIN
-from vllm_triforce.controller.cost_model import CostModel, StepTime
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.promise import kind_of
-from vllm_triforce.controller.rest import (
+from vllm_triforce.controller.backoff import (
     LOOK_EARLIEST,
     LOOK_FIRST,
     LOOK_LATEST,
     LOOK_SHARE,
-    Rest,
+    SpeculationBackoff,
 )
+from vllm_triforce.controller.choice import PLAIN
+from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.exploration_budget import SHARE
+from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.promise import kind_of
 
 
 def test_a_rest_begins_and_ends():
     """Decided in step 1 for six steps: 2 to 6 are not asked, 7 is, and is a look."""
-    rest = Rest()
-    rest.begin_step()
-    rest.begin(6)
+    backoff = SpeculationBackoff()
+    backoff.begin_step()
+    backoff.begin(6)
     seen = []
     for _ in range(7):
-        rest.begin_step()
-        seen.append((rest.step, rest.is_resting, rest.is_settled, rest.is_look))
+        backoff.begin_step()
+        seen.append((backoff.step, backoff.is_resting, backoff.is_settled, backoff.is_look))
     assert seen == [
         (2, True, False, False),  # the first one after others is slower
         *((step, True, True, False) for step in (3, 4, 5, 6)),
@@ -36,35 +36,35 @@ def test_a_rest_begins_and_ends():
 
 
 def test_a_batch_that_changed_is_no_look():
-    rest = Rest()
-    rest.begin(3)
-    rest.until_next_look(0.0, 0.01)
-    rest.begin_step()
-    rest.wake()
-    rest.begin_step()
-    rest.begin_step()
-    assert not rest.is_resting and not rest.is_look
-    assert rest.until_next_look(0.0, 0.01) == LOOK_FIRST
+    backoff = SpeculationBackoff()
+    backoff.begin(3)
+    backoff.until_next_look(0.0, 0.01)
+    backoff.begin_step()
+    backoff.wake()
+    backoff.begin_step()
+    backoff.begin_step()
+    assert not backoff.is_resting and not backoff.is_look
+    assert backoff.until_next_look(0.0, 0.01) == LOOK_FIRST
 
 
 def test_a_short_rest_is_long_enough_to_be_timed():
-    rest, timed = Rest(), []
-    rest.begin_short()
+    backoff, timed = SpeculationBackoff(), []
+    backoff.start_probe()
     for _ in range(4):
-        rest.begin_step()
-        timed.append((rest.is_settled, rest.wants_times))
+        backoff.begin_step()
+        timed.append((backoff.is_settled, backoff.wants_times))
     settled = timed.index((True, True))
     assert timed[settled + 1][1]  # its end is the next one's begin
 
 
 def test_few_steps_at_rest_are_timed():
     """A look's end, and of settled steps one in eight, with its end."""
-    rest = Rest()
-    rest.begin(801)
+    backoff = SpeculationBackoff()
+    backoff.begin(801)
     timed = 0
     for _ in range(800):
-        rest.begin_step()
-        timed += rest.wants_times
+        backoff.begin_step()
+        timed += backoff.wants_times
     assert timed == 1 + 200
 
 
@@ -89,8 +89,8 @@ def test_looks_take_their_share(look):
         found.start(found.measured)
     steps, looks = 20_000, []
     for step in range(steps):
-        found.rest.begin_step()
-        if not found.rest.is_resting:
+        found.backoff.begin_step()
+        if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             looks.append(step)
     if look == 0.0:
@@ -113,10 +113,10 @@ def test_looks_take_no_more_however_often_requests_join(look, every):
     found.start(found.measured)
     num_steps, num_looks = 5000, 0
     for step in range(num_steps):
-        found.rest.begin_step()
+        found.backoff.begin_step()
         if step % every == 0:
             found.requests_joined({})
-        if not found.rest.is_resting:
+        if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             num_looks += 1
     assert num_looks * look / (num_steps * plain) <= 1.1 * LOOK_SHARE
@@ -131,10 +131,10 @@ def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
     found.start(found.measured)
     seen = []
     for step in range(100):
-        found.rest.begin_step()
+        found.backoff.begin_step()
         if step == 90:
             found.requests_joined({})
-        if not found.rest.is_resting:
+        if not found.backoff.is_resting:
             found.choose([Candidate("a", 4000, 16)])
             seen.append(step)
     assert 91 in seen and 90 not in seen
@@ -142,13 +142,13 @@ def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
 
 @pytest.mark.parametrize("promise", [1.0, 1 / 8])
 def test_looks_take_as_much_less_as_there_is_promise(promise):
-    rest, look, num_looks, num_steps = Rest(), 0.001, 0, 20_000
+    backoff, look, num_looks, num_steps = SpeculationBackoff(), 0.001, 0, 20_000
     for _ in range(num_steps):
-        rest.begin_step()
-        rest.requests_joined(promise)
-        if not rest.is_resting:
+        backoff.begin_step()
+        backoff.requests_joined(promise)
+        if not backoff.is_resting:
             num_looks += 1
-            rest.begin(rest.until_next_look(look, 0.01, promise))
+            backoff.begin(backoff.until_next_look(look, 0.01, promise))
     assert num_looks * look == pytest.approx(promise * LOOK_SHARE * num_steps * 0.01, rel=0.1)
 
 
@@ -156,31 +156,31 @@ def test_one_that_joins_does_not_wait_for_what_the_others_promise():
     """After a look in vain at requests of little promise, 80 steps are to be waited for the next;
     for one that joins with more of it 10 are."""
     for joins, until in ((1.0, 10), (1 / 8, 80)):
-        rest = Rest()
+        backoff = SpeculationBackoff()
         for _ in range(400):  # what was kept for looks is spent
-            rest.begin_step()
-            rest.requests_joined(1 / 8)
-            if not rest.is_resting:
-                rest.begin(rest.until_next_look(0.001, 0.01, 1 / 8))
-        while rest.is_resting:
-            rest.begin_step()
-        begin = rest.step
-        rest.begin(rest.until_next_look(0.001, 0.01, 1 / 8))
-        rest.requests_joined(joins)
-        while rest.is_resting:
-            rest.begin_step()
-        assert rest.step - begin == pytest.approx(until, abs=2)
+            backoff.begin_step()
+            backoff.requests_joined(1 / 8)
+            if not backoff.is_resting:
+                backoff.begin(backoff.until_next_look(0.001, 0.01, 1 / 8))
+        while backoff.is_resting:
+            backoff.begin_step()
+        begin = backoff.step
+        backoff.begin(backoff.until_next_look(0.001, 0.01, 1 / 8))
+        backoff.requests_joined(joins)
+        while backoff.is_resting:
+            backoff.begin_step()
+        assert backoff.step - begin == pytest.approx(until, abs=2)
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
 def test_who_must_not_wait_does_not(has_seed, keys):
     """A seeded request's lengths depend on no time; and a given least context is held to."""
     found = controller(NOTHING_PAYS, **keys)
-    found.rest.begin(50)
-    found.rest.begin_step()
-    assert found.rest.is_resting
+    found.backoff.begin(50)
+    found.backoff.begin_step()
+    assert found.backoff.is_resting
     found.seeded_request_joined() if has_seed else found.requests_joined({"a": kind_of(True, 99)})
-    assert not found.rest.is_resting
+    assert not found.backoff.is_resting
 
 
 @pytest.mark.parametrize("has_seed", [False, True])
@@ -190,5 +190,5 @@ def test_a_seeded_request_begins_where_it_would_alone(has_seed):
     begin = found._fixed.tokens_until(Candidate("a", 0, 16))
     assert found.choose([Candidate("a", begin - 5, 16, has_seed=has_seed)]) == [PLAIN]
     for _ in range(5):
-        found.rest.begin_step()
-    assert found.rest.is_resting is not has_seed
+        found.backoff.begin_step()
+    assert found.backoff.is_resting is not has_seed

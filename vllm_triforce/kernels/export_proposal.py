@@ -10,7 +10,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _hand_up_kernel(
+def _export_kernel(
     draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab_stride], written
     state_stride,
     place_stride,
@@ -74,7 +74,7 @@ def _clear_distributions_kernel(
     tl.store(is_stale_ptr + state * num_speculative_tokens + place, 0)
 
 
-def hand_up_distributions(
+def export_distributions(
     draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
     is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
     states: torch.Tensor,  # [num_reqs], int32, each request's row of draft_logits
@@ -91,7 +91,7 @@ def hand_up_distributions(
     depends on its tokens, as a grammar does, is tested rightly only so.
     """
     num_reqs, num_places, vocab_size = target.shape
-    _hand_up_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
+    _export_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
         draft_logits,
         draft_logits.stride(0),
         draft_logits.stride(1),

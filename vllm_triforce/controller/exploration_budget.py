@@ -4,7 +4,7 @@
 SHARE = 0.005
 
 
-class Allowance:
+class ExplorationBudget:
     """Seconds that have been earned by decoding and not been spent yet.
 
     Args:
