@@ -234,12 +234,10 @@ class TriForceProposer(DraftModelProposer):
                 self._built.speculator.controller.backoff.at_most(max(1, missing))
 
     def _export_proposal(self, batch: DraftBatch, proposal: Proposal) -> None:
-        disabled_requests, is_greedy = (
-            self._built.speculator.disabled_requests,
-            batch.sampling.is_greedy.tolist(),
-        )
+        disabled = self._built.speculator.disabled_requests
+        is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
-            if proposal.probs is None or is_greedy[row] or request_id in disabled_requests:
+            if proposal.probs is None or is_greedy[row] or request_id in disabled:
                 # Nothing but the argmax counts; or a NaN ended the proposal early.
                 self._boundary.forget(request_id)
             else:

@@ -1,0 +1,95 @@
+"""Promise: CONTRIBUTING's recipes are enough. Each is followed literally, in a copy of the package."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.models import ROOT
+
+POLICY = '''
+"""Oldest: the chunks that come first."""
+
+import torch
+
+from vllm_triforce.selection.policy import SelectionPolicy
+
+
+class OldestPolicy(SelectionPolicy):
+    """Oldest.
+
+    Mechanism: the chunks that come first in the context.
+    """
+
+    name = "oldest"
+
+    def score(self, query, summaries, num_chunks):
+        places = torch.arange(num_chunks, dtype=torch.float32, device=query.device)
+        return -places.expand(*query.shape[:-2], 1, num_chunks)
+'''
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for package in ("vllm_triforce", "vllm_triforce_bench"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    for folder in ("tests", "tools", "patches"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for file in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def run(folder, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_policy_is_one_file(copy):
+    """Configuration, both loops, the room for the KV cache and the lab know it, and the tests of
+    all policies run on it; a name that is not there says which are."""
+    (copy / "vllm_triforce" / "selection" / "oldest.py").write_text(POLICY.lstrip())
+    asked = "from vllm_triforce.config import TriForceConfig as C; C(selection='{}')"
+    run(copy, "-c", asked.format("oldest"))
+    lab = "from vllm_triforce_bench.acceptance.policies import POLICIES; print(*POLICIES)"
+    assert "oldest" in run(copy, "-c", lab)
+    tests = [
+        "tests/test_selection.py",
+        "tests/test_lab.py",
+        "-k",
+        "oldest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    assert re.search(r"\b(1\d|2\d) passed", run(copy, "-m", "pytest", "-v", *tests))
+    (copy / "vllm_triforce" / "selection" / "oldest.py").unlink()
+    with pytest.raises(AssertionError, match="'quest' or 'retrieval' or 'streaming'"):
+        run(copy, "-c", asked.format("oldest"))
+
+
+def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
+    """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
+    adapters = copy / "vllm_triforce" / "worker" / "v1" / "adapters.py"
+    before = adapters.read_text()
+    forbids = ["-m", "pytest", "tests/test_patches.py", "-p", "no:cacheprovider", "-k"]
+    line = "        self._runner = runner\n"
+    adapters.write_text(before.replace(line, line + "        runner.another = 3\n"))
+    with pytest.raises(AssertionError, match="runner.another"):
+        run(copy, *forbids, "writes_onto")
+    adapters.write_text(before.replace(line, line + "        swaps.ANOTHER.set(runner, 3)\n"))
+    swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
+    new = 'ANOTHER = Swap("GPUModelRunner (V1)", "another", "an example", "never", is_new=True)\n'
+    swaps.write_text(swaps.read_text().replace("\nSWAPS: ", f"\n{new}\nSWAPS: "))
+    with pytest.raises(AssertionError, match=r"run python tools/ledger\.py"):
+        run(copy, *forbids, "ledger_is_what")
+    run(copy, "tools/ledger.py")
+    run(copy, *forbids, "writes_onto or ledger_is_what")
+    assert "| `GPUModelRunner (V1).another` | `worker/v1/adapters.py` | an example" in (
+        (copy / "patches" / "README.md").read_text()
+    )
