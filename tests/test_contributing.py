@@ -1,4 +1,4 @@
-"""Promise: CONTRIBUTING's recipes are enough. Each is followed literally, in a copy of the package."""
+"""Promise: CONTRIBUTING's recipes are enough. Each is followed literally, on a copy."""
 
 import re
 import shutil
@@ -80,7 +80,7 @@ def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
     forbids = ["-m", "pytest", "tests/test_patches.py", "-p", "no:cacheprovider", "-k"]
     line = "        self._runner = runner\n"
     adapters.write_text(before.replace(line, line + "        runner.another = 3\n"))
-    with pytest.raises(AssertionError, match="runner.another"):
+    with pytest.raises(AssertionError, match=r"runner\.another"):
         run(copy, *forbids, "writes_onto")
     adapters.write_text(before.replace(line, line + "        swaps.ANOTHER.set(runner, 3)\n"))
     swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
