@@ -12,8 +12,9 @@ from vllm_triforce.controller.backoff import (
     SpeculationBackoff,
 )
 from vllm_triforce.controller.choice import PLAIN
-from vllm_triforce.controller.cost_model import CostModel, StepTime
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration_budget import SHARE
+from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.promise import kind_of
 

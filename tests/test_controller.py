@@ -22,10 +22,10 @@ from vllm_triforce.controller import (
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
 from vllm_triforce.controller.backoff import LOOK_SHARE
-from vllm_triforce.controller.controller import _Planned
-from vllm_triforce.controller.cost_model import Measurements, interpolate
 from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.inner_rounds import InnerRounds
+from vllm_triforce.controller.learning import Planned
+from vllm_triforce.controller.measurements import Measurements, interpolate
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.promise import Promise, kind_of
@@ -674,7 +674,7 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
 def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():
     """A request that drafts seldom has the draft read what it missed, each time; the plan knows."""
     found = controller(LONG_PAYS)
-    found._planned = _Planned(num_drafts=4, seconds=0.01)
+    found._planned = Planned(num_drafts=4, seconds=0.01)
     found.reads_window(200)
     assert found.take_plan().seconds == pytest.approx(0.01 + found.model.reading_window(200))
     found.reads_window(200)

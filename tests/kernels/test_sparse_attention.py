@@ -12,7 +12,8 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
-from vllm_triforce.attention.gpu import SparseMetadata, UniformStarts, _RetrievalImpl
+from vllm_triforce.attention.gpu import UniformStarts
+from vllm_triforce.attention.gpu_impl import SparseMetadata, _RetrievalImpl
 from vllm_triforce.attention.paged_kernels import (
     PagedSequences,
     flash_attention,

@@ -11,10 +11,11 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
 from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, SLOT
+from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.export_proposal import export_distributions
 from vllm_triforce.kernels.faults import BlockCleaner, Faults
 from vllm_triforce.kernels.race import Race
-from vllm_triforce.kernels.verification import draw_drafts, verify_drafts
+from vllm_triforce.kernels.verification import verify_drafts
 
 NUM_SPECULATIVE_TOKENS = 6
 

@@ -7,153 +7,25 @@ FLASHINFER, whose own kernels want a plan made on the host before every pass.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_triforce.attention.paged_kernels import (
-    PagedKernel,
-    PagedSequences,
-    flash_attention,
-    triton_attention,
+from vllm_triforce.attention.gpu_impl import (
+    DirectMetadata,
+    SparseMetadata,
+    attach,
+    kernel_for,
+    key_and_value,
 )
+from vllm_triforce.attention.paged_kernels import PagedSequences
 from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
-from vllm_triforce.vllm_patches import swaps
 
 # fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
 _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
-
-
-@dataclass
-class SparseMetadata:
-    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
-
-    sequences: PagedSequences
-    query_len: int | None = None
-    """Tokens of every request where all have as many."""
-    rows: torch.Tensor | None = None
-    """Otherwise, [num_tokens * num_kv_heads]: rows of the query in the order of the sequences;
-    None where that is the order they have."""
-
-
-@dataclass
-class DirectMetadata:
-    """A pass of the draft over its private cache: a sequence per request, all heads together."""
-
-    sequences: PagedSequences
-
-
-class _RetrievalImpl:
-    """Goes over a backend's implementation; ``attach`` makes the subclass."""
-
-    layer_index: int | None
-    recorder: object
-    kernel: PagedKernel
-
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        if isinstance(attn_metadata, SparseMetadata):
-            return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
-        if isinstance(attn_metadata, DirectMetadata):
-            keys, values = key_and_value(kv_cache, self)
-            sequences = attn_metadata.sequences
-            type(self).kernel(layer, self, query, keys, values, sequences, output)
-            return output
-        if attn_metadata is not None and self.layer_index is not None:
-            self.recorder.record(self.layer_index, query, attn_metadata)
-        return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-        )
-
-    def _forward_sparse(self, layer, query, kv_cache, metadata: SparseMetadata, output):
-        num_tokens, heads = query.shape[0], self.num_kv_heads
-        group = self.num_heads // heads
-        blocks = OneHeadBlocks.of(*key_and_value(kv_cache, self))
-        result = output.view(num_tokens * heads, group, self.head_size)
-        grouped = query.reshape(num_tokens * heads, group, self.head_size)
-        length = metadata.query_len
-        if length == 1 or (length is None and metadata.rows is None):
-            ordered, target = grouped, result
-        elif length is None:
-            ordered = grouped[metadata.rows]
-            target = torch.empty_like(ordered, dtype=output.dtype)
-        else:
-            ordered = grouped.unflatten(0, (-1, length, heads)).transpose(1, 2)
-            ordered = ordered.reshape(num_tokens * heads, group, self.head_size)
-            target = torch.empty_like(ordered, dtype=output.dtype)
-        type(self).kernel(
-            layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
-        )
-        if target is not result:
-            if length is None:
-                result[metadata.rows] = target
-            else:
-                back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
-                result.unflatten(0, (-1, length, heads)).copy_(back)
-        return output
-
-
-def key_and_value(
-    kv_cache: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
-    impl,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [num_blocks, block_size, num_kv_heads, head_dim]
-    """Keys and values of a layer, as all three backends pack them (vllm/v1/kv_cache_layout.py)."""
-    if is_quantized_kv_cache(impl.kv_cache_dtype):
-        kv_cache = kv_cache.view(current_platform.fp8_dtype())
-    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-
-
-def _backends() -> dict[type, PagedKernel]:
-    """Implementations that TriForce knows, and the kernel for each."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
-    known: dict[type, PagedKernel] = {
-        FlashAttentionImpl: flash_attention,
-        TritonAttentionImpl: triton_attention,
-    }
-    try:
-        from vllm.v1.attention.backends.flashinfer import FlashInferImpl
-    except ImportError:
-        return known
-    return known | {FlashInferImpl: triton_attention}
-
-
-def _kernel_for(impl) -> PagedKernel | None:
-    kernel = _backends().get(type(impl))
-    if kernel is flash_attention and impl.vllm_flash_attn_version not in (2, 3):
-        return triton_attention
-    return kernel
-
-
-def attach(layer, layer_index: int | None, recorder) -> None:
-    """Replaces a layer's implementation by a subclass of it; its settings stay as they are.
-
-    Args:
-        layer_index: place among the layers that retrieve; None for a draft's layer.
-
-    Raises:
-        ValueError: the attention backend is not one that TriForce knows.
-    """
-    kernel = _kernel_for(layer.impl)
-    if kernel is None:
-        raise ValueError(
-            f"attention backend with {type(layer.impl).__name__} is not one that TriForce knows; "
-            "use --attention-backend FLASH_ATTN, FLASHINFER or TRITON_ATTN"
-        )
-    base = type(layer.impl)
-    subclass = type(
-        f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
-    )
-    impl = object.__new__(subclass)
-    impl.__dict__.update(layer.impl.__dict__)
-    impl.layer_index, impl.recorder = layer_index, recorder
-    swaps.LAYER_IMPL.set(layer, impl)
 
 
 class UniformStarts:
@@ -233,7 +105,7 @@ class GPURetrievalAttention:
         """Whether a layer's attention is plain enough to be split into one-head sequences."""
         impl = layer.impl
         return (
-            _kernel_for(impl) is not None
+            kernel_for(impl) is not None
             and tuple(impl.sliding_window) == (-1, -1)
             and impl.alibi_slopes is None
             and impl.sinks is None

@@ -7,17 +7,16 @@ them, and must not depend on how busy the machine is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller.acceptance import Acceptance, Rates, match_index
+from vllm_triforce.controller.acceptance import Rates
 from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
-from vllm_triforce.controller.cost_model import CostModel, StepTime
-from vllm_triforce.controller.exploration import Exploration
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.fixed import FixedChoices
+from vllm_triforce.controller.learning import Learning, Planned
 from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
@@ -29,16 +28,7 @@ _ADOPT_EVERY = 16
 _SHORT_LENGTHS = range(1, 9)
 
 
-@dataclass
-class _Planned:
-    """What the proposals of a step were expected to be."""
-
-    num_drafts: int
-    seconds: float
-    """That they and their verification add, without what is learnt from comparing it."""
-
-
-class Controller:
+class Controller(Learning):
     """One engine's.
 
     Args:
@@ -46,22 +36,12 @@ class Controller:
     """
 
     def __init__(self, config: TriForceConfig, has_draft: bool) -> None:
-        self.config = config
-        self.has_draft = has_draft
+        super().__init__(config, has_draft)
         self._fixed = FixedChoices(config, has_draft)
-        self.acceptance = Acceptance()
-        self.measured: CostModel | None = None
-        """What this rank measured; None where nothing is chosen."""
-        self.model: CostModel | None = None
-        """What decisions are made by."""
         self._num_decisions = 0
         self.backoff = SpeculationBackoff()
-        self._exploration = Exploration()
         self._optimistic_rates = Rates.hoped()
         self._level1 = Level1Choices(config, has_draft, self.acceptance)
-        self._planned: _Planned | None = None
-        self._chosen: dict[str, tuple[Choice, float]] = {}
-        """What each request did last, and how many tokens that was expected to gain."""
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -76,10 +56,6 @@ class Controller:
         self.measured = model
         self._adopt = lambda: adopt(self.measured).copy()
         self._decide_by(self._adopt())
-
-    @property
-    def chooses(self) -> frozenset[str]:
-        return self.config.choices if self.model is not None else frozenset()
 
     def seeded_request_joined(self) -> None:
         """No rest may put off where its speculation begins."""
@@ -164,7 +140,7 @@ class Controller:
             self._planned = self._plan_of(found, rows, columns[rows], candidates)
         return chosen, expected
 
-    def _plan_of(self, found: Options, rows, columns, candidates) -> _Planned:
+    def _plan_of(self, found: Options, rows, columns, candidates) -> Planned:
         lengths = found.lengths[rows, columns]
         # What is read once is no part of it: steps that read it are not compared.
         seconds = (found.seconds - found.borne_seconds)[rows, columns]
@@ -172,7 +148,7 @@ class Controller:
             int(length) * self.model.draft_seconds(candidates[row].is_greedy)
             for row, length in zip(rows, lengths)
         )
-        return _Planned(int(lengths.sum()), float(seconds.sum()) - verified)
+        return Planned(int(lengths.sum()), float(seconds.sum()) - verified)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
@@ -283,99 +259,6 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.level1(most)
         return self._level1.best(request_id, match_length, num_rows, most)
-
-    # What came of it.
-
-    def observe_round(
-        self, request_id: str, source: Route, match_length: int, drafted: int, accepted: int
-    ) -> None:
-        """Level 2 tested ``drafted`` tokens of level 1."""
-        for rates in self.acceptance.both(request_id):
-            rates.add_round(accepted + 1)
-            if source is Route.DRAFT:
-                rates.draft.add(drafted, accepted)
-            elif source is Route.LOOKUP and match_length:
-                rates.lookup[match_index(match_length)].add(drafted, accepted)
-            if source is not Route.DRAFT:
-                rates.draft.fade()
-
-    def observe_times(
-        self,
-        num_rows: int,
-        longest: int,
-        num_drafts: list[int],
-        num_tests: int,
-        is_greedy: bool,
-        level1_seconds: float,
-        level2_seconds: float,
-        other_seconds: float,
-    ) -> None:
-        """How long a round took.
-
-        Args:
-            longest: most tokens that a request had tested.
-            num_drafts: tokens of each request that asked the draft model.
-            num_tests: tokens that level 2 gave logits for.
-            is_greedy: whether all requests are.
-        """
-        measured = self.measured
-        measured.observe_round(num_rows, level1_seconds + level2_seconds + other_seconds)
-        measured.observe_test(num_tests, is_greedy, other_seconds)
-        measured.observe("level 2", measured.level2(num_rows, longest + 1), level2_seconds)
-        if any(num_drafts):
-            predicted = max(num_drafts) * measured.draft(len(num_drafts))
-            measured.observe("level 1", predicted, level1_seconds)
-
-    def observe_proposal(self, request_ids: list[str], lengths: list[int], seconds: float) -> None:
-        """Levels 1 and 2 made proposals of these lengths together."""
-        rounds = sum(
-            length / max(1.0, self.acceptance.of(request_id).round_tokens)
-            for request_id, length in zip(request_ids, lengths)
-        )
-        num_rows = len(lengths)
-        share = self.measured.round_seconds(num_rows, self.has_draft) / num_rows
-        self.measured.observe_proposal(num_rows, rounds * share, seconds)
-
-    def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Level 3 tested ``drafted`` tokens of the request's proposal."""
-        choice, expected = self._chosen.get(request_id, (PLAIN, 0.0))
-        if choice is PLAIN or not self.chooses:
-            return
-        self._exploration.came_of_it(request_id, drafted, accepted)
-        if expected and drafted == choice.num_tokens:
-            is_greedy = self.acceptance.is_greedy(request_id)
-            gain = self.acceptance.gains[choice.route, is_greedy]
-            gain.add(expected / gain.value, accepted)
-        for rates in self.acceptance.both(request_id):
-            if choice.route is Route.LEVELS:
-                rates.level2.add(drafted, accepted)
-            elif choice.route is Route.DRAFT:
-                rates.direct_draft.add(drafted, accepted)
-            elif choice.route is Route.LOOKUP and choice.match_length:
-                rates.direct[match_index(choice.match_length)].add(drafted, accepted)
-
-    def observe_step(self, step: StepTime, planned: _Planned | None) -> None:
-        """A step has ended; ``planned`` is what ``take_plan()`` gave for its drafts."""
-        if step.num_drafts:
-            if planned is None or planned.num_drafts != step.num_drafts:
-                return
-            step.planned_seconds = planned.seconds
-        self.measured.observe_step(step)
-
-    def take_plan(self) -> _Planned | None:
-        """Of the proposals that are verified next."""
-        planned, self._planned = self._planned, None
-        return planned
-
-    def reads_window(self, num_tokens: int) -> None:
-        """The present proposal takes longer, since the draft reads so many tokens for it that it
-        has not seen."""
-        if self._planned is not None:
-            self._planned.seconds += self.model.reading_window(num_tokens)
-
-    def forget_plan(self) -> None:
-        """The present proposal takes longer for a reason that will not be again."""
-        self._planned = None
 
     @property
     def num_requests(self) -> int:

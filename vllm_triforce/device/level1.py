@@ -11,11 +11,11 @@ from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.model_pass import ModelPass, forward
 from vllm_triforce.device.slots import Slot
+from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.verification import draw_drafts
 from vllm_triforce.verification.masked_logits import masked_logits
 
 

@@ -25,7 +25,7 @@ def _clean_kernel(
     strides_ptr,  # [num_layers], int64, from block to block, in numbers
     spans_ptr,  # [num_layers], int64, numbers from the first of a block to its last
     fault_ptr,  # [num_rows]
-    hosted_ptr,  # [num_rows, COLUMNS]
+    row_metadata_ptr,  # [num_rows, COLUMNS]
     computed_ptr,  # [num_rows]
     tables_ptr,  # [num_rows, width]
     table_stride,
@@ -48,7 +48,7 @@ def _clean_kernel(
         computed = tl.load(computed_ptr + row)
         first = computed // block_size
         end = tl.minimum((computed + reach) // block_size + 1, width)
-        end = tl.minimum(end, tl.load(hosted_ptr + row * COLUMNS + 4) // block_size)
+        end = tl.minimum(end, tl.load(row_metadata_ptr + row * COLUMNS + 4) // block_size)
     cache = tl.load(caches_ptr + layer).to(tl.pointer_type(TYPE))
     stride = tl.load(strides_ptr + layer)
     span = tl.load(spans_ptr + layer)

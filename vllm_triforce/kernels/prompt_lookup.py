@@ -3,7 +3,8 @@
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, token_at
+from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
+from vllm_triforce.kernels.feeding import token_at
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 1024
@@ -11,7 +12,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _scan_kernel(
-    hosted_ptr,
+    row_metadata_ptr,
     all_token_ids_ptr,
     token_stride,
     proposal_ptr,
@@ -25,7 +26,7 @@ def _scan_kernel(
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
-    state = tl.load(hosted_ptr + row * COLUMNS + 1).to(tl.int64)
+    state = tl.load(row_metadata_ptr + row * COLUMNS + 1).to(tl.int64)
     computed = tl.load(computed_ptr + row)
     last = computed + tl.load(length_ptr + row)
     tokens = all_token_ids_ptr
@@ -46,7 +47,7 @@ def _scan_kernel(
 
 @triton.jit
 def _follow_kernel(
-    hosted_ptr,
+    row_metadata_ptr,
     all_token_ids_ptr,
     token_stride,
     proposal_ptr,
@@ -62,7 +63,7 @@ def _follow_kernel(
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    state = tl.load(hosted_ptr + row * COLUMNS + 1).to(tl.int64)
+    state = tl.load(row_metadata_ptr + row * COLUMNS + 1).to(tl.int64)
     computed = tl.load(computed_ptr + row)
     last = computed + tl.load(length_ptr + row)
     blocks = tl.arange(0, PADDED_BLOCKS)

@@ -7,12 +7,14 @@ from vllm_triforce.kernels.bookkeeping import (
     NUM_COLUMNS,
     PAD_TOKEN,
     begin_rows_kernel,
-    feed_draft_kernel,
-    feed_target_kernel,
-    feed_window_kernel,
     finish_rows_kernel,
 )
 from vllm_triforce.kernels.faults import Faults
+from vllm_triforce.kernels.feeding import (
+    feed_draft_kernel,
+    feed_target_kernel,
+    feed_window_kernel,
+)
 
 
 class PassInputs:

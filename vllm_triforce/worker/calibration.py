@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_triforce.controller.cost_model import Measurements
+from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.host.model_pass import PassInput, run_model
 from vllm_triforce.verification.sampling import token_distribution
