@@ -6,9 +6,7 @@ rejection sampler is told of the drafts comes from ``verification/boundary.py``.
 """
 
 import time
-from functools import partial
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -16,16 +14,16 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.report import describe
-from vllm_triforce.host.draft_batch import DraftBatch, Proposal, SamplingRows
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.verification.boundary import Boundary
-from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.calibration import Calibration
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.ranks import broadcast_from_first_rank
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
+from vllm_triforce.worker.v1.batch import RunnerBatch
 from vllm_triforce.worker.v1.build import BuiltSpeculator
 from vllm_triforce.worker.v1.rejection import support_all_sampling_params
 from vllm_triforce.worker.v1.stock_path import StockPath
@@ -101,6 +99,13 @@ class TriForceProposer(DraftModelProposer):
             device=self.device,
         )
         self._boundary = Boundary(self.counters.add_boundary_fault)
+        self._reader = RunnerBatch(
+            self._runner,
+            self.config,
+            self._built.recorder,
+            self._built.speculator.disabled_requests,
+            self.device,
+        )
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
@@ -137,6 +142,8 @@ class TriForceProposer(DraftModelProposer):
     @property
     def counters(self):
         return self._built.counters
+
+    sent_counters = counters
 
     def held_requests(self) -> dict[str, int]:
         held = self._built.speculator.held_requests()
@@ -194,22 +201,24 @@ class TriForceProposer(DraftModelProposer):
         ends = common_attn_metadata.seq_lens.tolist()
         computed = [end - rejected for end, rejected in zip(ends, num_rejected)]
         room = [
-            self._room(row, n, num_speculative_tokens) if counts[row] else 0
+            self._reader.room(row, n, num_speculative_tokens) if counts[row] else 0
             for row, n in enumerate(computed)
         ]
         rows = [row for row, most in enumerate(room) if most > 0]
         if not rows:
             self._rest(computed, counts)
-        elif self._built.speculator.controller.chooses and self._gives_first_token(counts):
+        elif self._built.speculator.controller.chooses and self._reader.gives_first_token(counts):
             # What a seeded request samples must not depend on when others arrive.
-            rows = [row for row in rows if self._has_seed(row)]
+            rows = [row for row in rows if self._reader.has_seed(row)]
         for row in rows:
             request_id = self._runner.input_batch.req_ids[row]
             self._requests[request_id] = self._runner.requests[request_id]
         result: list[list[int]] = [[] for _ in counts]
         if rows:
-            sampling = self._sampling(rows, sampling_metadata)
-            batch = self._draft_batch(rows, computed, room, num_rejected, sampled, counts, sampling)
+            sampling = self._reader.sampling(rows, sampling_metadata)
+            batch = self._reader.draft_batch(
+                rows, computed, room, num_rejected, sampled, counts, sampling
+            )
             start = time.perf_counter()
             try:
                 with self._built.recorder.pausing():
@@ -229,7 +238,11 @@ class TriForceProposer(DraftModelProposer):
         """What a seeded request samples must not depend on how long others rest: there is a
         decision in the first step in which it may be speculated on."""
         for row, num_computed in enumerate(computed):
-            if row not in rows and self._has_seed(row) and not self._is_never_speculated_on(row):
+            if (
+                row not in rows
+                and self._reader.has_seed(row)
+                and not self._reader.is_never_speculated_on(row)
+            ):
                 missing = self.config.min_context - num_computed if counts[row] else 1
                 self._built.speculator.controller.backoff.at_most(max(1, missing))
 
@@ -259,56 +272,6 @@ class TriForceProposer(DraftModelProposer):
             metadata.draft_token_ids.tolist(),
         )
 
-    def _draft_batch(
-        self, rows, computed, room, num_rejected, sampled, counts, sampling: SamplingRows
-    ) -> DraftBatch:
-        input_batch = self._runner.input_batch
-        tables = input_batch.block_table.block_tables
-        token_ids = []
-        for row in rows:
-            known = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
-            new = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
-            token_ids.append(np.concatenate([known, new]))
-        return DraftBatch(
-            request_ids=[input_batch.req_ids[row] for row in rows],
-            token_ids=token_ids,
-            num_computed_tokens=[computed[row] for row in rows],
-            max_num_tokens=[room[row] for row in rows],
-            block_tables=[
-                [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
-                for table in tables
-            ],
-            queries=[
-                partial(self._built.recorder.last_accepted, row, num_rejected[row]) for row in rows
-            ],
-            sampling=sampling,
-            num_plain=len(counts) - len(rows),
-            is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
-            num_left=[self._num_left(row, computed[row]) for row in rows],
-        )
-
-    def _params(self, row: int):
-        return self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
-
-    def _num_left(self, row: int, num_computed: int) -> int:
-        """Tokens that a request may still emit."""
-        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
-        left = self._runner.max_model_len - num_computed
-        most = request.sampling_params.max_tokens
-        return left if most is None else most - (num_computed + 1 - request.num_prompt_tokens)
-
-    def _has_seed(self, row: int) -> bool:
-        return self._params(row).seed is not None
-
-    def _gives_first_token(self, counts: list[int]) -> bool:
-        """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
-        request_ids = self._runner.input_batch.req_ids
-        # The new token is not among the outputs yet.
-        return any(
-            count and not self._runner.requests[request_id].output_token_ids
-            for request_id, count in zip(request_ids, counts)
-        )
-
     def _rest(self, computed: list[int], counts: list[int]) -> None:
         """Nobody in the batch can be speculated on: plain steps until somebody may."""
         if not all(counts):
@@ -316,63 +279,6 @@ class TriForceProposer(DraftModelProposer):
         # Contexts grow by a token a step; a batch that changes is looked at anyway.
         missing = min(self.config.min_context - n for n in computed)
         self._built.speculator.controller.backoff.begin(missing if missing > 0 else _REST)
-
-    def _is_never_speculated_on(self, row: int) -> bool:
-        request_id = self._runner.input_batch.req_ids[row]
-        params = self._runner.requests[request_id].sampling_params
-        # The first are for a row's only token; of the second level 2 would guess few.
-        unfit = params.logprob_token_ids or params.allowed_token_ids
-        return bool(unfit) or request_id in self._built.speculator.disabled_requests
-
-    def _room(self, row: int, num_computed: int, most: int) -> int:
-        """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
-        if num_computed < self.config.min_context or self._is_never_speculated_on(row):
-            return 0
-        input_batch = self._runner.input_batch
-        request = self._runner.requests[input_batch.req_ids[row]]
-        slots = min(
-            int(table.num_blocks_per_row[row]) * table.block_size
-            for table in input_batch.block_table.block_tables
-        )
-        most = min(most, slots - num_computed)
-        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
-        most = min(most, self._runner.max_model_len - 2 - num_computed)
-        params = request.sampling_params
-        emitted = num_computed + 1 - request.num_prompt_tokens
-        if params.max_tokens is not None:
-            # The full pass adds a token of its own.
-            most = min(most, params.max_tokens - emitted - 1)
-        if emitted < params.min_tokens:
-            # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
-            # a proposal must not reach past min_tokens.
-            most = min(most, params.min_tokens - emitted - 1)
-        return most
-
-    def _sampling(self, rows: list[int], metadata) -> SamplingRows:
-        requests = self._runner.requests
-        params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
-        seeds = [p.seed for p in params]
-        if metadata.temperature is None:
-            return SamplingRows(torch.zeros(len(rows), device=self.device), seeds=seeds)
-        min_p = [p.min_p for p in params]
-        temperature = metadata.temperature[rows]
-        if structured := [i for i, p in enumerate(params) if p.structured_outputs is not None]:
-            # The scheduler cuts their proposals at the first token that the grammar forbids. Had it
-            # been drawn, what is sampled in its place would have to come from a residual; of
-            # certain tokens, the likeliest ones, any number may be cut.
-            temperature[structured] = 0.0
-        return SamplingRows(
-            temperature=temperature,
-            top_k=None if metadata.top_k is None else metadata.top_k[rows],
-            top_p=None if metadata.top_p is None else metadata.top_p[rows],
-            min_p=torch.tensor(min_p, device=self.device) if any(min_p) else None,
-            seeds=seeds,
-        )
-
-    @property
-    def sent_counters(self):
-        """What goes to /metrics."""
-        return self.counters
 
     def synchronize_times(self, synchronize: bool) -> None:
         """Nothing: this runner's loop reads every result on the host."""

@@ -14,12 +14,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.draft_loading import loading_draft
 from vllm_triforce.worker.layers import attention_layers
+from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
 from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
 from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
@@ -179,7 +179,9 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             self._handler.proposed(draft_tokens, None)
             return draft_tokens
         if len(rows):
-            batch = self._batch(input_batch, rows, num_sampled, last_sampled)
+            batch = read_batch(
+                self._runner, self._facts, input_batch, rows, num_sampled, last_sampled
+            )
             self._built.recorder.paused = True
             try:
                 triforce.propose(batch, most)
@@ -244,47 +246,6 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         passed = set(input_batch.req_ids) - {input_batch.req_ids[row] for row in chosen}
         slots.miss_a_pass(passed)
         return chosen
-
-    def _batch(self, input_batch, rows: np.ndarray, num_sampled, last_sampled) -> DeviceBatch:
-        runner = self._runner
-        states = input_batch.idx_mapping_np[rows]
-        tables = runner.block_tables
-        on_device = self._to_device(states.astype(np.int64))
-        reserved = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
-        limits = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
-        return DeviceBatch(
-            request_ids=[input_batch.req_ids[row] for row in rows],
-            batch_rows=rows,
-            states=states,
-            most_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
-            reserved=reserved.min(0),
-            limits=limits,
-            sampling=self._sampling(states, on_device),
-            tables=[table.gpu[on_device] for table in tables.block_tables],
-            query_rows=self._to_device(rows.astype(np.int32)),
-            num_computed=runner.req_states.num_computed_tokens.gpu,
-            num_sampled=num_sampled,
-            last_sampled=last_sampled,
-            all_token_ids=runner.req_states.all_token_ids.gpu,
-        )
-
-    def _sampling(self, states: np.ndarray, on_device: torch.Tensor) -> DeviceSampling:
-        sampling = self._runner.sampler.sampling_states
-        # The scheduler cuts a proposal where its grammar forbids a token.
-        is_cut = self._facts.has_grammar[states]
-
-        def rows_of(values, unused) -> torch.Tensor | None:
-            return None if (values.np[states] == unused).all() else values.gpu[on_device]
-
-        return DeviceSampling(
-            temperature=sampling.temperature.gpu[on_device],
-            seeds=sampling.seeds.gpu[on_device],
-            top_k=rows_of(sampling.top_k, sampling.vocab_size),
-            top_p=rows_of(sampling.top_p, 1.0),
-            min_p=rows_of(sampling.min_p, 0.0),
-            all_greedy=bool((sampling.temperature.np[states] == 0).all()),
-            is_certain=self._to_device(is_cut.astype(np.int32)) if is_cut.any() else None,
-        )
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(values, device=self.device)

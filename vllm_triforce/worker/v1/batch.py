@@ -1,0 +1,129 @@
+"""What Model Runner V1 knows of its batch, as the levels want it: who may propose how much."""
+
+from collections.abc import Collection
+from functools import partial
+
+import numpy as np
+import torch
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.host.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+
+
+class RunnerBatch:
+    """Reads a runner's batch, row by row.
+
+    Args:
+        recorder: of the full pass's queries.
+        disabled: requests that are not speculated on again.
+    """
+
+    def __init__(
+        self, runner, config: TriForceConfig, recorder, disabled: Collection[str], device
+    ) -> None:
+        self._runner = runner
+        self._config = config
+        self._recorder = recorder
+        self._disabled = disabled
+        self._device = device
+
+    def is_never_speculated_on(self, row: int) -> bool:
+        request_id = self._runner.input_batch.req_ids[row]
+        params = self._runner.requests[request_id].sampling_params
+        # The first are for a row's only token; of the second level 2 would guess few.
+        unfit = params.logprob_token_ids or params.allowed_token_ids
+        return bool(unfit) or request_id in self._disabled
+
+    def room(self, row: int, num_computed: int, most: int) -> int:
+        """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
+        if num_computed < self._config.min_context or self.is_never_speculated_on(row):
+            return 0
+        input_batch = self._runner.input_batch
+        request = self._runner.requests[input_batch.req_ids[row]]
+        slots = min(
+            int(table.num_blocks_per_row[row]) * table.block_size
+            for table in input_batch.block_table.block_tables
+        )
+        most = min(most, slots - num_computed)
+        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
+        most = min(most, self._runner.max_model_len - 2 - num_computed)
+        params = request.sampling_params
+        emitted = num_computed + 1 - request.num_prompt_tokens
+        if params.max_tokens is not None:
+            # The full pass adds a token of its own.
+            most = min(most, params.max_tokens - emitted - 1)
+        if emitted < params.min_tokens:
+            # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
+            # a proposal must not reach past min_tokens.
+            most = min(most, params.min_tokens - emitted - 1)
+        return most
+
+    def has_seed(self, row: int) -> bool:
+        return self._params(row).seed is not None
+
+    def gives_first_token(self, counts: list[int]) -> bool:
+        """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
+        request_ids = self._runner.input_batch.req_ids
+        # The new token is not among the outputs yet.
+        return any(
+            count and not self._runner.requests[request_id].output_token_ids
+            for request_id, count in zip(request_ids, counts)
+        )
+
+    def draft_batch(
+        self, rows, computed, room, num_rejected, sampled, counts, sampling: SamplingRows
+    ) -> DraftBatch:
+        input_batch = self._runner.input_batch
+        tables = input_batch.block_table.block_tables
+        token_ids = []
+        for row in rows:
+            known = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
+            new = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
+            token_ids.append(np.concatenate([known, new]))
+        return DraftBatch(
+            request_ids=[input_batch.req_ids[row] for row in rows],
+            token_ids=token_ids,
+            num_computed_tokens=[computed[row] for row in rows],
+            max_num_tokens=[room[row] for row in rows],
+            block_tables=[
+                [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
+                for table in tables
+            ],
+            queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
+            sampling=sampling,
+            num_plain=len(counts) - len(rows),
+            is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
+            num_left=[self._num_left(row, computed[row]) for row in rows],
+        )
+
+    def sampling(self, rows: list[int], metadata) -> SamplingRows:
+        requests = self._runner.requests
+        params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
+        seeds = [p.seed for p in params]
+        if metadata.temperature is None:
+            return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
+        min_p = [p.min_p for p in params]
+        temperature = metadata.temperature[rows]
+        if structured := [i for i, p in enumerate(params) if p.structured_outputs is not None]:
+            # The scheduler cuts their proposals at the first token that the grammar forbids. Had it
+            # been drawn, what is sampled in its place would have to come from a residual; of
+            # certain tokens, the likeliest ones, any number may be cut.
+            temperature[structured] = 0.0
+        return SamplingRows(
+            temperature=temperature,
+            top_k=None if metadata.top_k is None else metadata.top_k[rows],
+            top_p=None if metadata.top_p is None else metadata.top_p[rows],
+            min_p=torch.tensor(min_p, device=self._device) if any(min_p) else None,
+            seeds=seeds,
+        )
+
+    def _params(self, row: int):
+        return self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
+
+    def _num_left(self, row: int, num_computed: int) -> int:
+        """Tokens that a request may still emit."""
+        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
+        left = self._runner.max_model_len - num_computed
+        most = request.sampling_params.max_tokens
+        return left if most is None else most - (num_computed + 1 - request.num_prompt_tokens)
