@@ -89,3 +89,12 @@ def test_every_folder_is_in_a_layer():
     assert tools == set(TOOLS)
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == {name for names in LAYERS for name in names}
+
+
+def test_no_file_is_long():
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in PACKAGE.rglob("*.py")
+        if (count := len(path.read_text().splitlines())) > 300
+    }
+    assert not long, long

@@ -82,6 +82,7 @@ class TriForceProposer(DraftModelProposer):
         """Builds the levels, once the target's KV cache exists."""
         # The runner has made its batch and its rejection sampler by now.
         support_all_sampling_params(self._runner, self.vllm_config, self.device)
+        tables = self._runner.input_batch.block_table.block_tables
         self._built = BuiltSpeculator(
             vllm_config=self.vllm_config,
             config=self.config,
@@ -95,7 +96,7 @@ class TriForceProposer(DraftModelProposer):
             },
             kv_cache_config=kv_cache_config,
             attn_groups=self._runner.attn_groups,
-            block_sizes=self._block_sizes(),
+            block_sizes=[table.block_size for table in tables],
             device=self.device,
         )
         self._boundary = Boundary(self.counters.add_boundary_fault)
@@ -135,9 +136,6 @@ class TriForceProposer(DraftModelProposer):
             with self._built.recorder.pausing(), torch.inference_mode():
                 controller.start(CostModel(calibration.run()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
-
-    def _block_sizes(self) -> list[int]:
-        return [t.block_size for t in self._runner.input_batch.block_table.block_tables]
 
     @property
     def counters(self):
