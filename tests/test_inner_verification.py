@@ -10,7 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from vllm_triforce.verification import inner, oracle
+from tests import verification_oracle as oracle
+from vllm_triforce.verification import inner
 from vllm_triforce.verification.noise import InnerNoise
 from vllm_triforce.verification.sampling import token_distribution
 from vllm_triforce.verification.sampling_rows import SamplingRows
