@@ -1,6 +1,7 @@
 """Promise: the way of data is visible; imports go one way, and the lowest layers know no vLLM."""
 
 import ast
+import re
 
 import pytest
 
@@ -8,17 +9,9 @@ from tests.models import ROOT
 
 PACKAGE = ROOT / "vllm_triforce"
 # From the bottom up; a module may import its own layer and those before it.
-LAYERS = [
-    ["selection"],
-    ["config"],
-    ["metrics", "controller"],
-    ["cache"],
-    ["vllm_patches"],
-    ["kernels"],
-    ["attention", "verification"],
-    ["core"],
-    ["host", "device"],
-    ["worker", "scheduler"],
+DRAWING = (ROOT / "docs" / "architecture.md").read_text().split("## The house")[1].split("```")[1]
+LAYERS = [re.split(r",\s*", re.split(r"\s{2,}", line)[0]) for line in DRAWING.split("\n") if line][
+    ::-1
 ]
 # What measures the package, beside it; none needs another.
 BENCHMARKS = ROOT / "vllm_triforce_bench"
