@@ -221,8 +221,10 @@ def test_key_layout_is_found_by_probing(order, head_dim):
     for dtype in (torch.float32, torch.bfloat16):
         layout = KeyLayout.probe(write_block, BLOCK, head_dim, dtype)
         keys = torch.randn(BLOCK, 1, head_dim, generator=generator)
-        found = layout.mean(write_block(keys))
-        torch.testing.assert_close(found, keys[:, 0].mean(0), atol=1e-5, rtol=1e-5)
+        wanted = {Summary.MEAN: keys.mean(0), Summary.MIN: keys.amin(0), Summary.MAX: keys.amax(0)}
+        for kind in Summary:
+            found = layout.summary(write_block(keys), kind)
+            torch.testing.assert_close(found, wanted[kind][0], atol=1e-5, rtol=1e-5)
 
 
 def test_layout_that_cannot_be_read_is_refused():

@@ -9,6 +9,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/worker/layers.py"
 V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
 OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
+BATCH2 = "vllm_triforce/worker/v2/batch.py"
 GRAPHS = "vllm_triforce/device/model_pass.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
@@ -124,7 +125,7 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor", "gpu", V2),
     has("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "np gpu", V2),
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
-    has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", V2),
+    has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", BATCH2),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
     # What is heard of each request, and its named log-probabilities beside drafts.
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors logprob_token_ids_state logprobs_mode", FACTS),
