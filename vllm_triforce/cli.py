@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
+    """A sub-command, and what it needs to be there."""
+
     module: str
     help: str
     needs: tuple[str, ...] = ()

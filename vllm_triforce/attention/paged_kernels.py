@@ -22,6 +22,8 @@ class PagedSequences:
 
 
 class PagedKernel(Protocol):
+    """Attention of a layer over the paged cache, as vLLM's own kernels compute it."""
+
     def __call__(
         self,
         layer,

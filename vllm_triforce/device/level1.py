@@ -20,6 +20,8 @@ from vllm_triforce.verification.masked_logits import masked_logits
 
 
 class DeviceLevel1(ABC):
+    """What drafts on the device: the draft model with its window, or prompt lookup."""
+
     @abstractmethod
     def draft(self, batch: DeviceBatch, rows: Rows, is_first: bool) -> None:
         """Writes ``rows.drafted`` and ``rows.num_drafted`` (``rows.gamma`` at most)."""

@@ -13,6 +13,8 @@ _BLOCK = 1024
 
 @dataclass
 class Faults:
+    """Where the NaNs of a level's logits are noted, and whose they were."""
+
     row: torch.Tensor  # [max_rows], int32; not 0: a level's logits had a NaN in this proposal
     slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
     count: torch.Tensor  # [1], int64, requests so far

@@ -1,0 +1,1 @@
+"""What is counted, and its way to /metrics and the log."""

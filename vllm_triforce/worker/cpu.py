@@ -7,6 +7,8 @@ from vllm_triforce.worker.base import TriForceWorkerMixin
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
+    """Over vLLM's CPU worker."""
+
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
             fix_expand_kernel()

@@ -11,12 +11,14 @@ logger = init_logger("vllm.triforce")
 
 
 class TriForceGPUWorker(TriForceWorkerMixin, Worker):
+    """Over vLLM's GPU worker, which leaves room for what lies beside the KV cache."""
+
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)
         left = room_for_kv_cache(available, self.triforce.target_layers, config, self.vllm_config)
         logger.info_once(
-            "TriForce leaves %.2f of %.2f GiB to the KV cache; chunk means and selections need "
+            "TriForce leaves %.2f of %.2f GiB to the KV cache; chunk summaries and selections need "
             "the rest.",
             left / 2**30,
             available / 2**30,

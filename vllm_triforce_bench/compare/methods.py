@@ -17,6 +17,8 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class Method:
+    """A speculative method that can be compared."""
+
     title: str
     """For tables and figures."""
     keys: Mapping[str, Any] | None

@@ -16,6 +16,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
+    """What a model's configuration and files say of memory and context."""
+
     max_context: int | None
     kv_values_per_token: int
     """Keys and values of all layers."""

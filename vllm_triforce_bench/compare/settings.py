@@ -17,6 +17,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Settings:
+    """What is measured in static batches, validated."""
+
     target: str
     draft: str | None
     methods: list[str]

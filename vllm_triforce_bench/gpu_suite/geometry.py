@@ -9,6 +9,8 @@ BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class Geometry:
+    """Sizes of a model whose weights are random."""
+
     hidden: int
     layers: int
     heads: int

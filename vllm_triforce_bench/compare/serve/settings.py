@@ -37,6 +37,8 @@ _OWN_ENGINE_KEYS = {
 
 @dataclass(frozen=True)
 class ServeSettings:
+    """What is measured through servers, validated."""
+
     target: str
     draft: str | None
     prompts: str | None
