@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig, TriForceConfig
 
 
 def test_defaults_resolve_on_usual_block_sizes():
     for block_size in (16, 32, 64, 128):
         config = TriForceConfig().resolve(block_size)
-        assert config.retrieval_chunk_size == block_size
+        assert config.block_size == block_size
         assert config.retrieval_recent_tokens == 1024
         assert config.min_context == 2 * config.retrieval_budget == 8192
 
@@ -20,7 +20,7 @@ def test_is_frozen_and_survives_json():
     config = TriForceConfig(gamma=3).resolve(32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.gamma = 4
-    assert TriForceConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert ResolvedConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
@@ -48,6 +48,7 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
         ({"gama": 2}, ["'gama'", "did you mean 'gamma'"]),
         ({"retrieval_budgets": 64}, ["did you mean 'retrieval_budget'"]),
         ({"zzz": 1}, ["'zzz'", "known keys"]),
+        ({"retrieval_chunk_size": 32}, ["'retrieval_chunk_size'", "is gone", "--block-size"]),
         ({"gamma": 0}, ["gamma=0", "at least 1"]),
         ({"gamma": 2.0}, ["gamma=2.0", "int", "float"]),
         ({"gamma": True}, ["gamma=True", "bool"]),
@@ -82,14 +83,13 @@ def test_bad_keys(keys, named):
     "keys, block_size, named",
     [
         (
-            {"retrieval_budget": 1000, "retrieval_chunk_size": 32},
+            {"retrieval_budget": 1000},
             32,
             ["retrieval_budget=1000", "KV block (32 tokens)", "use 1024"],
         ),
-        ({"retrieval_chunk_size": 8}, 32, ["retrieval_chunk_size=8", "--block-size 8"]),
         ({"retrieval_recent_tokens": 100}, 32, ["retrieval_recent_tokens=100", "use 128"]),
         (
-            {"retrieval_budget": 64, "retrieval_chunk_size": 32},
+            {"retrieval_budget": 64},
             32,
             ["retrieval_budget=64", "KV block (32 tokens)", "at least 96"],
         ),
@@ -97,7 +97,7 @@ def test_bad_keys(keys, named):
 )
 def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
     with pytest.raises(ValueError) as error:
-        TriForceConfig(**keys).resolve(block_size)
+        TriForceConfig(**keys).resolve(block_size, is_exact=True)
     for part in named:
         assert part in str(error.value)
 
@@ -117,9 +117,11 @@ def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget,
     config = TriForceConfig(**keys).resolve(block_size)
     assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
     assert config.min_context == 2 * budget
-    assert config.resolve(block_size) == config
+    assert config.budget_blocks * block_size == budget
+    assert config.recent_blocks * block_size == recent
 
 
 def test_window_has_room_to_grow():
     config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).fill(can_adapt=True)
+    assert config.window_tokens == config.resolve(32).window_tokens
     assert config.window_tokens >= 104 + config.num_speculative_tokens + 1

@@ -11,6 +11,7 @@ from tests.models import held_out_tokens, make_llama
 from tests.test_level2 import built
 from tests.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.config import TriForceConfig
 from vllm_triforce.host import triforce as triforce_module
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.verification.inner import verify
@@ -124,7 +125,7 @@ def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
             level2.cache.policy, level2._attention._layers, torch.float32, device, []
         )
     config = llm.llm_engine.vllm_config
-    keys = build.TriForceConfig()
+    keys = TriForceConfig().fill(can_adapt=True).resolve(32)
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
         build._streaming_level(level1._model, level1._layers, config, keys, device)
 

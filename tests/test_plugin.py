@@ -197,7 +197,7 @@ def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch
 def test_block_size_that_the_user_chose_is_kept(gqa_pair):
     config = engine_config(gqa_pair["target"], triforce(), block_size=64)
     assert config.cache_config.block_size == 64
-    assert config.additional_config["triforce"]["retrieval_chunk_size"] == 64
+    assert config.additional_config["triforce"]["block_size"] == 64
 
 
 def test_engine_args_can_be_used_twice(gqa_pair):
@@ -221,9 +221,9 @@ def other_vocabulary(tmp_path_factory):
     [
         ({"gama": 2}, {}, ["gama", "gamma"]),
         (
-            {"retrieval_budget": 1000, "retrieval_chunk_size": 128},
+            {"retrieval_recent_tokens": 1000},
             {},
-            ["retrieval_budget=1000", "128 tokens", "1024"],
+            ["retrieval_recent_tokens=1000", "128 tokens", "1024"],
         ),
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
@@ -232,7 +232,7 @@ def other_vocabulary(tmp_path_factory):
         ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "tensor parallelism"]),
         ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
         ({}, {"kv_cache_dtype": "fp8_inc"}, ["'fp8_inc'", "kv_cache_dtype='auto'"]),
-        ({"retrieval_chunk_size": 32}, {"block_size": 64}, ["=32 differs", "--block-size 32"]),
+        ({"retrieval_chunk_size": 32}, {}, ["'retrieval_chunk_size' is gone", "--block-size"]),
     ],
 )
 def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named):
@@ -343,7 +343,7 @@ def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):
 
 
 def test_unsupported_vllm_version():
-    from vllm_triforce.config.compatibility import check_vllm_version
+    from vllm_triforce.config.checks import check_vllm_version
 
     for version in ("0.31.2", "0.34.0", "1.0"):
         with pytest.raises(ValueError, match=f"vLLM {version} is not supported"):

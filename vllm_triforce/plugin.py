@@ -36,7 +36,7 @@ def _say_once(missing: list[str]) -> None:
     _has_warned = True
     from vllm.logger import init_logger
 
-    from vllm_triforce.config.compatibility import SUPPORTED_VLLM
+    from vllm_triforce.config.checks import SUPPORTED_VLLM
 
     init_logger("vllm.triforce").warning(
         "vllm-triforce leaves this vLLM alone, and method 'triforce' is not available: it does "

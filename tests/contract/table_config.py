@@ -9,7 +9,7 @@ from tests.contract.surface import Surface, calls, does, has, overrides
 ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
 OURS = "vllm_triforce/vllm_patches/engine_args.py"
-CHECK = "vllm_triforce/config/compatibility.py"
+CHECK = "vllm_triforce/config/checks.py"
 MIXIN = "vllm_triforce/worker/base.py"
 
 TABLE: list[Surface] = [

@@ -1,5 +1,6 @@
 """What a user may ask for, checked before any model is loaded."""
 
-from vllm_triforce.config.triforce_config import TriForceConfig
+from vllm_triforce.config.asked import TriForceConfig
+from vllm_triforce.config.resolved import ResolvedConfig
 
-__all__ = ["TriForceConfig"]
+__all__ = ["ResolvedConfig", "TriForceConfig"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Rates
 from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
@@ -35,7 +35,7 @@ class Controller(Learning):
         has_draft: whether level 1 has a draft model.
     """
 
-    def __init__(self, config: TriForceConfig, has_draft: bool) -> None:
+    def __init__(self, config: ResolvedConfig, has_draft: bool) -> None:
         super().__init__(config, has_draft)
         self._fixed = FixedChoices(config, has_draft)
         self._num_decisions = 0

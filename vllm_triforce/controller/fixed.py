@@ -1,16 +1,15 @@
 """What is done where nothing is chosen: for requests with a seed, and for given values."""
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.asked import FIXED_GAMMA, FIXED_LENGTH
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.options import Candidate
-
-_DEFAULTS = TriForceConfig().fill(can_adapt=False)
 
 
 class FixedChoices:
     """By context and configuration alone, never by times or by what was accepted."""
 
-    def __init__(self, config: TriForceConfig, has_draft: bool) -> None:
+    def __init__(self, config: ResolvedConfig, has_draft: bool) -> None:
         self._config = config
         self._source = Route.DRAFT if has_draft else Route.LOOKUP
 
@@ -18,7 +17,7 @@ class FixedChoices:
         """What a request does in a step."""
         length, choices = candidate.most, self._config.choices
         if "length" in choices:
-            length = min(length, _DEFAULTS.num_speculative_tokens)
+            length = min(length, FIXED_LENGTH)
         if "context" in choices and self.tokens_until(candidate) > 0:
             return PLAIN
         if self._config.levels == "1,3":
@@ -33,5 +32,5 @@ class FixedChoices:
     def level1(self, most: int) -> tuple[Route, int]:
         """Level 1's source and how many of its ``most`` tokens; a given gamma holds for every
         request."""
-        gamma = _DEFAULTS.gamma if "gamma" in self._config.choices else self._config.gamma
+        gamma = FIXED_GAMMA if "gamma" in self._config.choices else self._config.gamma
         return self._source, min(gamma, most)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, match_index
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel
@@ -26,7 +26,7 @@ class Learning:
         has_draft: whether level 1 has a draft model.
     """
 
-    def __init__(self, config: TriForceConfig, has_draft: bool) -> None:
+    def __init__(self, config: ResolvedConfig, has_draft: bool) -> None:
         self.config = config
         self.has_draft = has_draft
         self.acceptance = Acceptance()

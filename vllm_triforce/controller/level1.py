@@ -1,6 +1,6 @@
 """Where level 1 takes the next tokens for level 2 from, and how many."""
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, match_index
 from vllm_triforce.controller.choice import Route
 from vllm_triforce.controller.cost_model import CostModel
@@ -14,7 +14,7 @@ class Level1Choices:
         has_draft: whether there is a draft model beside prompt lookup.
     """
 
-    def __init__(self, config: TriForceConfig, has_draft: bool, acceptance: Acceptance) -> None:
+    def __init__(self, config: ResolvedConfig, has_draft: bool, acceptance: Acceptance) -> None:
         self._config = config
         self._has_draft = has_draft
         self._acceptance = acceptance

@@ -23,7 +23,7 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
             layer = target_layers.get(name)
             if layer is None:
                 raise ValueError(f"layer {name!r} is not an attention layer that TriForce knows")
-            fits = backend.can_retrieve(layer) and block_sizes[gid] == config.retrieval_chunk_size
+            fits = backend.can_retrieve(layer) and block_sizes[gid] == config.block_size
             if fits and sparse_gid in (None, gid):
                 sparse_gid = gid
                 group.sparse_layer_names.append(name)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.chunk_scores import score_chunks
@@ -34,7 +34,7 @@ class DeviceSelections:
 
     def __init__(
         self,
-        config: TriForceConfig,
+        config: ResolvedConfig,
         attention,
         queries: torch.Tensor,
         num_blocks: int,
@@ -45,10 +45,9 @@ class DeviceSelections:
         device: torch.device,
     ) -> None:
         num_layers, _, _, head_dim = queries.shape
-        block_size = config.retrieval_chunk_size
-        self.block_size = block_size
-        self.recent_blocks = config.retrieval_recent_tokens // block_size
-        self.max_selected = config.retrieval_budget // block_size - self.recent_blocks
+        self.block_size = block_size = config.block_size
+        self.recent_blocks = config.recent_blocks
+        self.max_selected = config.budget_blocks - self.recent_blocks
         self._refresh_interval = config.refresh_interval
         self._policy = POLICIES[config.selection]()
         self._attention = attention

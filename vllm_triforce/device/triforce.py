@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.level1 import DeviceLevel1
 from vllm_triforce.device.retrieval import DeviceRetrieval
@@ -34,7 +34,7 @@ class DeviceTriForce:
 
     def __init__(
         self,
-        config: TriForceConfig,
+        config: ResolvedConfig,
         level1: DeviceLevel1,
         level2: DeviceRetrieval,
         rows: Rows,

@@ -2,7 +2,7 @@
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_triforce.config.triforce_config import METHOD
+from vllm_triforce.config.asked import METHOD
 
 
 class TriForceAsyncScheduler(AsyncScheduler):

@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import compatibility
+from vllm_triforce.config import checks
+from vllm_triforce.config.asked import METHOD, TriForceConfig
 from vllm_triforce.config.mark import mark
-from vllm_triforce.config.triforce_config import METHOD, TriForceConfig
 from vllm_triforce.vllm_patches.patch import Patch
 
 logger = init_logger("vllm.triforce")
@@ -91,12 +91,12 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
             "name one or leave them out"
         )
     config = TriForceConfig.from_speculative_config(keys)
-    return config.fill(can_adapt=compatibility.has_controller()), draft
+    return config.fill(can_adapt=checks.has_controller()), draft
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
     pinned = {key: draft.get(key) for key in ("revision", "code_revision")}
-    return compatibility.read_draft_config(draft["model"], trust_remote_code, **pinned)
+    return checks.read_draft_config(draft["model"], trust_remote_code, **pinned)
 
 
 def _wrap_create_engine_config(original):
@@ -105,7 +105,7 @@ def _wrap_create_engine_config(original):
             return original(self, *args, **kwargs)
         from vllm_triforce import vllm_patches
 
-        compatibility.check_vllm_version()
+        checks.check_vllm_version()
         vllm_patches.check_signatures()
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
@@ -117,7 +117,7 @@ def _wrap_create_engine_config(original):
                 **(self.additional_config or {}),
                 METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
             }
-            if self.async_scheduling is None and compatibility.is_cpu():
+            if self.async_scheduling is None and checks.is_cpu():
                 # Runner V1 cannot hand it what was proposed.
                 self.async_scheduling = False
             vllm_config = original(self, *args, **kwargs)
@@ -138,11 +138,11 @@ def _wrap_create_speculative_config(original):
         return _create(self, *args, **kwargs)
 
     def _create(self, target_model_config, target_parallel_config):
-        compatibility.check_target(target_model_config, target_parallel_config)
+        checks.check_target(target_model_config, target_parallel_config)
         config, draft = _split(self.speculative_config)
         if draft.get("model"):
             hf_config = _read_draft_config(draft, self.trust_remote_code)
-            compatibility.check_draft(draft["model"], hf_config, target_model_config, config)
+            checks.check_draft(draft["model"], hf_config, target_model_config, config)
         # Without a draft model nothing is loaded twice: the speculator does the loading, and
         # the name only satisfies SpeculativeConfig.
         draft["model"] = draft.get("model") or target_model_config.model
@@ -153,7 +153,7 @@ def _wrap_create_speculative_config(original):
             "draft_sample_method": "probabilistic",
         }
         speculative_config = original(self, target_model_config, target_parallel_config)
-        compatibility.check_draft_kind(speculative_config.draft_model_config)
+        checks.check_draft_kind(speculative_config.draft_model_config)
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
@@ -173,8 +173,9 @@ def _finish(vllm_config, config: TriForceConfig):
             block_size,
             resolved.retrieval_budget,
         )
-    compatibility.check_vllm_config(vllm_config, resolved)
-    vllm_config.additional_config[METHOD].update(resolved.to_dict())
+    checks.check_vllm_config(vllm_config, resolved)
+    draft_model = vllm_config.additional_config[METHOD]["draft_model"]
+    vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(

@@ -4,8 +4,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.triforce_config import METHOD
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.asked import METHOD
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler import draft_carrier
 from vllm_triforce.vllm_patches import swaps
@@ -13,11 +13,11 @@ from vllm_triforce.vllm_patches import swaps
 logger = init_logger("vllm.triforce")
 
 
-def read_config(vllm_config) -> tuple[TriForceConfig, str | None]:
+def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
     """The validated keys and the draft model's name that the front process left for us."""
     keys = dict(vllm_config.additional_config[METHOD])
     draft_model = keys.pop("draft_model")
-    return TriForceConfig(**keys), draft_model
+    return ResolvedConfig.from_dict(keys), draft_model
 
 
 class TriForceWorkerMixin:

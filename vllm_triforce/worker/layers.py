@@ -8,7 +8,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.streaming_cache import StreamingCache
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -33,7 +33,7 @@ def attention_backend():
     )
 
 
-def private_cache(layers: dict, vllm_config, config: TriForceConfig, num_slots: int, device):
+def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):
     """Gives the draft's layers a cache of their own.
 
     Returns:

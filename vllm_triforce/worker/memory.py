@@ -1,11 +1,11 @@
 """What TriForce keeps on a GPU beside vLLM's KV cache, and must be left room for."""
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.selection import POLICIES
 
 
 def room_for_kv_cache(
-    available_bytes: int, layers: dict, config: TriForceConfig, vllm_config
+    available_bytes: int, layers: dict, config: ResolvedConfig, vllm_config
 ) -> int:
     """What is left of vLLM's estimate for its KV cache.
 
@@ -22,11 +22,10 @@ def room_for_kv_cache(
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
     itemsize = vllm_config.model_config.dtype.itemsize
     cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
-    blocks = config.retrieval_budget // config.retrieval_chunk_size
-    fixed = 2 * 4 * seqs * num_layers * heads * (blocks + 16)
+    fixed = 2 * 4 * seqs * num_layers * heads * (config.budget_blocks + 16)
     fixed += scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize
     kinds = len(POLICIES[config.selection].summaries)
-    share = kinds * itemsize / (2 * config.retrieval_chunk_size * cache_itemsize)
+    share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
     left = int((available_bytes - fixed) / (1 + share))
     if left <= 0:
         raise ValueError(

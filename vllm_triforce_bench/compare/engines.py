@@ -10,7 +10,7 @@ from vllm.entrypoints.llm import LLM
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_triforce.config.triforce_config import METHOD
+from vllm_triforce.config.asked import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.host.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 
@@ -20,7 +20,7 @@ class RunnerBatch:
     """
 
     def __init__(
-        self, runner, config: TriForceConfig, recorder, disabled: Collection[str], device
+        self, runner, config: ResolvedConfig, recorder, disabled: Collection[str], device
     ) -> None:
         self._runner = runner
         self._config = config

@@ -4,7 +4,7 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller import Controller
 from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.host.retrieval import RetrievalLevel
@@ -29,7 +29,7 @@ class BuiltSpeculator:
     def __init__(
         self,
         vllm_config,
-        config: TriForceConfig,
+        config: ResolvedConfig,
         target,
         target_layers: dict,
         draft,
@@ -57,13 +57,12 @@ class BuiltSpeculator:
             device,
             attention.block_summaries(),
         )
-        chunk = config.retrieval_chunk_size
         cache = RetrievalCache(
             summaries,
             policy,
-            block_size=chunk,
-            budget_blocks=config.retrieval_budget // chunk,
-            recent_blocks=config.retrieval_recent_tokens // chunk,
+            block_size=config.block_size,
+            budget_blocks=config.budget_blocks,
+            recent_blocks=config.recent_blocks,
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
@@ -107,7 +106,7 @@ def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> Ch
         )
 
 
-def _streaming_level(draft, layers: dict, vllm_config, config: TriForceConfig, device):
+def _streaming_level(draft, layers: dict, vllm_config, config: ResolvedConfig, device):
     num_slots = vllm_config.scheduler_config.max_num_seqs
     cache, builder = private_cache(layers, vllm_config, config, num_slots, device)
     return StreamingLevel(

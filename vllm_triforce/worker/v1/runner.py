@@ -11,7 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.report import describe
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
@@ -38,7 +38,7 @@ _REST = 8
 class TriForceProposer(DraftModelProposer):
     """TriForce in the place of vLLM's draft model."""
 
-    def __init__(self, vllm_config, device, runner, config: TriForceConfig, draft_model) -> None:
+    def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device, runner)
         self.config = config
         self._runner = runner

@@ -4,7 +4,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.device.level1 import (
     DeviceLevel1,
@@ -34,7 +34,7 @@ class DeviceBuild:
     def __init__(
         self,
         vllm_config,
-        config: TriForceConfig,
+        config: ResolvedConfig,
         runner,
         target,
         target_layers: dict,

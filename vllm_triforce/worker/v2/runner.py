@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
@@ -46,7 +46,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     num_extra_query_per_req = 0
 
-    def __init__(self, vllm_config, device, runner, config: TriForceConfig, draft_model) -> None:
+    def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device)
         self.config = config
         self.model: torch.nn.Module | None = None

@@ -33,12 +33,13 @@ class Sizes:
     def __post_init__(self) -> None:
         if self.tokens_per_pass < 1:
             raise ValueError(f"tokens_per_pass={self.tokens_per_pass} must be at least 1")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1")
         config = TriForceConfig(
             retrieval_budget=self.budget,
-            retrieval_chunk_size=self.chunk_size,
             retrieval_recent_tokens=self.recent_tokens,
             refresh_interval=self.refresh_interval,
-        ).resolve(self.chunk_size)
+        ).resolve(self.chunk_size, is_exact=True)
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
 
     @property

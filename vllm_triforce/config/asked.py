@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
 from vllm_triforce.selection import POLICIES
 
 METHOD = "triforce"
@@ -20,7 +21,7 @@ LEVELS = ("1,2,3", "1,3", "2,3")
 CHOICES = ("context", "gamma", "length")
 
 # The paper's gamma 2 and gamma 1, used where nothing is chosen from measurements.
-_FIXED_LENGTH, _FIXED_GAMMA = 6, 2
+FIXED_LENGTH, FIXED_GAMMA = 6, 2
 # Bounds of what the controller chooses. Past 32 tokens an acceptance of 0.97 a token gives less
 # than 0.4 of a token for each one more.
 _MOST_LENGTH, _MOST_GAMMA = 32, 4
@@ -58,11 +59,7 @@ class TriForceConfig:
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
-    the recent ones. Rounded up to what fits vLLM's KV block; a multiple of
-    ``retrieval_chunk_size`` where that is given."""
-
-    retrieval_chunk_size: int | None = None
-    """Tokens in a retrieval chunk. Default, and so far the only choice: vLLM's KV block."""
+    the recent ones. Rounded up to what fits vLLM's KV block, which is a retrieval chunk."""
 
     retrieval_recent_tokens: int | None = None
     """Newest tokens that level 2 keeps whatever their scores.
@@ -101,7 +98,6 @@ class TriForceConfig:
         self._check_range("num_speculative_tokens", 1, MAX_NUM_SPECULATIVE_TOKENS)
         self._check_range("gamma", 1, MAX_NUM_SPECULATIVE_TOKENS)
         self._check_range("retrieval_budget", 1)
-        self._check_range("retrieval_chunk_size", 1)
         self._check_range("retrieval_recent_tokens", 0)
         self._check_range("refresh_interval", 1)
         self._check_range("num_sink_tokens", 1)
@@ -139,6 +135,11 @@ class TriForceConfig:
         """
         known = [field.name for field in dataclasses.fields(cls) if field.name != "adapts"]
         for key in keys:
+            if key == "retrieval_chunk_size":
+                raise ValueError(
+                    f"speculative_config key {key!r} is gone: retrieval chunks are vLLM's KV "
+                    "blocks; set --block-size, or leave it out"
+                )
             if key not in known:
                 near = difflib.get_close_matches(key, [*known, "model"], n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {known}"
@@ -164,9 +165,9 @@ class TriForceConfig:
         adapts = [name for name in CHOICES if open_[name]] if self.adaptive and can_adapt else []
         length, gamma = self.num_speculative_tokens, self.gamma
         if length is None:
-            length = _MOST_LENGTH if "length" in adapts else _FIXED_LENGTH
+            length = _MOST_LENGTH if "length" in adapts else FIXED_LENGTH
         if gamma is None:
-            gamma = _MOST_GAMMA if "gamma" in adapts else _FIXED_GAMMA
+            gamma = _MOST_GAMMA if "gamma" in adapts else FIXED_GAMMA
         return dataclasses.replace(
             self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
         )
@@ -176,37 +177,33 @@ class TriForceConfig:
         """What the controller chooses, of CHOICES."""
         return frozenset(filter(None, (self.adapts or "").split(",")))
 
-    def resolve(self, block_size: int) -> "TriForceConfig":
-        """Fills in what depends on vLLM's KV block and checks that the sizes fit it.
-
-        The budget is rounded up to what fits. Who says ``retrieval_chunk_size`` knows the block,
-        and what does not fit it is refused.
+    def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
+        """Fills in what depends on vLLM's KV block, which is a retrieval chunk, and checks that the
+        sizes fit it. The budget is rounded up to what fits.
 
         Args:
             block_size: tokens in one of vLLM's KV blocks.
+            is_exact: whether a budget that does not fit is refused instead.
+
+        Raises:
+            ValueError: what does not fit, and what would.
         """
-        chunk = self.retrieval_chunk_size or block_size
-        if chunk != block_size:
-            raise ValueError(
-                f"retrieval_chunk_size={chunk} differs from vLLM's KV block of {block_size} "
-                f"tokens; leave it out, or set --block-size {chunk}"
-            )
-        budget = _round_up(self.retrieval_budget, chunk)
-        if budget != self.retrieval_budget and self.retrieval_chunk_size is not None:
+        budget = _round_up(self.retrieval_budget, block_size)
+        if is_exact and budget != self.retrieval_budget:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} must be a multiple of the KV block "
                 f"({block_size} tokens); use {budget}"
             )
         recent = self.retrieval_recent_tokens
         if recent is None:
-            recent = max(chunk, budget // 4 // chunk * chunk)
-        if recent % chunk:
+            recent = max(block_size, budget // 4 // block_size * block_size)
+        if recent % block_size:
             raise ValueError(
                 f"retrieval_recent_tokens={recent} must be a multiple of the KV block "
-                f"({block_size} tokens); use {_round_up(recent, chunk)}"
+                f"({block_size} tokens); use {_round_up(recent, block_size)}"
             )
-        least = recent + 2 * chunk
-        if budget < least and self.retrieval_chunk_size is not None:
+        least = recent + 2 * block_size
+        if is_exact and budget < least:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
                 f"one retrieved chunk and {recent} recent tokens, in chunks of the KV block "
@@ -217,21 +214,27 @@ class TriForceConfig:
         context = filled.min_context
         if context is None:
             context = 0 if "context" in filled.choices else 2 * budget
-        return dataclasses.replace(
-            filled,
-            retrieval_budget=budget,
-            retrieval_chunk_size=chunk,
-            retrieval_recent_tokens=recent,
-            min_context=context,
-        )
+        values = {
+            **dataclasses.asdict(filled),
+            "block_size": block_size,
+            "retrieval_budget": budget,
+            "retrieval_recent_tokens": recent,
+            "min_context": context,
+        }
+        del values["adaptive"]
+        return ResolvedConfig(**values)
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of level 1's private cache: sinks, recent tokens and room to grow before the
-        window is rebuilt (half of the recent tokens, so that a rebuild is rare)."""
+        """Tokens of level 1's private cache."""
         filled = self.fill(can_adapt=True)
-        growth = max(self.num_recent_tokens // 2, filled.num_speculative_tokens + filled.gamma + 2)
-        return self.num_sink_tokens + self.num_recent_tokens + growth
+        assert filled.num_speculative_tokens is not None and filled.gamma is not None
+        return window_tokens(
+            self.num_sink_tokens,
+            self.num_recent_tokens,
+            filled.num_speculative_tokens,
+            filled.gamma,
+        )
 
     def _check_type(self, name: str) -> None:
         value = getattr(self, name)

@@ -2,8 +2,9 @@
 
 import os
 
+from vllm_triforce.config.asked import TriForceConfig
 from vllm_triforce.config.draft_files import check_draft_files
-from vllm_triforce.config.triforce_config import TriForceConfig
+from vllm_triforce.config.resolved import ResolvedConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
 
@@ -141,7 +142,7 @@ def check_draft_kind(draft_config) -> None:
         )
 
 
-def check_vllm_config(vllm_config, config: TriForceConfig) -> None:
+def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype

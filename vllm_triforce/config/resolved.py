@@ -1,0 +1,67 @@
+"""What an engine with TriForce runs with: nothing is left open, and sizes are whole KV blocks."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Made by ``TriForceConfig.resolve()``, where each key is described; goes to the workers as
+    JSON."""
+
+    num_speculative_tokens: int
+    gamma: int
+    levels: str
+    adapts: str
+    """What the controller chooses, separated by commas."""
+    block_size: int
+    """Tokens in one of vLLM's KV blocks, which is a retrieval chunk."""
+    retrieval_budget: int
+    retrieval_recent_tokens: int
+    selection: str
+    refresh_interval: int
+    num_sink_tokens: int
+    num_recent_tokens: int
+    min_context: int
+    prompt_lookup_max: int
+    max_speculating_seqs: int
+    log_interval: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ResolvedConfig":
+        """What ``to_dict()`` gave."""
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    @property
+    def choices(self) -> frozenset[str]:
+        """What the controller chooses, of CHOICES."""
+        return frozenset(filter(None, self.adapts.split(",")))
+
+    @property
+    def budget_blocks(self) -> int:
+        """That level 2 reads: the first, the selected and the recent ones."""
+        return self.retrieval_budget // self.block_size
+
+    @property
+    def recent_blocks(self) -> int:
+        """That it reads whatever their scores."""
+        return self.retrieval_recent_tokens // self.block_size
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of level 1's private cache."""
+        return window_tokens(
+            self.num_sink_tokens, self.num_recent_tokens, self.num_speculative_tokens, self.gamma
+        )
+
+
+def window_tokens(num_sink: int, num_recent: int, num_proposed: int, gamma: int) -> int:
+    """Sinks, recent tokens and room to grow before the window is rebuilt: half of the recent
+    tokens, so that a rebuild is rare."""
+    return num_sink + num_recent + max(num_recent // 2, num_proposed + gamma + 2)
