@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +161,10 @@ def test_the_steps_of_a_gpu_name_each_other_rightly(tmp_path):
     assert {f"exact-{b.lower()}" for b in BACKENDS} <= set(names)
     assert {f"bench-{g}-{b or 'stock'}" for g in CELLS for b in (STOCK, *BUDGETS)} <= set(names)
     assert {"train-target", "train-draft", "pair"} <= set(names)
+    for step in [*todo, *steps("cpu", tmp_path, tiny=True)]:
+        command = step.command[1:] if step.command[1] != "-u" else step.command[2:]
+        is_there = find_spec(command[1]) if command[0] == "-m" else Path(command[0]).is_file()
+        assert is_there, command
 
 
 FAKE_KIT = """mkdir -p "$2/vllm"; touch "$2/vllm/__init__.py"; echo ran >> "$2/runs"

@@ -123,15 +123,18 @@ def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatc
         patch("given", "self"),
     ]
     assert [p.fault(False) for p in patches] == [None] * 4
-    assert [p.misfit() for p in patches] == [None] * 4
+    assert [p.misfit(False) for p in patches] == [None] * 4
     assert [p.apply(False) for p in patches] == [True] * 4
     assert [p.apply(False) for p in patches] == [False] * 4
+    ours = Host.plain
+    Host.plain = lambda self, number: ours(self, number)  # another plugin's, which says nothing
+    assert not patches[0].apply(True)
     assert (Host().plain(2), Host.made(2), Host.alone(2), Host().given) == (4, 4, 4, 6)
-    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit()
+    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit(False)
     assert patch("stop", "self").fault(False) == "Host.stop"
     waits = patch("stop", "self", loaded_with="a_module_that_is_not_loaded")
     assert waits.fault(False) is None and not waits.apply(False)
-    assert waits.fault(True) == "Host.stop"
+    assert waits.fault(True) == "Host.stop" and waits.misfit(True) is None
 
 
 def test_a_swap_that_nobody_would_read_is_refused():

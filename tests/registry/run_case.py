@@ -53,7 +53,7 @@ def run_engines() -> dict:
     return {
         "same": found == wanted,
         "worker": type(worker).__name__,
-        "wrapped": hasattr(EngineArgs.create_engine_config, "_is_triforce_patch"),
+        "wrapped": hasattr(EngineArgs, "_triforce_patches"),
         "num_lookahead_tokens": llm.llm_engine.vllm_config.num_lookahead_tokens,
         "num_proposals": counters.num_proposals,
         "num_accepted": counters.num_level2_accepted,

@@ -163,31 +163,44 @@ class DeviceSelections:
     ) -> torch.Tensor:
         """By the policy itself, whichever it is; arguments and result as of ``score_chunks``, a
         kernel that does not copy what it reads."""
-        num_kv_heads, head_dim = self._selected.shape[2], queries.shape[-1]
-        grouped = queries[:, query_rows].transpose(0, 1).unflatten(2, (num_kv_heads, -1))
         places = torch.arange(max_chunks, device=tables.device)
         # A table may be shorter than the bound; what is past it is no candidate.
         blocks = tables[:, places.clamp(max=tables.shape[1] - 1)].long()
+        outside = ~((places > 0) & (places < num_chunks[:, None]))[:, None, None]
+        step = max(1, _SCORE_BYTES // (len(tables) * self._gathered_bytes(max_chunks)))
+        votes = [
+            self._layers_votes(
+                queries[start : start + step, query_rows],
+                {kind: keys[start : start + step] for kind, keys in summaries.items()},
+                blocks,
+                outside,
+            )
+            for start in range(0, len(queries), step)
+        ]
+        return torch.cat(votes, dim=1).masked_fill_(outside, float("-inf"))
+
+    def _layers_votes(self, queries, summaries, blocks, outside) -> torch.Tensor:
+        """Votes of some layers, [num_reqs, num_layers, num_kv_heads, num_chunks]."""
+        num_kv_heads, max_chunks = self._selected.shape[2], blocks.shape[1]
+        grouped = queries.transpose(0, 1).unflatten(2, (num_kv_heads, -1))
         gathered = {
-            kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
+            kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4).float()
+            for kind, keys in summaries.items()
         }
-        scores = self._policy.score(grouped.float(), _floats(gathered), max_chunks)
-        is_candidate = (places > 0) & (places < num_chunks[:, None])
-        outside = ~is_candidate[:, None, None]
-        votes = self._policy.votes(
-            scores.masked_fill(outside[:, :, :, None], float("-inf")), head_dim
-        )
-        votes = votes.expand(-1, *self._selected.shape[1:3], -1)
-        return votes.masked_fill(outside, float("-inf"))
+        scores = self._policy.score(grouped.float(), gathered, max_chunks)
+        scores = scores.masked_fill(outside[:, :, :, None], float("-inf"))
+        votes = self._policy.votes(scores, queries.shape[-1])
+        return votes.expand(-1, len(queries), num_kv_heads, -1)
+
+    def _gathered_bytes(self, max_chunks: int) -> int:
+        """Of one layer's summaries of one row, twice as long as they are being made."""
+        numbers = 2 * len(self.summaries) * self._selected.shape[2] * self._queries.shape[-1]
+        return 4 * max(1, numbers) * max(1, max_chunks)
 
     def _rows_at_a_time(self, max_chunks: int) -> int:
         """Rows that are scored together, by the memory that it takes."""
-        num_layers, _, num_heads, head_dim = self._queries.shape
-        numbers = num_heads
+        num_layers, _, num_heads, _ = self._queries.shape
+        row_bytes = 4 * num_layers * num_heads * max(1, max_chunks)
         if self._policy.name not in _KERNELS:
-            numbers += 2 * len(self.summaries) * self._selected.shape[2] * head_dim
-        return max(1, _SCORE_BYTES // (4 * num_layers * numbers * max(1, max_chunks)))
-
-
-def _floats(summaries):
-    return {kind: keys.float() for kind, keys in summaries.items()}
+            row_bytes = max(row_bytes, self._gathered_bytes(max_chunks))
+        return max(1, _SCORE_BYTES // row_bytes)

@@ -39,14 +39,14 @@ def install(engine_process: bool) -> None:
         patch.apply(engine_process)
 
 
-def check_signatures() -> None:
+def check_signatures(engine_process: bool = False) -> None:
     """Refuses a vLLM in which what we wrap takes other parameters.
 
     Raises:
         ValueError: names it, with both.
     """
     for patch in PATCHES:
-        if (misfit := patch.misfit()) is not None:
+        if (misfit := patch.misfit(engine_process)) is not None:
             raise ValueError(
                 f"vllm-triforce wraps {misfit}; install vLLM {', '.join(SUPPORTED_VLLM)}"
             )
@@ -56,11 +56,12 @@ def install_in_engine() -> None:
     """Where a process makes the configuration of an engine with TriForce.
 
     Raises:
-        ValueError: this vLLM lacks what is wrapped.
+        ValueError: this vLLM lacks what is wrapped, or has it with other parameters.
     """
     if absent := missing(engine_process=True):
         raise ValueError(
             f"vllm-triforce wraps {', '.join(absent)}, which this vLLM does not have; install a "
             "vLLM that it knows, or drop method='triforce'"
         )
+    check_signatures(engine_process=True)
     install(engine_process=True)

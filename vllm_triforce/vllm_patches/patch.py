@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Attribute of a class: those of its attributes that are wrapped.
+_APPLIED = "_triforce_patches"
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -50,11 +53,12 @@ class Patch:
             return self.name
         return None
 
-    def misfit(self) -> str | None:
+    def misfit(self, engine_process: bool) -> str | None:
         """How the original's parameters differ from those that the wrapper knows."""
-        if self.parameters is None:
+        original = None if self._waits(engine_process) else self._original()
+        if self.parameters is None or original is None:
             return None
-        found = tuple(inspect.signature(_function(self._original())).parameters)
+        found = tuple(inspect.signature(_function(original)).parameters)
         if found == self.parameters:
             return None
         return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(found)})"
@@ -67,13 +71,15 @@ class Patch:
         """
         if self._waits(engine_process):
             return False
-        original = self._original()
-        function = _function(original)
-        if getattr(function, "_is_triforce_patch", False):
+        owner, original = self._owner(), self._original()
+        # Not by a mark on the function: another plugin may have wrapped ours since.
+        applied = vars(owner).get(_APPLIED, frozenset())
+        if self.attribute in applied:
             return False
+        function = _function(original)
         wrapped = functools.wraps(function)(self.wrap(function))
-        wrapped._is_triforce_patch = True  # type: ignore[attr-defined]
-        setattr(self._owner(), self.attribute, _like(original, wrapped))
+        setattr(owner, self.attribute, _like(original, wrapped))
+        setattr(owner, _APPLIED, applied | {self.attribute})
         return True
 
     def _waits(self, engine_process: bool) -> bool:

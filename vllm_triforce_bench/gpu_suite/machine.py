@@ -86,7 +86,7 @@ def _plugin_folder(folder: Path) -> Path:
     (told / "entry_points.txt").write_text("\n".join(lines))
     for package in ("vllm_triforce", "vllm_triforce_bench"):
         link = folder / package
-        if not link.exists():
+        if not os.path.lexists(link):
             link.symlink_to(ROOT / package)
     return folder
 

@@ -65,7 +65,7 @@ def _exactness(device: str, tiny: bool) -> list[Step]:
         Step(
             f"exact-{backend.lower()}",
             _module(
-                "vllm_triforce_bench.gpu_suite.exactness",
+                "exactness",
                 "--device",
                 device,
                 "--backend",

@@ -44,7 +44,7 @@ class TriForceProposer(DraftModelProposer):
         self._runner = runner
         self._draft_model = draft_model
         # The runner stops drafting for the whole batch once one request passes this; whether
-        # a request still fits is decided per request, in _room().
+        # a request still fits is decided per request, in RunnerBatch.room().
         longest = runner.max_model_len + config.num_speculative_tokens + 1
         swaps.DRAFTER_LENGTH.set(runner, longest)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
@@ -83,6 +83,7 @@ class TriForceProposer(DraftModelProposer):
         # The runner has made its batch and its rejection sampler by now.
         support_all_sampling_params(self._runner, self.vllm_config, self.device)
         tables = self._runner.input_batch.block_table.block_tables
+        self._block_sizes = [table.block_size for table in tables]
         self._built = BuiltSpeculator(
             vllm_config=self.vllm_config,
             config=self.config,
@@ -96,7 +97,7 @@ class TriForceProposer(DraftModelProposer):
             },
             kv_cache_config=kv_cache_config,
             attn_groups=self._runner.attn_groups,
-            block_sizes=[table.block_size for table in tables],
+            block_sizes=self._block_sizes,
             device=self.device,
         )
         self._boundary = Boundary(self.counters.add_boundary_fault)
@@ -128,7 +129,7 @@ class TriForceProposer(DraftModelProposer):
                 self._target,
                 self.vllm_config,
                 self._runner.attn_groups,
-                self._block_sizes(),
+                self._block_sizes,
                 self._num_blocks,
                 self.device,
                 broadcast_from_first_rank,
