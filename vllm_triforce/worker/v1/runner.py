@@ -43,10 +43,6 @@ class TriForceProposer(DraftModelProposer):
         self.config = config
         self._runner = runner
         self._draft_model = draft_model
-        # The runner stops drafting for the whole batch once one request passes this; whether
-        # a request still fits is decided per request, in RunnerBatch.room().
-        longest = runner.max_model_len + config.num_speculative_tokens + 1
-        swaps.DRAFTER_LENGTH.set(runner, longest)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
         self._built: BuiltSpeculator | None = None
@@ -80,6 +76,10 @@ class TriForceProposer(DraftModelProposer):
 
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
+        # The runner stops drafting for the whole batch once one request passes this; whether
+        # a request still fits is decided per request, in RunnerBatch.room().
+        longest = self._runner.max_model_len + self.config.num_speculative_tokens + 1
+        swaps.DRAFTER_LENGTH.set(self._runner, longest)
         # The runner has made its batch and its rejection sampler by now.
         support_all_sampling_params(self._runner, self.vllm_config, self.device)
         tables = self._runner.input_batch.block_table.block_tables
