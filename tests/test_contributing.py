@@ -68,7 +68,11 @@ def test_a_policy_is_one_file(copy):
         "no:cacheprovider",
     ]
     assert re.search(r"\b(1\d|2\d) passed", run(copy, "-m", "pytest", "-v", *tests))
-    (copy / "vllm_triforce" / "selection" / "oldest.py").unlink()
+    file = copy / "vllm_triforce" / "selection" / "oldest.py"
+    misnamed = file.rename(file.with_name("eldest.py"))
+    with pytest.raises(AssertionError, match=r"name the policy as its file"):
+        run(copy, "-c", lab)
+    misnamed.unlink()
     with pytest.raises(AssertionError, match="'quest' or 'retrieval' or 'streaming'"):
         run(copy, "-c", asked.format("oldest"))
 

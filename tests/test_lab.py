@@ -358,7 +358,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     assert "By budget" in shown and "With the full cache" in shown
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
-    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4, needle=8)
+    assert counts == dict(budget=20, depth=20, chunk=4, recent=4, refresh=4, needle=10)
     shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
     assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
     at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")

@@ -1,4 +1,4 @@
-"""What a user can ask of TriForce: one frozen, validated dataclass, free of vLLM."""
+"""What a user can ask of TriForce: one frozen, validated dataclass, free of torch and vLLM."""
 
 import dataclasses
 import difflib
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
-from vllm_triforce.selection import POLICIES
+from vllm_triforce.selection import POLICY_NAMES
 
 METHOD = "triforce"
 
@@ -110,10 +110,10 @@ class TriForceConfig:
             raise ValueError(
                 f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
             )
-        if self.selection not in POLICIES:
+        if self.selection not in POLICY_NAMES:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                f"use {' or '.join(map(repr, POLICIES))}"
+                f"use {' or '.join(map(repr, POLICY_NAMES))}"
             )
         if (
             self.retrieval_recent_tokens is not None
