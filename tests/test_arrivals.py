@@ -1,5 +1,7 @@
 """Promise: requests that come and go neither cost the others anything nor change what they get."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vllm import SamplingParams
@@ -208,6 +210,28 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     drive(llm, {0: run_out})
     drive(llm, {0: run_out})
     assert set(controller._exploration._joined) <= {n for _, kinds in joined[-1:] for n in kinds}
+
+
+@pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
+def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys, monkeypatch):
+    """It had to wait a step, without notice: a given least context is held to at once, and where
+    the controller chooses a look is due early."""
+    keys = {"method": "triforce", "retrieval_budget": 192, **keys}
+    llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
+    controller, path = built(llm).speculator.controller, adapter(llm)._steps
+    seen: list[dict] = []
+    monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
+    monkeypatch.setattr(controller, "requests_joined", seen.append)
+    monkeypatch.setattr(path, "_present", frozenset({"short"}))
+    step = SimpleNamespace(
+        finished_req_ids=set(), num_scheduled_tokens={"long": 1}, scheduled_new_reqs=[]
+    )
+    assert path._note_changes(step) and seen == [{}]
+    assert not path._note_changes(step) and len(seen) == 1
+
+
+def greedy_request():
+    return SimpleNamespace(sampling_params=greedy(4), prompt_token_ids=[1] * 900)
 
 
 def test_rows_of_a_grammar_follow_the_tokens_that_are_left():

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm_triforce.attention.cpu_impl import FP8, RetrievalCPUAttentionImpl, SparseCPUMetadata
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.attention.sequence_rows import sequence_rows
+from vllm_triforce.cache.chunk_summaries import summarise
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.selection import Summary
 
@@ -145,10 +146,7 @@ class CPURetrievalAttention:
         """Summarises blocks that became full."""
         ranges = zip(tables, first.tolist(), last.tolist())
         block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        for kind, keys in summaries.items():
-            for layer, block_summaries in zip(keys, self.block_summaries()):
-                found = block_summaries(block_ids, kind).transpose(0, 1)
-                layer.index_copy_(1, block_ids, found.to(layer.dtype))
+        summarise(summaries, self.block_summaries(), block_ids)
 
     def block_summaries(self) -> list[Callable[[torch.Tensor, Summary], torch.Tensor]]:
         """For each layer, a function from block ids [n] and a kind to

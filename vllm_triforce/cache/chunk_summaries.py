@@ -1,10 +1,25 @@
 """Level 2's summaries of retrieval chunks, kept by block id (paper, section 4.2: mean keys)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from vllm_triforce.selection import Summary
+
+BlockSummaries = Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]]
+"""For each layer, a function from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
+
+
+def summarise(
+    written: Mapping[Summary, torch.Tensor],  # by kind [num_layers, num_kv_heads, num_blocks, dim]
+    block_summaries: BlockSummaries,
+    block_ids: torch.Tensor,  # [n], int64, full blocks
+) -> None:
+    """Writes the summaries of these blocks."""
+    for kind, keys in written.items():
+        for layer, of_blocks in zip(keys, block_summaries):
+            found = of_blocks(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
+            layer.index_copy_(1, block_ids, found.to(layer.dtype))
 
 
 class ChunkSummaries:
@@ -17,8 +32,7 @@ class ChunkSummaries:
         num_layers, num_kv_heads, head_dim: geometry of the layers that retrieve.
         num_blocks: blocks in vLLM's pool.
         dtype: the model's.
-        block_summaries: for each layer, a function from block ids [n] and a kind to
-            [n, num_kv_heads, head_dim].
+        block_summaries: the attention backend's.
     """
 
     def __init__(
@@ -30,7 +44,7 @@ class ChunkSummaries:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        block_summaries: Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]],
+        block_summaries: BlockSummaries,
     ) -> None:
         self.num_layers, self.num_blocks, self.num_kv_heads = num_layers, num_blocks, num_kv_heads
         self.device = device
@@ -49,10 +63,7 @@ class ChunkSummaries:
         block_ids: torch.Tensor,  # [n], int64, full blocks
     ) -> None:
         """Summarises blocks that became full."""
-        for kind, keys in self.keys.items():
-            for layer, block_summaries in zip(keys, self._block_summaries):
-                found = block_summaries(block_ids, kind).transpose(0, 1)  # [heads, n, head_dim]
-                layer.index_copy_(1, block_ids, found.to(layer.dtype))
+        summarise(self.keys, self._block_summaries, block_ids)
 
     def gather(
         self,

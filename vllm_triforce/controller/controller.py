@@ -62,10 +62,11 @@ class Controller(Learning):
         self.backoff.wake()
 
     def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
-        """The prompts of requests without a seed have been read, up to their ends in this step.
+        """The prompts of requests without a seed have been read, up to their ends in this step; or
+        requests that were here before have come back.
 
         Args:
-            kinds: of the requests, by name.
+            kinds: of the new ones, by name.
         """
         if "context" not in self.chooses:
             self.backoff.wake()
@@ -142,7 +143,8 @@ class Controller(Learning):
 
     def _plan_of(self, found: Options, rows, columns, candidates) -> Planned:
         lengths = found.lengths[rows, columns]
-        # What is read once is no part of it: steps that read it are not compared.
+        # What is read once is no part of it: such steps are not compared, or
+        # reads_window() adds it.
         seconds = (found.seconds - found.borne_seconds)[rows, columns]
         verified = sum(
             int(length) * self.model.draft_seconds(candidates[row].is_greedy)

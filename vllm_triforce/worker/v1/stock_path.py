@@ -134,6 +134,8 @@ class StockPath:
         self._has_seed = bool(seeded)
         if joined & seeded:
             self._controller.seeded_request_joined()
+        if joined - new.keys():  # who had to wait, or lost its blocks, and may be long
+            self._controller.requests_joined({})
         for name, request in new.items():
             kind = None if name in seeded else _kind_of(request)
             self._reading[name] = _Reading(len(request.prompt_token_ids or ()), kind)
