@@ -16,7 +16,7 @@ from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens
 from tests.test_level2 import built
 from tests.test_sampling import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
-from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.choice import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.verification import top_p
 
@@ -27,14 +27,11 @@ __all__ = ["exact", "models", "prompt"]  # fixtures
 class Dice:
     """Decides in the place of a controller, and remembers what it decided."""
 
-    def __init__(self, controller, has_draft: bool, seed: int) -> None:
+    def __init__(self, controller, seed: int) -> None:
         self.draw = random.Random(seed)
         self.decided: Counter[str] = Counter()
-        self._routes = [Route.PLAIN, Route.LOOKUP, Route.LEVELS, Route.LEVELS]
-        self._sources = [Route.PLAIN, Route.LOOKUP]
-        if has_draft:
-            self._routes.append(Route.DRAFT)
-            self._sources += [Route.DRAFT, Route.DRAFT]
+        self._sources = {source.name: source for source in controller.sources}
+        self._routes = [PLAIN_ROUTE, LEVELS, LEVELS, *self._sources]
         controller.choose = self.choose
         controller.level1 = self.level1
         self._controller = controller
@@ -48,16 +45,18 @@ class Dice:
 
     def _choose(self, candidate):
         route = self.draw.choice(self._routes)
-        if route is Route.LOOKUP and not candidate.match_length:
-            route = Route.LEVELS
-        self.decided[route.value] += 1
-        if route is Route.PLAIN:
+        source = self._sources.get(route)
+        confidence = None if source is None else source.confidence(candidate.confidence)
+        if source is not None and confidence is None:
+            route = LEVELS
+        self.decided[route] += 1
+        if route == PLAIN_ROUTE:
             return PLAIN
-        return Choice(route, self.draw.randint(1, candidate.most), candidate.match_length)
+        return Choice(route, self.draw.randint(1, candidate.most), confidence)
 
-    def level1(self, request_id, has_seed, match_length, num_rows, most):
-        source = self.draw.choice(self._sources)
-        self.decided[f"level 1: {source.value}"] += 1
+    def level1(self, request_id, has_seed, confidence, num_rows, most):
+        source = self.draw.choice([None, *self._sources, *self._sources])
+        self.decided[f"level 1: {source}"] += 1
         return source, self.draw.randint(0, most)
 
 
@@ -69,7 +68,7 @@ def test_random_decisions_greedy(engines, pair, with_draft):
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
     speculator = built(llm).speculator
     original = speculator.controller.choose, speculator.controller.level1
-    dice = Dice(speculator.controller, with_draft, seed=11 + with_draft)
+    dice = Dice(speculator.controller, seed=11 + with_draft)
     text = held_out_tokens(llm.get_tokenizer(), 6000)
     prompts = [text[i * 150 :][: 40 + 300 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
@@ -80,8 +79,8 @@ def test_random_decisions_greedy(engines, pair, with_draft):
     for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
         assert_same_tokens(stock, p, wanted, tokens)
     assert counted.num_level2_accepted > 100 and counted.num_level3_rejections > 10
-    wanted = {"rest", "plain", "prompt lookup", "levels 1 and 2", "level 1: plain"}
-    wanted |= {"draft", "level 1: draft"} if with_draft else set()
+    names = [source.name for source in speculator.controller.sources]
+    wanted = {"rest", PLAIN_ROUTE, LEVELS, *names, *(f"level 1: {name}" for name in [None, *names])}
     assert all(dice.decided[name] > 2 for name in wanted), dice.decided
 
 
@@ -100,7 +99,7 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
     controller = built(llm).speculator.controller
     original = controller.choose, controller.level1
-    dice = Dice(controller, True, seed=7)
+    dice = Dice(controller, seed=7)
     before = counters_of(llm)
     samples = sample(llm, prompt, **SETTINGS[setting])
     controller.choose, controller.level1 = original
@@ -116,7 +115,7 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
     controller = built(llm).speculator.controller
     original = controller.choose, controller.level1
-    dice = Dice(controller, True, seed=23)
+    dice = Dice(controller, seed=23)
     text = held_out_tokens(llm.get_tokenizer(), 3000)
     prompts = [text[i * 200 :][: 60 + 90 * i] for i in range(8)]
     params = [
@@ -129,7 +128,8 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     wanted = generate(stock, prompts[::2], max_tokens=48)
     for p, w, tokens in zip(prompts[::2], wanted, found):
         assert_same_tokens(stock, p, w, tokens)
-    assert dice.decided["draft"] > 2 and all(len(o.outputs[0].token_ids) == 48 for o in outputs)
+    assert dice.decided["draft_model"] > 2
+    assert all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
 def test_a_draft_that_nobody_asks_keeps_no_step_from_being_compared(engines, pair, monkeypatch):
@@ -139,9 +139,9 @@ def test_a_draft_that_nobody_asks_keeps_no_step_from_being_compared(engines, pai
     keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
     llm = engines.get(pair["target"], keys)
     controller, forgotten = built(llm).speculator.controller, []
-    choices = lambda found, *_: [Choice(Route.LEVELS, min(3, c.most)) for c in found]  # noqa: E731
+    choices = lambda found, *_: [Choice(LEVELS, min(3, c.most)) for c in found]  # noqa: E731
     monkeypatch.setattr(controller, "choose", choices)
-    monkeypatch.setattr(controller, "level1", lambda *_: (Route.PLAIN, 0))
+    monkeypatch.setattr(controller, "level1", lambda *_: (None, 0))
     monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))
     before = counters_of(llm)
     generate(llm, [held_out_tokens(llm.get_tokenizer(), 600)], max_tokens=48)

@@ -17,11 +17,11 @@ from vllm_triforce.controller import (
     Choice,
     Controller,
     CostModel,
-    Route,
     StepTime,
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
 from vllm_triforce.controller.backoff import LOOK_SHARE
+from vllm_triforce.controller.choice import LEVELS, PLAIN_ROUTE, Route
 from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.learning import Planned
@@ -29,6 +29,14 @@ from vllm_triforce.controller.measurements import Measurements, interpolate
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.promise import Promise, kind_of
+from vllm_triforce.controller.source_traits import SourceTraits
+
+# One source whose tokens take passes, and one that has some where it finds a match.
+DRAFT, LOOKUP = "a draft", "a lookup"
+SOURCES = [
+    SourceTraits(DRAFT, (0.5,), takes_passes=True),
+    SourceTraits(LOOKUP, (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)),
+]
 
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
@@ -71,9 +79,14 @@ DECIDING = 0.0015
 
 def controller(measured: Measurements, has_draft=True, **keys) -> Controller:
     config = TriForceConfig(**keys).fill(can_adapt=True).resolve(32)
-    found = Controller(config, has_draft)
+    found = Controller(config, SOURCES if has_draft else SOURCES[1:])
     found.start(CostModel(measured))
     return found
+
+
+def matched(length: int) -> dict[str, int]:
+    """Confidence where so many tokens at the end occurred before."""
+    return {LOOKUP: length - 1} if length else {}
 
 
 def test_interpolation():
@@ -197,15 +210,15 @@ def test_options_are_what_the_parts_come_to():
     model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
     found = controller(LONG_PAYS)
     candidates = [
-        Candidate("a", 30_000, 7, match_length=2),
+        Candidate("a", 30_000, 7, confidence=matched(2)),
         Candidate("b", 60_000, 16, is_greedy=False),
     ]
     rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
     rates[1].round_tokens = 3.0
-    routes = [Route.LEVELS, Route.LOOKUP, Route.DRAFT]
-    gains = [{Route.LEVELS: 0.5}, {}]
+    routes = [LEVELS, LOOKUP, DRAFT]
+    gains = [{LEVELS: 0.5}, {}]
     options = build_options(
-        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.01, 0.0004, routes
+        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.01, 0.0004, SOURCES, True
     )
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
@@ -216,32 +229,32 @@ def test_options_are_what_the_parts_come_to():
         per_token = 1e-3 + (0 if candidate.is_greedy else 1e-4)
         seconds = n * per_token + attention[n + 1] - attention[1]
         rate = {
-            Route.LEVELS: rates[row].level2,
-            Route.LOOKUP: rates[row].direct[1],
-            Route.DRAFT: rates[row].direct_draft,
+            LEVELS: rates[row].level2,
+            LOOKUP: rates[row].of(LOOKUP, False, 1),
+            DRAFT: rates[row].of(DRAFT, False, 0),
         }[choice.route].value
         tokens = sum(rate**i for i in range(1, n + 1))
-        if choice.route is Route.LEVELS:
+        if choice.route == LEVELS:
             seconds += 0.002 + n / rates[row].round_tokens * 0.01
-            tokens *= gains[row].get(Route.LEVELS, 1.0)
-        elif choice.route is Route.DRAFT:
+            tokens *= gains[row].get(LEVELS, 1.0)
+        elif choice.route == DRAFT:
             seconds += n * 0.0004
         assert options.seconds[row, column] == pytest.approx(seconds)
         assert options.tokens[row, column] == pytest.approx(tokens)
     lengths = {"a": {1, 4, 7}, "b": {1, 4, 16}}
     wanted = {("a", route, n) for route in routes for n in lengths["a"]}
-    wanted |= {("b", route, n) for route in (Route.LEVELS, Route.DRAFT) for n in lengths["b"]}
+    wanted |= {("b", route, n) for route in (LEVELS, DRAFT) for n in lengths["b"]}
     assert seen == wanted
 
 
 def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
     rounds = InnerRounds(CostModel(LONG_PAYS), 1, 4, True)
-    gammas = [rounds.best_gamma(rate, 4)[0] for rate in (0.0, 0.5, 0.9, 0.99)]
+    gammas = [rounds.best(rate, 4, takes_passes=True)[0] for rate in (0.0, 0.5, 0.9, 0.99)]
     assert gammas == sorted(gammas) and gammas[0] == 0 and gammas[-1] == 4
-    assert rounds.best_gamma(0.99, 2)[0] == 2
+    assert rounds.best(0.99, 2, takes_passes=True)[0] == 2
     dear = CostModel(dataclasses.replace(LONG_PAYS, draft=0.1))
-    assert InnerRounds(dear, 1, 4, True).best_gamma(0.9, 4)[0] == 0
-    assert InnerRounds(dear, 1, 4, True).best_lookup(0.9, 4)[0] == 4
+    assert InnerRounds(dear, 1, 4, True).best(0.9, 4, takes_passes=True)[0] == 0
+    assert InnerRounds(dear, 1, 4, True).best(0.9, 4, takes_passes=False)[0] == 4
 
 
 def test_gains_follow_what_came():
@@ -314,11 +327,11 @@ class World:
                 most = min(16, found.config.num_speculative_tokens)
                 choice = found.choose([Candidate("a", context + emitted, most)])[0]
             length = choice.num_tokens
-            if choice.route is Route.LEVELS:
+            if choice.route == LEVELS:
                 made = 0
                 while made < length:
-                    route, count = found.level1("a", False, 0, 1, length - made - 1)
-                    count = count if route is Route.DRAFT else 0
+                    route, count = found.level1("a", False, {}, 1, length - made - 1)
+                    count = count if route == DRAFT else 0
                     level1 = count * truth.draft(1)
                     level2 = truth.level2(1, count + 1)
                     kept = accepted(draw, self.draft, count)
@@ -326,7 +339,7 @@ class World:
                     found.observe_times(1, count, [count], count + 1, True, level1, level2, 0.0)
                     made += kept + 1
                     proposing += level1 + level2
-            elif choice.route is Route.DRAFT:
+            elif choice.route == DRAFT:
                 proposing = length * truth.draft(1)
             tokens, contexts = [1 + length], [context + emitted]
             step = truth.full_pass(tokens, contexts) + self.overhead
@@ -335,7 +348,7 @@ class World:
             if length or found.backoff.is_settled:
                 found.observe_step(taken, found.take_plan())
             seconds += proposing + step
-            rate = self.level2 if choice.route is Route.LEVELS else self.draft * self.level2
+            rate = self.level2 if choice.route == LEVELS else self.draft * self.level2
             kept = accepted(draw, rate, length)
             if length:
                 found.observe_full_pass("a", length, kept)
@@ -346,7 +359,7 @@ class World:
         self, found: Controller, size: int, num_steps: int, context: int, seed=0
     ) -> float:
         """Sampled requests of 128 tokens, one for each that leaves; times plain decoding's speed.
-        Nothing is drafted by prompt lookup, and deciding takes ``DECIDING``."""
+        Nothing is looked up, and deciding takes ``DECIDING``."""
         draw, truth = random.Random(seed), CostModel(self.measured)
         running: dict[str, int] = {}  # tokens that each has emitted
         num_begun, num_tokens, seconds, plain_seconds = 0, 0, 0.0, 0.0
@@ -369,18 +382,18 @@ class World:
                 ]
                 choices = dict(zip(names, found.choose(candidates)))
                 proposing = DECIDING
-            made = {n: 0 for n in names if choices[n].route is Route.LEVELS}
+            made = {n: 0 for n in names if choices[n].route == LEVELS}
             while some := [n for n in made if made[n] < choices[n].num_tokens]:
                 counts = []
                 for name in some:
                     most = choices[name].num_tokens - made[name] - 1
-                    route, count = found.level1(name, False, 0, len(some), most)
-                    counts.append(count if route is Route.DRAFT else 0)
+                    route, count = found.level1(name, False, {}, len(some), most)
+                    counts.append(count if route == DRAFT else 0)
                 level1 = max(counts) * truth.draft(len(some))
                 level2 = truth.level2(len(some), max(counts) + 1)
                 for name, count in zip(some, counts):
                     kept = accepted(draw, self.draft, count)
-                    source = Route.DRAFT if count else Route.PLAIN
+                    source = DRAFT if count else None
                     found.observe_round(name, source, 0, count, kept)
                     made[name] += kept + 1
                 drafts, tests = [n for n in counts if n], sum(counts) + len(counts)
@@ -388,7 +401,7 @@ class World:
                     len(some), max(counts), drafts, tests, False, level1, level2, 0.0
                 )
                 proposing += level1 + level2
-            direct = [c.num_tokens for c in choices.values() if c.route is Route.DRAFT]
+            direct = [c.num_tokens for c in choices.values() if c.route == DRAFT]
             proposing += max(direct, default=0) * truth.draft(len(direct))
             lengths = [choices[name].num_tokens for name in names]
             step = truth.full_pass([1 + n for n in lengths], contexts) + self.overhead
@@ -401,7 +414,7 @@ class World:
             seconds += step + proposing
             plain_seconds += truth.full_pass([1] * size, contexts) + self.overhead
             for name, length in zip(names, lengths):
-                by_levels = choices[name].route is Route.LEVELS
+                by_levels = choices[name].route == LEVELS
                 kept = accepted(
                     draw, self.level2 if by_levels else self.draft * self.level2, length
                 )
@@ -572,7 +585,7 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
             found.requests_joined(dict.fromkeys(names, kind_of(True, context)))
         if found.backoff.is_resting:
             continue
-        candidates = [Candidate(n, context, 16, match_length=match_length) for n in names]
+        candidates = [Candidate(n, context, 16, confidence=matched(match_length)) for n in names]
         for name, choice in zip(names, found.choose(candidates)):
             routes.append(choice.route)
             if choice is not PLAIN:
@@ -590,9 +603,9 @@ def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
     they are tried, taken where they gain more, and tried seldom where they do not."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(0.3, weight=8, memory=512)
-    late = routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.6}, 4, 100_000)
-    share = late.count(Route.LEVELS) / len(late)
-    assert late.count(Route.PLAIN) < 0.1 * len(late)
+    late = routes_taken(found, {LEVELS: level2, LOOKUP: 0.6}, 4, 100_000)
+    share = late.count(LEVELS) / len(late)
+    assert late.count(PLAIN_ROUTE) < 0.1 * len(late)
     assert share > 0.8 if is_better else 0 < share < 0.02, share
 
 
@@ -600,8 +613,8 @@ def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
     """Long matches that are always wrong take next to no time to try, beside level 2's tokens
     that are right: every fourth decision went to them where only their time was charged."""
     found = controller(LONG_PAYS, has_draft=False)
-    late = routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 8, 20_000)
-    assert late.count(Route.LEVELS) > 0.97 * len(late), Counter(late)
+    late = routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 8, 20_000)
+    assert late.count(LEVELS) > 0.97 * len(late), Counter(late)
 
 
 @pytest.mark.parametrize("level2, is_due", [(0.97, True), (0.0, False)])
@@ -609,7 +622,7 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
     """A look in vain at a lone request is to be earned for a hundred steps; four new ones of a kind
     that speculates from its first plan on are looked at soon all the same."""
     found = controller(LONG_PAYS, has_draft=False)
-    routes_taken(found, {Route.LEVELS: level2, Route.LOOKUP: 0.0}, 0, 20_000)
+    routes_taken(found, {LEVELS: level2, LOOKUP: 0.0}, 0, 20_000)
     found.backoff.begin(found.backoff.until_next_look(look_seconds=0.012, plain_seconds=0.011))
     found.backoff.begin(100)
     found.requests_joined(dict.fromkeys("abcd", kind_of(True, 20_000)))
@@ -623,7 +636,7 @@ def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due)
 def test_requests_with_a_seed_say_nothing_of_first_plans():
     """They come between others of their kind: how soon those are looked at stays as it was."""
     found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
-    routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 0, 20_000)
+    routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 0, 20_000)
     before = found._exploration.in_vain([kind])
     for step in range(40):
         found.choose([Candidate(f"seeded-{step}", 20_000, 16, has_seed=True)])
@@ -637,7 +650,7 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
     cannot propose anything, what they propose is wrong, or they leave before anything is decided
     for them. One joins every third step, and a look takes as long as a third of one."""
     found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
-    routes_taken(found, {Route.LEVELS: 0.97, Route.LOOKUP: 0.0}, 0, 20_000)
+    routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 0, 20_000)
     assert found._exploration.in_vain([kind]) < 0.5
     for name in ("old-0", "old-1"):  # who stay, and of whom is known that nothing pays
         found.acceptance.of(name, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
@@ -740,26 +753,26 @@ def test_a_text_that_changes_is_noticed():
 
 def test_what_was_given_is_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
-    assert found.choose([Candidate("a", 10, 5)]) == [Choice(Route.LEVELS, 5)]
-    assert found.level1("a", False, 4, 1, 4) == (Route.DRAFT, 3)
+    assert found.choose([Candidate("a", 10, 5)]) == [Choice(LEVELS, 5)]
+    assert found.level1("a", False, matched(4), 1, 4) == (DRAFT, 3)
     by_length = controller(NOTHING_PAYS, num_speculative_tokens=5)
     assert by_length.choose([Candidate("a", 10, 5)]) == [PLAIN]
 
 
 def test_a_seeded_request_does_not_depend_on_times():
     """The same decisions on a fast and a slow machine, before and after anything was measured."""
-    seeded = Candidate("a", 20_000, 16, match_length=5, has_seed=True)
+    seeded = Candidate("a", 20_000, 16, confidence=matched(5), has_seed=True)
     found = set()
     for measured in (LONG_PAYS, NOTHING_PAYS):
         one = controller(measured)
         for _ in range(3):
-            found.add((one.choose([seeded])[0], one.level1("a", True, 5, 1, 15)))
+            found.add((one.choose([seeded])[0], one.level1("a", True, matched(5), 1, 15)))
             one.observe_full_pass("a", 6, 0)
             one.observe_step(StepTime(True, [7], [20_000], 1.0, 6), one.take_plan())
-    assert found == {(Choice(Route.LEVELS, 6), (Route.DRAFT, 2))}
+    assert found == {(Choice(LEVELS, 6), (DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
-    assert given.level1("a", True, 5, 1, 15) == (Route.DRAFT, 3)  # a given value is not changed
+    assert given.level1("a", True, matched(5), 1, 15) == (DRAFT, 3)  # a given value is not changed
 
 
 def test_no_rest_puts_off_a_seeded_request():
@@ -783,7 +796,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
 
     ranks = []
     for rank, measured in enumerate((LONG_PAYS, NOTHING_PAYS)):
-        one = Controller(TriForceConfig().fill(can_adapt=True).resolve(32), True)
+        one = Controller(TriForceConfig().fill(can_adapt=True).resolve(32), SOURCES)
         one.start(CostModel(measured), adopt=lambda mine, rank=rank: adopt(rank, mine))
         ranks.append(one)
     draw = random.Random(3)
@@ -792,8 +805,9 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         accepted = draw.randint(0, 16)
         for rank, one in enumerate(ranks):
             one.backoff.begin_step()
-            choice = one.choose([Candidate("a", 30_000 + step, 16, match_length=step % 3)])
-            decided.append((choice, one.level1("a", False, step % 3, 1, 9), one.backoff.is_resting))
+            found = matched(step % 3)
+            choice = one.choose([Candidate("a", 30_000 + step, 16, confidence=found)])
+            decided.append((choice, one.level1("a", False, found, 1, 9), one.backoff.is_resting))
             one.observe_full_pass("a", 16, accepted)
             one.observe_times(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
             slow = 0.05 * (1 + rank * draw.random())
@@ -858,13 +872,13 @@ def test_a_trial_bears_what_speculating_takes_besides():
     # Next to nothing is accepted, and much could be gained if it were.
     engine = found.acceptance.greedy
     engine.level2 = Rate(0.01, weight=50, memory=512)
-    engine.direct = [Rate(0.01, weight=50, memory=512) for _ in engine.direct]
+    engine.level1[LOOKUP, False] = [Rate(0.01, weight=50, memory=512) for _ in range(8)]
     found.start(found.measured)
     around = fixed + found.model.look_seconds(4, True)
     num_trials, num_steps = 0, 6000
     for _ in range(num_steps):
         found.backoff.begin_step()
         if not found.backoff.is_resting:
-            candidates = [Candidate(str(i), 500, 16, match_length=8) for i in range(4)]
+            candidates = [Candidate(str(i), 500, 16, confidence=matched(8)) for i in range(4)]
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
     assert 0.5 < num_trials * around / (SHARE * num_steps * plain) < 1.3

@@ -9,7 +9,6 @@ from tests.generation import generate
 from tests.models import held_out_tokens
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
-from vllm_triforce.host.prompt_lookup import look_up
 from vllm_triforce.metrics.report import counters_of
 
 SINK, RECENT, CAPACITY = 4, 10, 20
@@ -65,21 +64,6 @@ def test_slots_are_reused_and_never_shared():
     for name in "acd":
         cache.release(name)
     assert cache.num_free_slots == 3
-
-
-@pytest.mark.parametrize(
-    "tokens, drafted",
-    [
-        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
-        ([5, 1, 2, 7, 7, 2, 8, 8, 1, 2], [7, 7, 2]),  # the longer match beats the newer one
-        ([1, 2, 1, 2], [1, 2, 1]),  # the match reaches the end: the loop goes on
-        ([4, 4], [4, 4, 4]),
-        ([1, 2, 3], []),
-        ([1], []),
-    ],
-)
-def test_prompt_lookup(tokens, drafted):
-    assert look_up(np.array(tokens, np.int32), 4, 3) == drafted
 
 
 @pytest.mark.engine

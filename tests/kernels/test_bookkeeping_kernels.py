@@ -9,10 +9,8 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
-from vllm_triforce.host.prompt_lookup import look_up as look_up_on_host
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions
-from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.rows import PassInputs, Rows
 
 BLOCK_SIZE = 16
@@ -186,24 +184,3 @@ def test_full_passes_are_counted_without_padding():
         integers([2, 4, 6, 6]),
     )
     assert counters.tolist() == [8, 7, 1, 2]
-
-
-@pytest.mark.parametrize("max_ngram", [1, 3, 4])
-@pytest.mark.parametrize("vocab_size", [2, 5, 40])
-def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
-    draw = torch.Generator().manual_seed(vocab_size * 10 + max_ngram)
-    rows = Rows(6, num_speculative_tokens=6, gamma=3, num_slots=6, device=DEVICE)
-    lengths, proposed = [1, 2, 9, 300, 1500, 2100], [0, 0, 2, 0, 5, 3]
-    all_tokens = torch.randint(vocab_size, (8, 2200), generator=draw, dtype=torch.int32)
-    proposal = torch.randint(vocab_size, (6, 6), generator=draw)
-    rows.proposal.copy_(proposal)
-    rows.num_rows = 6
-    rows.row_metadata[:, 1] = integers([7, 2, 0, 1, 5, 3])
-    rows.computed.copy_(integers([n - 1 for n in lengths]))
-    rows.length.copy_(integers(proposed))
-    look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)
-    for row, state in enumerate([7, 2, 0, 1, 5, 3]):
-        tokens = torch.cat([all_tokens[state, : lengths[row]], proposal[row, : proposed[row]]])
-        expected = look_up_on_host(tokens.numpy(), max_ngram, 3)
-        found = rows.drafted[row, : int(rows.num_drafted[row])].tolist()
-        assert found == expected

@@ -5,10 +5,11 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from vllm_triforce.config.draft_sources import choose_sources, parse_sources
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
-from vllm_triforce.selection import POLICY_NAMES
+from vllm_triforce.selection import POLICIES
 
 METHOD = "triforce"
 
@@ -25,6 +26,8 @@ FIXED_LENGTH, FIXED_GAMMA = 6, 2
 # Bounds of what the controller chooses. Past 32 tokens an acceptance of 0.97 a token gives less
 # than 0.4 of a token for each one more.
 _MOST_LENGTH, _MOST_GAMMA = 32, 4
+
+_MAX_NGRAM = 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,15 @@ class TriForceConfig:
     """Tokens of context below which a request is not speculated on; 0 is always.
     Default: chosen by the controller; twice ``retrieval_budget`` where it is off."""
 
-    prompt_lookup_max: int = 8
-    """Longest n-gram, in tokens, that level 1 looks up where there is no draft model."""
+    draft_sources: str | None = None
+    """Where level 1's tokens come from, separated by commas, the preferred one first, by the names
+    in ``host/sources/``: ``draft_model`` (needs ``model``), ``prompt_lookup``. Several are for the
+    controller to choose from.
+    Default: ``draft_model,prompt_lookup`` with a draft model, or the first of them where nothing is
+    chosen; ``prompt_lookup`` without."""
+
+    prompt_lookup_max: int | None = None
+    """Longest n-gram, in tokens, that prompt lookup looks for. Default: 8."""
 
     max_speculating_seqs: int = 64
     """On Model Runner V2, requests that are speculated on at a time, and for which buffers are
@@ -94,7 +104,7 @@ class TriForceConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check_type(field.name)
+            self._check_type(field)
         self._check_range("num_speculative_tokens", 1, MAX_NUM_SPECULATIVE_TOKENS)
         self._check_range("gamma", 1, MAX_NUM_SPECULATIVE_TOKENS)
         self._check_range("retrieval_budget", 1)
@@ -106,14 +116,16 @@ class TriForceConfig:
         self._check_range("prompt_lookup_max", 1)
         self._check_range("max_speculating_seqs", 1)
         self._check_range("log_interval", 0)
+        if self.draft_sources is not None:
+            parse_sources(self.draft_sources)
         if self.levels not in LEVELS:
             raise ValueError(
                 f"levels={self.levels!r} is not a set of levels that can run; use one of {LEVELS}"
             )
-        if self.selection not in POLICY_NAMES:
+        if self.selection not in POLICIES.names:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                f"use {' or '.join(map(repr, POLICY_NAMES))}"
+                f"use {' or '.join(map(repr, POLICIES.names))}"
             )
         if (
             self.retrieval_recent_tokens is not None
@@ -149,11 +161,15 @@ class TriForceConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def fill(self, can_adapt: bool) -> "TriForceConfig":
-        """Fills in how many tokens are proposed and drafted, and who chooses.
+    def fill(self, can_adapt: bool, model: str | None = None) -> "TriForceConfig":
+        """Fills in how many tokens are proposed and drafted, from where, and who chooses.
 
         Args:
             can_adapt: whether the model runner in use has a controller.
+            model: the draft model; None for none.
+
+        Raises:
+            ValueError: the sources of drafts that are asked for do not fit these.
         """
         if self.adapts is not None:
             return self
@@ -168,8 +184,20 @@ class TriForceConfig:
             length = _MOST_LENGTH if "length" in adapts else FIXED_LENGTH
         if gamma is None:
             gamma = _MOST_GAMMA if "gamma" in adapts else FIXED_GAMMA
+        sources = choose_sources(self.draft_sources, model, "gamma" in adapts)
+        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max}: level 1 takes its tokens from "
+                f"{' and '.join(sources)} here; leave it out, or add 'prompt_lookup' to "
+                "draft_sources"
+            )
         return dataclasses.replace(
-            self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
+            self,
+            num_speculative_tokens=length,
+            gamma=gamma,
+            adapts=",".join(adapts),
+            draft_sources=",".join(sources),
+            prompt_lookup_max=self.prompt_lookup_max or _MAX_NGRAM,
         )
 
     @property
@@ -236,21 +264,13 @@ class TriForceConfig:
             filled.gamma,
         )
 
-    def _check_type(self, name: str) -> None:
-        value = getattr(self, name)
-        default = {f.name: f for f in dataclasses.fields(self)}[name].default
-        if value is None and default is None:
-            return
-        wanted: tuple[type, ...] = (int,)
-        if isinstance(default, str) or name == "adapts":
-            wanted = (str,)
-        elif isinstance(default, bool):
-            wanted = (bool,)
-        elif isinstance(default, float):
-            wanted = (int, float)
-        if isinstance(value, bool) != (wanted == (bool,)) or not isinstance(value, wanted):
+    def _check_type(self, field: dataclasses.Field) -> None:
+        value, wanted = getattr(self, field.name), get_args(field.type) or (field.type,)
+        if float in wanted:
+            wanted += (int,)
+        if isinstance(value, bool) != (bool in wanted) or not isinstance(value, wanted):
             raise ValueError(
-                f"{name}={value!r} must be of type {wanted[-1].__name__}, "
+                f"{field.name}={value!r} must be of type {wanted[0].__name__}, "
                 f"not {type(value).__name__}"
             )
 

@@ -4,6 +4,7 @@ import os
 
 from vllm_triforce.config.asked import TriForceConfig
 from vllm_triforce.config.draft_files import check_draft_files
+from vllm_triforce.config.draft_sources import DEVICE_SOURCES
 from vllm_triforce.config.resolved import ResolvedConfig
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
@@ -150,6 +151,13 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             f"levels={config.levels!r}: Model Runner V2 has no levels switched off; leave it out"
         )
+    if vllm_config.use_v2_model_runner:
+        for name in config.sources:
+            if name not in DEVICE_SOURCES:
+                raise ValueError(
+                    f"draft_sources={config.draft_sources!r}: {name!r} drafts on the host, Model "
+                    f"Runner V2 on the device; use one of {DEVICE_SOURCES.names}"
+                )
     if not is_cpu() and not vllm_config.use_v2_model_runner:
         raise ValueError(
             "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "

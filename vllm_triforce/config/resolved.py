@@ -25,6 +25,8 @@ class ResolvedConfig:
     num_sink_tokens: int
     num_recent_tokens: int
     min_context: int
+    draft_sources: str
+    """Where level 1's tokens come from, separated by commas, the preferred one first."""
     prompt_lookup_max: int
     max_speculating_seqs: int
     log_interval: float
@@ -42,6 +44,11 @@ class ResolvedConfig:
     def choices(self) -> frozenset[str]:
         """What the controller chooses, of CHOICES."""
         return frozenset(filter(None, self.adapts.split(",")))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Of level 1's tokens, the preferred one first."""
+        return tuple(self.draft_sources.split(","))
 
     @property
     def budget_blocks(self) -> int:

@@ -1,14 +1,13 @@
 """How often a level's tokens are accepted: exponentially weighted, per request and engine-wide."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_triforce.controller.choice import Route
-
-# Matches longer than this are counted together: what followed a long match is nearly certain.
-LONGEST_MATCH = 8
+from vllm_triforce.controller.source_traits import SourceTraits
 
 
 @dataclass
@@ -49,21 +48,18 @@ class Rate:
         self.rejected *= 1 - 1 / (8 * self.memory)
 
 
-# What may be hoped for, acceptance per test as docs/results/2026-11-21-cpu.md found it: level 3 of
-# level 2's tokens 0.96, level 2 of the draft's 0.5. Of looked-up tokens by the length of the match
-# (docs/results/2026-11-21-cpu.md: 0.62 in all); they only decide what is tried first.
+# What may be hoped for of level 3, acceptance of level 2's tokens per test: 0.96 by
+# docs/results/2026-11-21-cpu.md. What may be hoped for of level 2 is each source's to say.
 LEVEL2_PRIOR = 0.95
-DRAFT_PRIOR = 0.5
-LOOKUP_PRIORS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 ROUND_PRIOR = 2.0
 """Tokens that a round of level 1 and level 2 adds."""
 
 CAUTION = 0.8
-"""Share of what may be hoped for of level 3, with level 2's and the draft's tokens, that an engine
-begins with. Where that pays everybody speculates; elsewhere single requests try, within what may
-be spent on finding out. With all of it a batch's first proposals are too many and too long, and
-the disappointment is taken for proposals' gaining less than their acceptance (``Gain``). Looked-up
-tokens cost little to try, and what may be hoped for of them is no more than was found."""
+"""Share of what may be hoped for of level 3, with level 2's and a draft model's tokens, that an
+engine begins with. Where that pays everybody speculates; elsewhere single requests try, within what
+may be spent on finding out. With all of it a batch's first proposals are too many and too long, and
+the disappointment is taken for proposals' gaining less than their acceptance (``Gain``). Tokens
+that take no passes cost little to try."""
 
 # Tests after which an old one counts 1/e: within a request text changes, an engine's users do less.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
@@ -80,37 +76,34 @@ class Rates:
 
     level2: Rate
     """Level 3 of level 2's tokens."""
-    draft: Rate
-    """Level 2 of the draft's tokens."""
-    lookup: list[Rate]
-    """Level 2 of looked-up tokens, by the length of the match."""
-    direct: list[Rate]
-    """Level 3 of looked-up tokens that level 2 did not see."""
-    direct_draft: Rate
-    """Level 3 of the draft's tokens that level 2 did not see."""
+    level1: dict[tuple[str, bool], list[Rate]]
+    """Of level 1's tokens, by their source and whether they go through level 2, which tests them
+    then, and level 3 else; each by class of confidence."""
     round_tokens: float = ROUND_PRIOR
     """Tokens that a round adds."""
 
     def add_round(self, num_tokens: int) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
 
-    @classmethod
-    def hoped(cls) -> "Rates":
-        """What may be hoped for."""
-        return cls.of_engine(caution=1.0)
+    def of(self, source: str, through_level2: bool, confidence: int) -> Rate:
+        return self.level1[source, through_level2][confidence]
 
     @classmethod
-    def of_engine(cls, caution: float = CAUTION) -> "Rates":
+    def hoped(cls, sources: Sequence[SourceTraits]) -> "Rates":
+        """What may be hoped for."""
+        return cls.of_engine(sources, caution=1.0)
+
+    @classmethod
+    def of_engine(cls, sources: Sequence[SourceTraits], caution: float = CAUTION) -> "Rates":
         def rate(prior: float) -> Rate:
             return Rate(prior, _ENGINE_WEIGHT, _ENGINE_MEMORY)
 
-        return cls(
-            rate(caution * LEVEL2_PRIOR),
-            rate(DRAFT_PRIOR),
-            [rate(prior) for prior in LOOKUP_PRIORS],
-            [rate(prior * LEVEL2_PRIOR) for prior in LOOKUP_PRIORS],
-            rate(caution * DRAFT_PRIOR * LEVEL2_PRIOR),
-        )
+        level1 = {}
+        for source in sources:
+            share = LEVEL2_PRIOR * (caution if source.takes_passes else 1.0)
+            level1[source.name, True] = [rate(hope) for hope in source.hopes]
+            level1[source.name, False] = [rate(share * hope) for hope in source.hopes]
+        return cls(rate(caution * LEVEL2_PRIOR), level1)
 
     @classmethod
     def of_request(cls, engine: "Rates") -> "Rates":
@@ -119,10 +112,7 @@ class Rates:
 
         return cls(
             rate(engine.level2),
-            rate(engine.draft),
-            [rate(of) for of in engine.lookup],
-            [rate(of) for of in engine.direct],
-            rate(engine.direct_draft),
+            {way: [rate(of) for of in rates] for way, rates in engine.level1.items()},
             engine.round_tokens,
         )
 
@@ -149,17 +139,16 @@ class Gain:
         self.found = self.found * keep + found
 
 
-@dataclass
 class Acceptance:
     """Everybody's estimates; a request begins with the engine's for its kind: sampled tokens are
     accepted less often than greedy ones."""
 
-    greedy: Rates = field(default_factory=Rates.of_engine)
-    sampled: Rates = field(default_factory=Rates.of_engine)
-    requests: dict[str, tuple[Rates, bool]] = field(default_factory=dict)
-    """Each request's, and whether it is greedy."""
-    gains: dict[tuple[Route, bool], Gain] = field(default_factory=lambda: defaultdict(Gain))
-    """By route, and whether the request is greedy."""
+    def __init__(self, sources: Sequence[SourceTraits]) -> None:
+        self.greedy, self.sampled = Rates.of_engine(sources), Rates.of_engine(sources)
+        self.requests: dict[str, tuple[Rates, bool]] = {}
+        """Each request's, and whether it is greedy."""
+        self.gains: dict[tuple[Route, bool], Gain] = defaultdict(Gain)
+        """By route, and whether the request is greedy."""
 
     def of(self, request_id: str, is_greedy: bool = True) -> Rates:
         found = self.requests.get(request_id)
@@ -182,11 +171,6 @@ class Acceptance:
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
-
-
-def match_index(match_length: int) -> int:
-    """Index into ``lookup`` and ``direct`` of a match of at least one token."""
-    return min(match_length, LONGEST_MATCH) - 1
 
 
 def expected_by_length(rate, most: int) -> np.ndarray:

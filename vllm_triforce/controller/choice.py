@@ -1,16 +1,13 @@
 """What a request does in a step."""
 
 from dataclasses import dataclass
-from enum import Enum
 
+Route = str
+"""Which levels a proposal passes on its way to the full pass: ``LEVELS``, or, straight from level
+1, the name of its source; ``PLAIN_ROUTE`` where there is none."""
 
-class Route(Enum):
-    """Which levels a proposal passes on its way to the full pass."""
-
-    PLAIN = "plain"
-    LEVELS = "levels 1 and 2"
-    LOOKUP = "prompt lookup"
-    DRAFT = "draft"
+PLAIN_ROUTE: Route = "plain"
+LEVELS: Route = "levels 1 and 2"
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,8 @@ class Choice:
 
     route: Route
     num_tokens: int
-    match_length: int = 0
+    confidence: int | None = None
+    """Class of confidence of the source's tokens that go straight to the full pass."""
 
 
-PLAIN = Choice(Route.PLAIN, 0)
+PLAIN = Choice(PLAIN_ROUTE, 0)

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Rates
 from vllm_triforce.controller.backoff import SpeculationBackoff
-from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.learning import Learning, Planned
@@ -21,6 +21,7 @@ from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
 from vllm_triforce.controller.promise import Kind
+from vllm_triforce.controller.source_traits import SourceTraits
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
@@ -32,16 +33,17 @@ class Controller(Learning):
     """One engine's.
 
     Args:
-        has_draft: whether level 1 has a draft model.
+        sources: level 1's, the preferred one first: it is used where nothing is chosen.
     """
 
-    def __init__(self, config: ResolvedConfig, has_draft: bool) -> None:
-        super().__init__(config, has_draft)
-        self._fixed = FixedChoices(config, has_draft)
+    def __init__(self, config: ResolvedConfig, sources: Sequence[SourceTraits]) -> None:
+        super().__init__(config, sources)
+        self._preferred = sources[0]
+        self._fixed = FixedChoices(config, sources)
         self._num_decisions = 0
         self.backoff = SpeculationBackoff()
-        self._optimistic_rates = Rates.hoped()
-        self._level1 = Level1Choices(config, has_draft, self.acceptance)
+        self._optimistic_rates = Rates.hoped(sources)
+        self._level1 = Level1Choices(config, self.sources, self.acceptance)
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -114,7 +116,7 @@ class Controller(Learning):
             self._exploration.begin_turn(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
             best = plan(found, plain, fixed, num_plain, model.error)
-            by_levels = sum(found.routes[c] is Route.LEVELS for c in best.options if c >= 0)
+            by_levels = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
@@ -180,11 +182,10 @@ class Controller(Learning):
         # at full length.
         longest = num_reqs * (most + 1)
         slope = max(0.0, model.rows(longest) - model.rows(num_reqs)) / (longest - num_reqs)
-        routes = [Route.LEVELS]
-        if "gamma" in self.chooses:
-            routes += [Route.LOOKUP, Route.DRAFT] if self.has_draft else [Route.LOOKUP]
-        if self.config.levels == "1,3":
-            routes = [Route.DRAFT if self.has_draft else Route.LOOKUP]
+        has_levels = self.config.levels != "1,3"
+        sources = self.sources if "gamma" in self.chooses else []
+        if not has_levels:
+            sources = [self._preferred]
         greedy, sampled = (self.acceptance.gains_by_route(is_greedy) for is_greedy in (True, False))
         known = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         return build_options(
@@ -197,7 +198,8 @@ class Controller(Learning):
             slope,
             self.round_seconds(num_sharing),
             model.draft(num_sharing) / num_sharing,
-            routes,
+            sources,
+            has_levels,
         )
 
     def round_seconds(self, num_rows: int) -> float:
@@ -247,20 +249,25 @@ class Controller(Learning):
         return num_steps
 
     def level1(
-        self, request_id: str, has_seed: bool, match_length: int, num_rows: int, most: int
-    ) -> tuple[Route, int]:
+        self,
+        request_id: str,
+        has_seed: bool,
+        confidence: Mapping[str, int],
+        num_rows: int,
+        most: int,
+    ) -> tuple[str | None, int]:
         """Where the next tokens for level 2 come from, and how many.
 
         Args:
-            match_length: of what prompt lookup found.
+            confidence: of the sources that have tokens.
             num_rows: requests in this round.
             most: tokens that level 2 has room for.
         """
         if self.config.levels == "2,3":
-            return Route.PLAIN, 0
+            return None, 0
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.level1(most)
-        return self._level1.best(request_id, match_length, num_rows, most)
+        return self._level1.best(request_id, confidence, num_rows, most)
 
     @property
     def num_requests(self) -> int:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.choice import Route
+from vllm_triforce.controller.choice import LEVELS, Route
 from vllm_triforce.controller.exploration_budget import ExplorationBudget
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, best_alone
@@ -206,7 +206,7 @@ class Exploration:
             if not self.trials.spend(seconds):
                 is_saving |= is_plain and seconds <= _SAVED * plain_seconds
                 continue
-            if not any(found.routes[column] is Route.LEVELS for column in columns if column >= 0):
+            if not any(found.routes[column] == LEVELS for column in columns if column >= 0):
                 found.seconds[row, trial] = alone().seconds[row, trial]
             columns[row] = trial
             more = 0.0
@@ -264,7 +264,7 @@ def _cheapest(found: Options, could: np.ndarray) -> float:
 
 def _short(found: Options, row: int, route: Route) -> int:
     """The column of a short proposal by a route."""
-    wanted = np.array([r is route for r in found.routes]) & found.is_possible[row]
+    wanted = np.array([r == route for r in found.routes]) & found.is_possible[row]
     if not wanted.any():
         wanted = found.is_possible[row]
     distance = np.where(wanted, np.abs(found.lengths[row] - _TRIAL_LENGTH), np.inf)

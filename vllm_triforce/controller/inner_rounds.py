@@ -19,26 +19,20 @@ class InnerRounds:
             model.level2(num_rows, n + 1) + model.test_seconds(num_rows * (n + 1), is_greedy)
             for n in lengths
         ]
-        self._lookup_seconds = np.array(tested)
-        self._draft_seconds = self._lookup_seconds + model.draft(num_rows) * np.arange(most + 1)
+        free = np.array(tested)
+        passes = model.draft(num_rows) * np.arange(most + 1)
+        self._seconds = {False: free, True: free + passes}
 
-    def best_gamma(self, rate: float, most: int) -> tuple[int, float]:
-        """How many tokens the draft is worth asking for, for a pass of level 2.
+    def best(self, rate: float, most: int, takes_passes: bool) -> tuple[int, float]:
+        """How many tokens a source is worth asking for, for a pass of level 2.
 
         Args:
             rate: level 2's acceptance.
+            takes_passes: whether each takes a pass of the draft model.
 
         Returns:
             The number, 0 where level 2 is better off alone, and tokens per second of such rounds.
         """
-        return _best(rate, self._draft_seconds[: most + 1])
-
-    def best_lookup(self, rate: float, most: int) -> tuple[int, float]:
-        """How many looked-up tokens a pass of level 2 should test; as ``best_gamma``."""
-        return _best(rate, self._lookup_seconds[: most + 1])
-
-
-def _best(rate: float, seconds: np.ndarray) -> tuple[int, float]:
-    speeds = (1 + expected_by_length(rate, len(seconds) - 1)) / seconds
-    best = int(speeds.argmax())
-    return best, float(speeds[best])
+        speeds = (1 + expected_by_length(rate, most)) / self._seconds[takes_passes][: most + 1]
+        best = int(speeds.argmax())
+        return best, float(speeds[best])

@@ -1,13 +1,15 @@
 """What the controller learns: from what was accepted, and from how long things took."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.acceptance import Acceptance, match_index
-from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.acceptance import Acceptance
+from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.measurements import StepTime
+from vllm_triforce.controller.source_traits import SourceTraits
 
 
 @dataclass
@@ -23,13 +25,15 @@ class Learning:
     """What is known, and what is told of it; ``Controller`` decides by it.
 
     Args:
-        has_draft: whether level 1 has a draft model.
+        sources: level 1's, the preferred one first.
     """
 
-    def __init__(self, config: ResolvedConfig, has_draft: bool) -> None:
+    def __init__(self, config: ResolvedConfig, sources: Sequence[SourceTraits]) -> None:
         self.config = config
-        self.has_draft = has_draft
-        self.acceptance = Acceptance()
+        self.sources = sorted(sources, key=lambda source: source.takes_passes)
+        """Those that take no passes first: they win where others promise the same."""
+        self.has_draft = any(source.takes_passes for source in sources)
+        self.acceptance = Acceptance(sources)
         self.measured: CostModel | None = None
         """What this rank measured; None where nothing is chosen."""
         self.model: CostModel | None = None
@@ -44,17 +48,21 @@ class Learning:
         return self.config.choices if self.model is not None else frozenset()
 
     def observe_round(
-        self, request_id: str, source: Route, match_length: int, drafted: int, accepted: int
+        self,
+        request_id: str,
+        source: str | None,
+        confidence: int | None,
+        drafted: int,
+        accepted: int,
     ) -> None:
-        """Level 2 tested ``drafted`` tokens of level 1."""
+        """Level 2 tested ``drafted`` tokens of a source; of none, its own alone."""
         for rates in self.acceptance.both(request_id):
             rates.add_round(accepted + 1)
-            if source is Route.DRAFT:
-                rates.draft.add(drafted, accepted)
-            elif source is Route.LOOKUP and match_length:
-                rates.lookup[match_index(match_length)].add(drafted, accepted)
-            if source is not Route.DRAFT:
-                rates.draft.fade()
+            if source is not None and confidence is not None:
+                rates.of(source, True, confidence).add(drafted, accepted)
+            for other in self.sources:
+                if other.takes_passes and other.name != source:
+                    rates.of(other.name, True, 0).fade()
 
     def observe_times(
         self,
@@ -104,12 +112,10 @@ class Learning:
             gain = self.acceptance.gains[choice.route, is_greedy]
             gain.add(expected / gain.value, accepted)
         for rates in self.acceptance.both(request_id):
-            if choice.route is Route.LEVELS:
+            if choice.route == LEVELS:
                 rates.level2.add(drafted, accepted)
-            elif choice.route is Route.DRAFT:
-                rates.direct_draft.add(drafted, accepted)
-            elif choice.route is Route.LOOKUP and choice.match_length:
-                rates.direct[match_index(choice.match_length)].add(drafted, accepted)
+            elif choice.confidence is not None:
+                rates.of(choice.route, False, choice.confidence).add(drafted, accepted)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
         """A step has ended; ``planned`` is what ``take_plan()`` gave for its drafts."""

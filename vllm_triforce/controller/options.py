@@ -1,13 +1,14 @@
 """Everything that the requests of a batch could propose."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_triforce.controller.acceptance import Rates, expected_by_length, match_index
-from vllm_triforce.controller.choice import PLAIN, Choice, Route
+from vllm_triforce.controller.acceptance import Rates, expected_by_length
+from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel
+from vllm_triforce.controller.source_traits import SourceTraits
 
 
 @dataclass
@@ -19,8 +20,9 @@ class Candidate:
     """Tokens."""
     most: int
     """Longest proposal that fits."""
-    match_length: int = 0
-    """Tokens of the longest n-gram that prompt lookup finds again."""
+    confidence: Mapping[str, int] = field(default_factory=dict)
+    """Of the sources of level 1 that have tokens for it, by their names; those may be left out
+    that always have."""
     has_seed: bool = False
     is_greedy: bool = True
     tokens_behind: int = 0
@@ -46,7 +48,7 @@ class Options:
         seconds: [num_reqs, num_options].
         is_possible: [num_reqs, num_options], bool.
         routes: [num_options].
-        match_lengths: [num_reqs].
+        confidences: of each request, by route.
         first_seconds: [num_reqs, num_options], what the next proposal takes longer than
             ``seconds``, because the draft's window or level 2's selection has to be made.
         borne_seconds: [num_reqs, num_options], the part of that which is in ``seconds``.
@@ -57,7 +59,7 @@ class Options:
     seconds: np.ndarray
     is_possible: np.ndarray
     routes: list[Route] = field(default_factory=list)
-    match_lengths: list[int] = field(default_factory=list)
+    confidences: list[dict[Route, int | None]] = field(default_factory=list)
     first_seconds: np.ndarray | float = 0.0
     borne_seconds: np.ndarray | float = 0.0
 
@@ -70,7 +72,7 @@ class Options:
         if column < 0:
             return PLAIN
         route, length = self.routes[column], int(self.lengths[row, column])
-        return Choice(route, length, self.match_lengths[row] if route is Route.LOOKUP else 0)
+        return Choice(route, length, self.confidences[row].get(route))
 
 
 def build_options(
@@ -83,9 +85,11 @@ def build_options(
     slope: float,
     round_seconds: float,
     draft_seconds: float,
-    routes: Sequence[Route],
+    sources: Sequence[SourceTraits],
+    has_levels: bool,
 ) -> Options:
-    """Every candidate's proposals of ``lengths`` and of its longest possible one, by ``routes``.
+    """Every candidate's proposals of ``lengths`` and of its longest possible one, by levels 1 and
+    2 and straight from each source.
 
     Args:
         rates: of each candidate.
@@ -94,6 +98,8 @@ def build_options(
         slope: seconds that each token more adds to the full pass, attention apart.
         round_seconds: of a round of level 1 and level 2, a request's share.
         draft_seconds: of a pass of the draft, a request's share.
+        sources: whose tokens may go straight to the full pass.
+        has_levels: whether tokens may go through level 2.
     """
     most = np.array(longest)[:, None]
     shape = (len(candidates), len(lengths) + 1)
@@ -110,24 +116,27 @@ def build_options(
     window = np.array([model.reading_window(c.tokens_behind) for c in candidates])[:, None]
     selecting = np.array([model.first_selection(c.tokens_unselected) for c in candidates])[:, None]
 
+    confidences: list[dict[Route, int | None]] = [
+        {source.name: source.confidence(c.confidence) for source in sources} for c in candidates
+    ]
+    takes_passes = {source.name: source.takes_passes for source in sources}
+    routes = [*([LEVELS] if has_levels else []), *takes_passes]
     tokens, seconds, possible, first = [], [], [], []
     for route in routes:
-        accepted = np.array([_rate(route, r, c) for r, c in zip(rates, candidates)])
-        by_length = expected_by_length(accepted[:, None], max(longest))
+        found = [_rate(route, r, known) for r, known in zip(rates, confidences)]
+        by_length = expected_by_length(np.array(found)[:, None], max(longest))
         gained = np.array([gain.get(route, 1.0) for gain in gains])[:, None]
         tokens.append(gained * by_length[rows, places])
         is_possible = fits
-        if route is Route.LEVELS:
+        if route == LEVELS:
             rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
             seconds.append(full + model.begin_seconds + rounds * round_seconds)
             first.append(window + selecting)
-        elif route is Route.DRAFT:
-            seconds.append(full + places * draft_seconds)
-            first.append(window)
         else:
-            seconds.append(full)
-            first.append(np.zeros_like(window))
-            is_possible = fits & np.array([c.match_length > 0 for c in candidates])[:, None]
+            seconds.append(full + places * draft_seconds * takes_passes[route])
+            first.append(window * takes_passes[route])
+            has_tokens = [known[route] is not None for known in confidences]
+            is_possible = fits & np.array(has_tokens)[:, None]
         possible.append(is_possible)
     more = np.concatenate([np.broadcast_to(seconds_, shape) for seconds_ in first], axis=1)
     gained = np.concatenate(tokens, axis=1)
@@ -139,16 +148,15 @@ def build_options(
         np.concatenate(seconds, axis=1) + more / proposals,
         np.concatenate(possible, axis=1),
         [route for route in routes for _ in range(shape[1])],
-        [c.match_length for c in candidates],
+        confidences,
         more * (1 - 1 / proposals),
         more / proposals,
     )
 
 
-def _rate(route: Route, rates: Rates, candidate: Candidate) -> float:
+def _rate(route: Route, rates: Rates, confidences: Mapping[Route, int | None]) -> float:
     """Level 3's acceptance of a token by this route."""
-    if route is Route.LEVELS:
+    if route == LEVELS:
         return rates.level2.value
-    if route is Route.DRAFT:
-        return rates.direct_draft.value
-    return rates.direct[match_index(candidate.match_length)].value if candidate.match_length else 0
+    confidence = confidences[route]
+    return 0.0 if confidence is None else rates.of(route, False, confidence).value

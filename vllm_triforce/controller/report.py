@@ -1,7 +1,7 @@
 """What the controller decided, for the log."""
 
 from vllm_triforce.controller.acceptance import LEVEL2_PRIOR
-from vllm_triforce.controller.choice import Route
+from vllm_triforce.controller.choice import PLAIN_ROUTE
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.options import Candidate
 
@@ -17,7 +17,7 @@ def describe(controller: Controller) -> str:
         context: controller.preview(Candidate("preview", context, config.num_speculative_tokens))
         for context in contexts
     }
-    wins = [context for context, choice in chosen.items() if choice.route is not Route.PLAIN]
+    wins = [context for context, choice in chosen.items() if choice.route != PLAIN_ROUTE]
     decided = "no context is long enough for speculation to pay here"
     if wins:
         length = chosen[wins[-1]].num_tokens

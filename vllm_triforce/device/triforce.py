@@ -6,9 +6,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
-from vllm_triforce.device.level1 import DeviceLevel1
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
+from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
 from vllm_triforce.kernels.race import Race
@@ -35,7 +35,7 @@ class DeviceTriForce:
     def __init__(
         self,
         config: ResolvedConfig,
-        level1: DeviceLevel1,
+        level1: DeviceSource,
         level2: DeviceRetrieval,
         rows: Rows,
         slots: Slots,

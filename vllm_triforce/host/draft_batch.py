@@ -82,3 +82,18 @@ class Proposal:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def extend(self, row: int, token_ids: list[int], probs) -> None:
+        """Adds to a request's proposal.
+
+        Args:
+            probs: of each token [vocab_size], or None; not looked at where all are greedy.
+        """
+        self.token_ids[row] += token_ids
+        if self.probs is not None:
+            self.probs[row] += probs
+
+    def put(self, rows: list[int], other: "Proposal") -> None:
+        """Takes over the proposals of some of the requests."""
+        for i, row in enumerate(rows):
+            self.extend(row, other.token_ids[i], None if other.probs is None else other.probs[i])

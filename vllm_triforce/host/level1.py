@@ -1,21 +1,118 @@
-"""What level 1 hands up."""
+"""Level 1: for each request and round the source that promises most."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
+from vllm_triforce.controller import Controller
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.sources.source import Drafted, DraftSource, Offer
 
 
 @dataclass
-class Drafted:
-    """Tokens drafted by level 1, a list per row, maybe empty."""
+class Offers:
+    """What each source has for some rows."""
 
-    token_ids: list[list[int]]
-    probs: list[list[torch.Tensor] | None] | None = None
-    """Per row and token [vocab_size], what each was drawn from; None, as a whole or for a row,
-    where each token was certain (prompt lookup, greedy requests)."""
-    nan_rows: list[int] = field(default_factory=list)
-    """Rows for which the draft's logits had a NaN; nothing is drafted for them."""
-    is_first: bool = False
-    """Whether the draft read a whole window of tokens, of a request that it knew nothing of."""
-    num_read: int = 0
-    """Tokens of windows that it knew but was far behind of, which it read besides."""
+    by_source: Mapping[str, Sequence[Offer | None]]
+
+    def confidence(self, i: int) -> dict[str, int]:
+        """Of the sources that have tokens for the ``i``-th row."""
+        found = {name: offers[i] for name, offers in self.by_source.items()}
+        return {name: offer.confidence for name, offer in found.items() if offer is not None}
+
+    def take(self, rows: Sequence[int]) -> "Offers":
+        """Of some of the rows."""
+        return Offers(
+            {name: [offers[row] for row in rows] for name, offers in self.by_source.items()}
+        )
+
+
+@dataclass
+class SourcedDraft:
+    """What was drafted for each row, and from which source, None from none."""
+
+    drafted: Drafted
+    sources: list[str | None]
+    confidences: list[int | None]
+    with_model: list[bool]
+    """Whether a row's tokens took passes of the draft model."""
+
+
+class Level1:
+    """Drafts for level 2, or straight for level 3.
+
+    Args:
+        sources: the preferred one first; the others are asked where the controller chooses.
+    """
+
+    def __init__(self, sources: Sequence[DraftSource], controller: Controller) -> None:
+        self.sources = {source.name: source for source in sources}
+        self._controller = controller
+
+    def offers(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Offers:
+        """What the sources have that may be used."""
+        asked = list(self.sources.values())
+        if "gamma" not in self._controller.chooses:
+            asked = asked[:1]
+        return Offers({source.name: source.offers(batch, proposal, rows) for source in asked})
+
+    def draft(self, batch, proposal, rows, most, sampling, noise) -> SourcedDraft:
+        """Drafts at most ``most[i]`` tokens for a pass of level 2, after what is proposed for
+        ``rows[i]``."""
+        offers = self.offers(batch, proposal, rows)
+        confidences = [offers.confidence(i) for i in range(len(rows))]
+        chosen = [
+            self._controller.level1(
+                batch.request_ids[row], batch.has_seed(row), confidence, len(rows), room
+            )
+            for row, confidence, room in zip(rows, confidences, most)
+        ]
+        drafted = self.draft_from(chosen, offers, batch, proposal, rows, sampling, noise)
+        sources = [source for source, _ in chosen]
+        return SourcedDraft(
+            drafted,
+            sources,
+            [None if name is None else of.get(name) for name, of in zip(sources, confidences)],
+            [name is not None and self.sources[name].needs_model for name in sources],
+        )
+
+    def draft_from(
+        self,
+        chosen: Sequence[tuple[str | None, int]],  # of each row: a source, and how many tokens
+        offers: Offers,
+        batch: DraftBatch,
+        proposal: Proposal,
+        rows: Sequence[int],
+        sampling,
+        noise,
+    ) -> Drafted:
+        """Each row's tokens, from its source."""
+        whole = Drafted.nothing(len(rows))
+        for name, source in self.sources.items():
+            wanted = [count if source_ == name else 0 for source_, count in chosen]
+            if not any(wanted):
+                continue
+            found = offers.by_source[name]
+            part = source.draft(batch, proposal, rows, wanted, found, sampling, noise)
+            whole.take(part, [i for i, count in enumerate(wanted) if count])
+        return whole
+
+    @property
+    def model(self) -> DraftSource | None:
+        """The source that asks a draft model; None where there is none."""
+        return next((source for source in self.sources.values() if source.needs_model), None)
+
+    def tokens_behind(self, request_id: str, num_tokens: int) -> int:
+        """Tokens that level 1 has to read before it can draft."""
+        return max(source.tokens_behind(request_id, num_tokens) for source in self.sources.values())
+
+    @property
+    def num_requests(self) -> int:
+        return max(source.num_requests for source in self.sources.values())
+
+    def clean(self, request_id: str) -> None:
+        for source in self.sources.values():
+            source.clean(request_id)
+
+    def release(self, request_id: str) -> None:
+        for source in self.sources.values():
+            source.release(request_id)

@@ -91,7 +91,7 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
             "name one or leave them out"
         )
     config = TriForceConfig.from_speculative_config(keys)
-    return config.fill(can_adapt=checks.has_controller()), draft
+    return config.fill(checks.has_controller(), draft.get("model")), draft
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):

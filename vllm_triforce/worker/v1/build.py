@@ -5,16 +5,17 @@ from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
 from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.host.level1 import Level1
 from vllm_triforce.host.retrieval import RetrievalLevel
-from vllm_triforce.host.sources import Level1Sources
-from vllm_triforce.host.streaming import StreamingLevel
+from vllm_triforce.host.sources.source import SourceParts
 from vllm_triforce.host.triforce import TriForceSpeculator
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.selection import POLICIES
 from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.worker.layers import attention_backend, private_cache
+from vllm_triforce.worker.layers import attention_backend
 
 
 class BuiltSpeculator:
@@ -66,12 +67,11 @@ class BuiltSpeculator:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        streaming = None
-        if draft is not None:
-            streaming = _streaming_level(draft, draft_layers, vllm_config, config, device)
-        controller = Controller(config, has_draft=streaming is not None)
+        parts = SourceParts(vllm_config, config, draft, draft_layers, device)
+        sources = [SOURCES[name].build(parts) for name in config.sources]
+        controller = Controller(config, [source.traits() for source in sources])
         self.speculator = TriForceSpeculator(
-            Level1Sources(streaming, config.prompt_lookup_max, controller),
+            Level1(sources, controller),
             RetrievalLevel(target, vllm_config, groups, attention, cache, device),
             controller,
             InnerNoise(
@@ -104,19 +104,3 @@ def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> Ch
             device=device,
             block_summaries=block_summaries,
         )
-
-
-def _streaming_level(draft, layers: dict, vllm_config, config: ResolvedConfig, device):
-    num_slots = vllm_config.scheduler_config.max_num_seqs
-    cache, builder = private_cache(layers, vllm_config, config, num_slots, device)
-    return StreamingLevel(
-        draft,
-        vllm_config,
-        layers,
-        builder,
-        cache,
-        config.num_sink_tokens,
-        config.num_recent_tokens,
-        config.window_tokens,
-        device,
-    )

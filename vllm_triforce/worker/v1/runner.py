@@ -19,7 +19,7 @@ from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.calibration import Calibration
-from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.worker.draft_loading import loading_draft, warm_up
 from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.ranks import broadcast_from_first_rank
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
@@ -67,8 +67,6 @@ class TriForceProposer(DraftModelProposer):
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
         """Compiles the draft along with the target's own warm-up."""
         if self._draft_model is not None:
-            from vllm_triforce.host.streaming import warm_up
-
             warm_up(self.model, self.vllm_config, self.device)
 
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:

@@ -5,22 +5,16 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import DEVICE_SOURCES
 from vllm_triforce.core.kv_groups import group_layers
-from vllm_triforce.device.level1 import (
-    DeviceLevel1,
-    DevicePromptLookup,
-    DeviceStreaming,
-    WindowRebuild,
-)
-from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slots
+from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
-from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.worker.layers import attention_backend, private_cache
+from vllm_triforce.worker.layers import attention_backend
 
 
 class DeviceBuild:
@@ -92,82 +86,24 @@ class DeviceBuild:
             device,
         )
         race = Race(self.num_slots, draft_logits.shape[2], device)
-        level1: DeviceLevel1 = DevicePromptLookup(config.prompt_lookup_max)
-        if draft is not None:
-            cache, builder = private_cache(
-                draft_layers, vllm_config, config, self.num_slots, device
-            )
-            attention = draft_attention(draft_layers, builder)
-            level1 = self._streaming(
-                draft,
-                attention,
-                cache,
+        (source,) = config.sources
+        level1 = DEVICE_SOURCES[source].build(
+            DeviceSourceParts(
                 vllm_config,
                 config,
-                draft_logits,
+                draft,
+                draft_layers,
+                draft_attention,
+                rows,
+                self.num_slots,
+                draft_logits.shape[2],
+                draft_logits.dtype,
                 race,
                 device,
-                BlockCleaner([x.kv_cache for x in draft_layers.values()], cache.block_size, device),
             )
+        )
         self.slots = Slots(self.num_slots)
         self.triforce = DeviceTriForce(config, level1, level2, rows, self.slots, draft_logits, race)
-
-    def _streaming(
-        self, draft, attention, cache, vllm_config, config, draft_logits, race, device, cleaner
-    ) -> DeviceStreaming:
-        draft_config = vllm_config.speculative_config.draft_model_config
-        capacity = cache.blocks_per_slot * cache.block_size
-        # A row's blocks stay where they are, row by row: a graph may be replayed for any slots.
-        tables = torch.zeros_like(cache.block_table)
-
-        def make_pass(query_len: int, name: str) -> ModelPass:
-            def metadata(num_rows: int) -> dict:
-                seq_lens = made.inputs.seq_lens[:num_rows]
-                return attention.uniform(num_rows, query_len, seq_lens, tables[:num_rows], capacity)
-
-            def slots(num_rows: int) -> dict[str, torch.Tensor]:
-                return dict.fromkeys(
-                    attention.layer_names, made.inputs.slot_mapping[: num_rows * query_len]
-                )
-
-            made = ModelPass(
-                draft,
-                vllm_config,
-                self.num_slots,
-                query_len,
-                self.num_slots,
-                draft_config.get_hidden_size(),
-                draft_config.dtype,
-                device,
-                metadata,
-                slots,
-                name,
-            )
-            return made
-
-        return DeviceStreaming(
-            draft,
-            make_pass,
-            WindowRebuild(
-                draft,
-                vllm_config,
-                cache,
-                attention.layer_names,
-                attention.ragged,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-                device,
-            ),
-            cache,
-            tables,
-            config.num_sink_tokens,
-            config.num_recent_tokens,
-            config.window_tokens,
-            self.rows,
-            draft_logits.shape[2],
-            draft_logits.dtype,
-            race,
-            cleaner,
-        )
 
     def capture(self, mode: CUDAGraphMode) -> None:
         self.triforce.capture(mode)

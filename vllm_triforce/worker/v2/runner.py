@@ -17,7 +17,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.worker.draft_loading import loading_draft, warm_up
 from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
@@ -218,8 +218,6 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
     def _warm_up(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
-            from vllm_triforce.host.streaming import warm_up
-
             warm_up(self.model, self.vllm_config, self.device)
 
     def _rows_to_speculate_on(self, input_batch, most: int) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Prompt lookup on the device: ``host/prompt_lookup.py`` for all rows at once."""
+"""``host/sources/prompt_lookup.py`` on the device, for all rows at once."""
 
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
 from vllm_triforce.kernels.feeding import token_at
 from vllm_triforce.kernels.rows import Rows
@@ -117,3 +118,24 @@ def look_up(
         COLUMNS=NUM_COLUMNS,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
     )
+
+
+class DevicePromptLookup(DeviceSource):
+    """Prompt lookup.
+
+    Args:
+        max_ngram: longest n-gram that is looked up, in tokens.
+    """
+
+    name = "prompt_lookup"
+
+    def __init__(self, max_ngram: int) -> None:
+        self._max_ngram = max_ngram
+
+    @classmethod
+    def build(cls, parts) -> "DevicePromptLookup":
+        return cls(parts.config.prompt_lookup_max)
+
+    def draft(self, batch, rows, is_first) -> None:
+        most = int(batch.most_tokens.max()) + 1 + rows.num_speculative_tokens
+        look_up(rows, batch.all_token_ids, most, self._max_ngram)

@@ -1,61 +1,25 @@
-"""Level 1 on the device: a draft model with a window of its own, or prompt lookup."""
+"""``host/sources/draft_model.py`` on the device (paper, section 4.1)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
+from vllm_triforce.core.private_cache import private_cache
 from vllm_triforce.device.batch import DeviceBatch
-from vllm_triforce.device.model_pass import ModelPass, forward
+from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.slots import Slot
+from vllm_triforce.device.sources.source import DeviceSource, DeviceSourceParts
+from vllm_triforce.device.window_rebuild import WindowRebuild
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.faults import BlockCleaner
-from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.verification.masked_logits import masked_logits
 
 
-class DeviceLevel1(ABC):
-    """What drafts on the device: the draft model with its window, or prompt lookup."""
-
-    @abstractmethod
-    def draft(self, batch: DeviceBatch, rows: Rows, is_first: bool) -> None:
-        """Writes ``rows.drafted`` and ``rows.num_drafted`` (``rows.gamma`` at most)."""
-
-    def begin(self, batch: DeviceBatch, slots: list[Slot]) -> None:  # noqa: B027
-        """Called once a proposal, before its rounds."""
-
-    def clean(self, batch: DeviceBatch, rows: Rows) -> None:  # noqa: B027
-        """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
-
-    @property
-    def distributions(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Masked logits [num_rows, gamma, vocab_size] and logsumexp [num_rows, gamma] of what was
-        drafted; None where each token was certain."""
-        return None
-
-    def capture(self, mode) -> None:  # noqa: B027
-        """Captures CUDA graphs."""
-
-
-class DevicePromptLookup(DeviceLevel1):
-    """Args:
-    max_ngram: longest n-gram that is looked up, in tokens.
-    """
-
-    def __init__(self, max_ngram: int) -> None:
-        self.max_ngram = max_ngram
-
-    def draft(self, batch, rows, is_first) -> None:
-        most = int(batch.most_tokens.max()) + 1 + rows.num_speculative_tokens
-        look_up(rows, batch.all_token_ids, most, self.max_ngram)
-
-
-class DeviceStreaming(DeviceLevel1):
+class DeviceDraftModel(DeviceSource):
     """A draft model that sees sink tokens and recent tokens (paper, section 4.1).
 
     Positions in the window follow from a token's index and the window's start, which only a
@@ -70,11 +34,45 @@ class DeviceStreaming(DeviceLevel1):
             proposal writes its rows' own.
     """
 
+    name = "draft_model"
+
+    @classmethod
+    def build(cls, parts: DeviceSourceParts) -> "DeviceDraftModel":
+        config, vllm_config, device = parts.config, parts.vllm_config, parts.device
+        layers = parts.draft_layers
+        cache, builder = private_cache(layers, vllm_config, config, parts.num_slots, device)
+        attention = parts.draft_attention(layers, builder)
+        # A row's blocks stay where they are, row by row: a graph may be replayed for any slots.
+        tables = torch.zeros_like(cache.block_table)
+        return cls(
+            parts.draft,
+            _passes(parts, attention, tables, cache.blocks_per_slot * cache.block_size),
+            WindowRebuild(
+                parts.draft,
+                vllm_config,
+                cache,
+                attention.layer_names,
+                attention.ragged,
+                vllm_config.scheduler_config.max_num_batched_tokens,
+                device,
+            ),
+            cache,
+            tables,
+            config.num_sink_tokens,
+            config.num_recent_tokens,
+            config.window_tokens,
+            parts.rows,
+            parts.vocab_size,
+            parts.logits_dtype,
+            parts.race,
+            BlockCleaner([layer.kv_cache for layer in layers.values()], cache.block_size, device),
+        )
+
     def __init__(
         self,
         model: torch.nn.Module,
         make_pass: Callable[[int, str], ModelPass],
-        rebuild: "WindowRebuild",
+        rebuild: WindowRebuild,
         cache: StreamingCache,
         tables: torch.Tensor,
         num_sinks: int,
@@ -177,76 +175,37 @@ class DeviceStreaming(DeviceLevel1):
         )
 
 
-class WindowRebuild:
-    """Feeds whole windows to the draft: a prefill of a few hundred tokens, rare.
+def _passes(parts: DeviceSourceParts, attention, tables, capacity: int):
+    """From (query_len, name) to a pass of the draft over its cache.
 
     Args:
-        ragged: from (query_start_loc, seq_lens, block table, longest) to metadata by layer.
-        most_tokens: of one pass.
+        tables: [num_rows, blocks per window], int32, block tables that the passes read.
+        capacity: tokens of a window at most.
     """
+    draft_config = parts.vllm_config.speculative_config.draft_model_config
 
-    def __init__(
-        self,
-        model,
-        vllm_config,
-        cache: StreamingCache,
-        layer_names: list[str],
-        ragged: Callable,
-        most_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._vllm_config = vllm_config
-        self._cache = cache
-        self._layer_names = layer_names
-        self._ragged = ragged
-        self._most_tokens = most_tokens
-        self._device = device
+    def make_pass(query_len: int, name: str) -> ModelPass:
+        def metadata(num_rows: int) -> dict:
+            seq_lens = made.inputs.seq_lens[:num_rows]
+            return attention.uniform(num_rows, query_len, seq_lens, tables[:num_rows], capacity)
 
-    def __call__(
-        self,
-        num_sinks: int,
-        stale: list[tuple[int, Slot, int]],  # state, slot, index of the newest token at most
-        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
-    ) -> None:
-        """Tokens behind a request's real end are fed too; others take their places in time."""
-        windows = []
-        for state, slot, newest in stale:
-            sinks = np.arange(min(num_sinks, newest + 1))
-            indices = np.concatenate([sinks, np.arange(slot.window_start, newest + 1)])
-            windows.append((state, slot.index, indices))
-        while windows:
-            total, count = 0, 0
-            while count < len(windows) and (
-                not count or total + len(windows[count][2]) <= self._most_tokens
-            ):
-                total += len(windows[count][2])
-                count += 1
-            self._run(windows[:count], all_token_ids)
-            windows = windows[count:]
+        def slots(num_rows: int) -> dict[str, torch.Tensor]:
+            mapping = made.inputs.slot_mapping[: num_rows * query_len]
+            return dict.fromkeys(attention.layer_names, mapping)
 
-    def _run(self, windows, all_token_ids: torch.Tensor) -> None:
-        lens = [len(indices) for _, _, indices in windows]
-        states = np.repeat([state for state, _, _ in windows], lens)
-        slots = np.repeat([slot for _, slot, _ in windows], lens)
-        indices = np.concatenate([indices for _, _, indices in windows])
-        positions = np.concatenate([np.arange(n) for n in lens])
-        size = self._cache.block_size
-        blocks = slots * self._cache.blocks_per_slot + positions // size
-        row_metadata = np.stack([states, indices, positions, blocks * size + positions % size])
-        states, indices, positions, places = async_tensor_h2d(row_metadata, self._device)
-        starts = np.concatenate([[0], np.cumsum(lens)])
-        metadata = self._ragged(
-            async_tensor_h2d(starts, self._device, torch.int32),
-            async_tensor_h2d(lens, self._device, torch.int32),
-            self._cache.block_table[async_tensor_h2d([w[1] for w in windows], self._device)],
-            max(lens),
-        )
-        forward(
-            self._model,
-            self._vllm_config,
-            all_token_ids[states, indices],
-            positions,
+        made = ModelPass(
+            parts.draft,
+            parts.vllm_config,
+            parts.num_slots,
+            query_len,
+            parts.num_slots,
+            draft_config.get_hidden_size(),
+            draft_config.dtype,
+            parts.device,
             metadata,
-            dict.fromkeys(self._layer_names, places),
+            slots,
+            name,
         )
+        return made
+
+    return make_pass

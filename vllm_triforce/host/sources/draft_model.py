@@ -1,12 +1,13 @@
-"""Level 1: a small draft model that sees sink tokens and recent tokens (paper, section 4.1)."""
+"""A small draft model that sees sink tokens and recent tokens (paper, section 4.1)."""
 
 import torch
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
-from vllm_triforce.host.level1 import Drafted
+from vllm_triforce.core.private_cache import private_cache
 from vllm_triforce.host.model_pass import PassInput, run_model
+from vllm_triforce.host.sources.source import Drafted, DraftSource, Offer
 from vllm_triforce.verification.sampling import (
     NAN_TOKEN,
     greedy_tokens,
@@ -17,8 +18,10 @@ from vllm_triforce.verification.sampling import (
 # Tokens that a pass of the draft reads beside others without taking notably longer.
 _FAR_BEHIND = 16
 
+_ALWAYS = Offer()
 
-class StreamingLevel:
+
+class DraftModel(DraftSource):
     """Drafts with a model of its own and a window of its own per request.
 
     Args:
@@ -27,6 +30,10 @@ class StreamingLevel:
         builder: vLLM's metadata builder of the draft's layers.
         cache: the private cache, bound to these layers.
     """
+
+    name = "draft_model"
+    hopes = (0.5,)  # docs/results/2026-11-21-cpu.md
+    needs_model = True
 
     def __init__(
         self,
@@ -49,11 +56,32 @@ class StreamingLevel:
         self._device = device
         self._windows: dict[str, StreamingWindow] = {}
 
-    def draft(self, batch, proposal, rows, wanted, sampling, noise) -> Drafted:
-        """Drafts at most ``wanted[i]`` tokens after what is proposed for ``rows[i]``.
+    @classmethod
+    def build(cls, parts) -> "DraftModel":
+        config, vllm_config = parts.config, parts.vllm_config
+        cache, builder = private_cache(
+            parts.draft_layers,
+            vllm_config,
+            config,
+            vllm_config.scheduler_config.max_num_seqs,
+            parts.device,
+        )
+        return cls(
+            parts.draft,
+            vllm_config,
+            parts.draft_layers,
+            builder,
+            cache,
+            config.num_sink_tokens,
+            config.num_recent_tokens,
+            config.window_tokens,
+            parts.device,
+        )
 
-        ``sampling`` and ``noise`` have a row for each of ``rows``.
-        """
+    def offers(self, batch, proposal, rows) -> list[Offer]:
+        return [_ALWAYS] * len(rows)
+
+    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise) -> Drafted:
         greedy = sampling.all_greedy
         drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(wanted) if count]
@@ -164,8 +192,3 @@ class StreamingLevel:
         drafted.token_ids[row] = []
         if drafted.probs is not None:
             drafted.probs[row] = []
-
-
-def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
-    """Runs a draft once, so that it is compiled before the first request."""
-    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {})

@@ -1,0 +1,38 @@
+"""Promise: prompt lookup on the device drafts what it drafts on the host."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+on_device = pytest.importorskip("vllm_triforce.device.sources.prompt_lookup")
+
+from tests.sources.test_prompt_lookup import on_host  # noqa: E402
+from vllm_triforce.kernels.rows import Rows  # noqa: E402
+
+
+def integers(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3, 4])
+@pytest.mark.parametrize("vocab_size", [2, 5, 40])
+def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
+    draw = torch.Generator().manual_seed(vocab_size * 10 + max_ngram)
+    rows = Rows(6, num_speculative_tokens=6, gamma=3, num_slots=6, device=DEVICE)
+    lengths, proposed = [1, 2, 9, 300, 1500, 2100], [0, 0, 2, 0, 5, 3]
+    all_tokens = torch.randint(vocab_size, (8, 2200), generator=draw, dtype=torch.int32)
+    proposal = torch.randint(vocab_size, (6, 6), generator=draw)
+    rows.proposal.copy_(proposal)
+    rows.num_rows = 6
+    rows.row_metadata[:, 1] = integers([7, 2, 0, 1, 5, 3])
+    rows.computed.copy_(integers([n - 1 for n in lengths]))
+    rows.length.copy_(integers(proposed))
+    on_device.look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)
+    for row, state in enumerate([7, 2, 0, 1, 5, 3]):
+        tokens = torch.cat([all_tokens[state, : lengths[row]], proposal[row, : proposed[row]]])
+        expected = on_host(tokens.numpy(), max_ngram, 3)
+        found = rows.drafted[row, : int(rows.num_drafted[row])].tolist()
+        assert found == expected

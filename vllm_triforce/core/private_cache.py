@@ -1,0 +1,58 @@
+"""The draft's KV cache, beside vLLM's."""
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
+
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.streaming_cache import StreamingCache
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.vllm_patches import swaps
+
+
+def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):
+    """Gives the draft's layers a cache of their own.
+
+    Returns:
+        the cache's bookkeeping, and vLLM's metadata builder for the layers.
+    """
+    specs = {layer.get_kv_cache_spec(vllm_config) for layer in layers.values()}
+    if len(specs) != 1:
+        raise ValueError(
+            f"the draft's layers have {len(specs)} kinds of KV cache, TriForce needs one; "
+            "use a draft whose layers are alike"
+        )
+    spec = specs.pop()
+    cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    num_bytes = len(layers) * spec.page_size_bytes * cache.num_blocks
+    with allocating(
+        f"level 1's cache of {num_slots} windows of {config.window_tokens} tokens",
+        num_bytes,
+        device,
+        "lower --max-num-seqs, num_recent_tokens or num_sink_tokens",
+    ):
+        _allocate(layers, spec, cache.num_blocks, layout, device)
+    first = next(iter(layers.values()))
+    group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
+    group.create_metadata_builders(vllm_config, device, spec.block_size)
+    return cache, group.get_metadata_builder()
+
+
+def _allocate(layers: dict, spec, num_blocks: int, layout, device) -> None:
+    """Gives layers KV tensors of their own, in the form that vLLM would give them."""
+    page = spec.page_size_bytes
+    names = list(layers)
+    tensor = KVCacheTensor(
+        size=page * num_blocks * len(names),
+        layers=names,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+    )
+    caches = allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
+    for name, layer in layers.items():
+        swaps.LAYER_CACHE.set(layer, caches[name])

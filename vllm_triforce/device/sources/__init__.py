@@ -1,0 +1,1 @@
+"""The device sides of ``host/sources``, under the same names."""

@@ -1,0 +1,73 @@
+"""A source of level 1's tokens on the device; CONTRIBUTING.md tells how to add one."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.slots import Slot
+from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.rows import Rows
+
+
+@dataclass
+class DeviceSourceParts:
+    """What sources are built from.
+
+    Args:
+        draft: the draft model as vLLM loaded it; None where none was asked for.
+        draft_layers: its attention layers by name.
+        draft_attention: from (layers, builder) to the platform's attention for the draft.
+        vocab_size: of the target.
+        logits_dtype: of all logits from which is drawn.
+    """
+
+    vllm_config: Any
+    config: ResolvedConfig
+    draft: torch.nn.Module | None
+    draft_layers: dict[str, Any]
+    draft_attention: Any
+    rows: Rows
+    num_slots: int
+    vocab_size: int
+    logits_dtype: torch.dtype
+    race: Race
+    device: torch.device
+
+
+class DeviceSource(ABC):
+    """Drafts for level 2, for all rows at once and without a word to the host."""
+
+    name: ClassVar[str]
+    """Its file's, and that of the same source in ``host/sources``."""
+
+    @classmethod
+    def build(cls, parts: DeviceSourceParts) -> "DeviceSource":
+        """One engine's."""
+        return cls()
+
+    @abstractmethod
+    def draft(self, batch: DeviceBatch, rows: Rows, is_first: bool) -> None:
+        """Writes ``rows.drafted`` and ``rows.num_drafted`` (``rows.gamma`` at most).
+
+        Args:
+            is_first: whether it is the first round of the proposal.
+        """
+
+    def begin(self, batch: DeviceBatch, slots: list[Slot]) -> None:  # noqa: B027
+        """Called once a proposal, before its rounds."""
+
+    def clean(self, batch: DeviceBatch, rows: Rows) -> None:  # noqa: B027
+        """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
+
+    @property
+    def distributions(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Masked logits [num_rows, gamma, vocab_size] and logsumexp [num_rows, gamma] of what was
+        drafted; None where each token was certain."""
+        return None
+
+    def capture(self, mode) -> None:  # noqa: B027
+        """Captures CUDA graphs."""

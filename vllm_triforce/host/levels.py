@@ -1,0 +1,81 @@
+"""Levels 1 and 2 for Runner V1: rows are ragged, and those that are finished drop out."""
+
+from vllm_triforce.core.disabled_requests import DisabledRequests
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+from vllm_triforce.host.level1 import Level1, SourcedDraft
+from vllm_triforce.host.retrieval import RetrievalLevel
+from vllm_triforce.verification.inner import Verified, verify
+from vllm_triforce.verification.noise import InnerNoise
+
+
+class HostLevels:
+    """One proposal: ``core/propose.py``'s levels.
+
+    Args:
+        batch: ``max_num_tokens`` are the planned lengths.
+        greedy: whether all requests are, those of the batch that take other ways included.
+    """
+
+    def __init__(
+        self,
+        batch: DraftBatch,
+        greedy: bool,
+        level1: Level1,
+        level2: RetrievalLevel,
+        noise: InnerNoise,
+        disabled: DisabledRequests,
+    ) -> None:
+        self.batch = batch
+        self.proposal = Proposal.empty(len(batch), greedy)
+        self._level1, self._level2 = level1, level2
+        self._noise, self._disabled = noise, disabled
+
+    def begin(self) -> None:
+        self._level2.begin(self.batch)
+
+    def unfinished(self) -> list[int] | None:
+        names = self.batch.request_ids
+        rows = [
+            row
+            for row in range(len(names))
+            if self._missing(row) > 0 and names[row] not in self._disabled
+        ]
+        return rows or None
+
+    def draft(self, rows: list[int]) -> SourcedDraft:
+        # Each pass of level 2 adds a token of its own, hence one less to draft.
+        most = [self._missing(row) - 1 for row in rows]
+        self._sampling = self.batch.sampling.take(rows)
+        begin_noise(self._noise, self.batch, self.proposal, rows)
+        return self._level1.draft(
+            self.batch, self.proposal, rows, most, self._sampling, self._noise
+        )
+
+    def forward(self, rows: list[int], drafted: SourcedDraft):
+        tokens = drafted.drafted.token_ids
+        return self._level2.forward(self.batch, self.proposal, rows, tokens)
+
+    def verify(self, rows: list[int], drafted: SourcedDraft, logits) -> Verified:
+        names, found = self.batch.request_ids, drafted.drafted
+        verified = verify(found.token_ids, found.probs, logits, self._sampling, self._noise)
+        for row, tokens, probs in zip(rows, verified.token_ids, verified.probs):
+            self.proposal.extend(row, tokens, probs)
+        for i in found.nan_rows:
+            self._level1.clean(names[rows[i]])
+            self._disabled.add(names[rows[i]], "level 1's (the draft's)")
+        for i in verified.nan_rows:
+            self._level2.clean(self.batch, rows[i])
+            self._disabled.add(names[rows[i]], "level 2's (the sparse target's)")
+        return verified
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def _missing(self, row: int) -> int:
+        return self.batch.max_num_tokens[row] - len(self.proposal.token_ids[row])
+
+
+def begin_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
+    """Each row's noise, by its place in the sequence."""
+    seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
+    noise.begin(seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows])
