@@ -58,5 +58,5 @@ TABLE: list[Surface] = [
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/host/streaming.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/host/sources/draft_model.py"),
 ]

@@ -7,6 +7,7 @@
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/worker/layers.py"
+CACHE = "vllm_triforce/core/private_cache.py"
 V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
 OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
 BATCH2 = "vllm_triforce/worker/v2/batch.py"
@@ -170,18 +171,19 @@ RUNNER_V2: list[Surface] = [
 
 BUILDING: list[Surface] = [
     calls("config/vllm.py", "get_layers_from_vllm_config", "vllm_config, layer_type", BUILD),
-    calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", BUILD),
-    calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", BUILD),
-    calls("v1/worker/utils.py", "AttentionGroup.get_metadata_builder", "", BUILD),
-    has("v1/worker/utils.py", "AttentionGroup", "backend layer_names kv_cache_spec kv_cache_group_id", BUILD),
-    has("v1/kv_cache_interface.py", "KVCacheConfig", "num_blocks kv_cache_tensors kv_cache_groups", BUILD),
-    has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride", BUILD),
-    has("v1/kv_cache_interface.py", "KVCacheGroupSpec", "layer_names kv_cache_spec", BUILD),
-    has("v1/kv_cache_interface.py", "KVCacheSpec", "block_size page_size_bytes", BUILD),
-    has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", BUILD),
-    overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", BUILD),
+    calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", CACHE),
+    calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", CACHE),
+    calls("v1/worker/utils.py", "AttentionGroup.get_metadata_builder", "", CACHE),
+    has("v1/worker/utils.py", "AttentionGroup", "backend layer_names kv_cache_spec kv_cache_group_id", CACHE),
+    has("v1/kv_cache_interface.py", "KVCacheConfig", "num_blocks kv_cache_tensors kv_cache_groups", CACHE),
+    has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride", CACHE),
+    has("v1/kv_cache_interface.py", "KVCacheGroupSpec", "layer_names kv_cache_spec", CACHE),
+    has("v1/kv_cache_interface.py", "KVCacheSpec", "block_size page_size_bytes", CACHE),
+    has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", CACHE),
+    overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", CACHE),
     # Copies that the host does not wait for.
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/level1.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/window_rebuild.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/sources/draft_model.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/selections.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/triforce.py"),
 ]

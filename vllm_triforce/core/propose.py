@@ -6,7 +6,10 @@ from typing import Protocol, TypeVar
 Rows = TypeVar("Rows")
 Drafted = TypeVar("Drafted")
 Logits = TypeVar("Logits")
-Verified = TypeVar("Verified")
+Verified = TypeVar("Verified", covariant=True)
+ItsRows = TypeVar("ItsRows", contravariant=True)
+ItsDrafted = TypeVar("ItsDrafted", contravariant=True)
+ItsVerified = TypeVar("ItsVerified", contravariant=True)
 
 
 class Levels(Protocol[Rows, Drafted, Logits, Verified]):
@@ -39,14 +42,14 @@ class Levels(Protocol[Rows, Drafted, Logits, Verified]):
         ...
 
 
-class Observer(Protocol[Rows, Drafted, Verified]):
+class Observer(Protocol[ItsRows, ItsDrafted, ItsVerified]):
     """Times and counts, which change nothing of a proposal."""
 
     def part(self, name: str) -> AbstractContextManager:
         """Around a part of the loop."""
         ...
 
-    def round_ended(self, rows: Rows, drafted: Drafted, verified: Verified) -> None:
+    def round_ended(self, rows: ItsRows, drafted: ItsDrafted, verified: ItsVerified) -> None:
         """Level 2 has verified what level 1 drafted."""
         ...
 

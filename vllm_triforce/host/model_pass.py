@@ -82,7 +82,7 @@ def run_model(
     model: torch.nn.Module,
     vllm_config,
     inputs: PassInput,
-    attn_metadata: dict,
+    attn_metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
     context = set_forward_context(

@@ -27,7 +27,7 @@ class DeviceSourceParts:
 
     vllm_config: Any
     config: ResolvedConfig
-    draft: torch.nn.Module | None
+    draft: Any
     draft_layers: dict[str, Any]
     draft_attention: Any
     rows: Rows

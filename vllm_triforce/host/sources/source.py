@@ -65,7 +65,7 @@ class SourceParts:
 
     vllm_config: Any
     config: ResolvedConfig
-    draft: torch.nn.Module | None
+    draft: Any
     draft_layers: dict[str, Any]
     device: torch.device
 
