@@ -44,7 +44,6 @@ class HostObserver:
 
     def round_ended(self, rows: list[int], sourced: SourcedDraft, verified: Verified) -> None:
         drafted = sourced.drafted
-        self._counters.num_level2_passes += 1
         self._counters.add_inner_round(drafted.token_ids, verified.num_accepted)
         if self._controller.chooses:
             self._learn_acceptance(rows, sourced, verified.num_accepted)

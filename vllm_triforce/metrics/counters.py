@@ -54,6 +54,8 @@ class LevelCounters:
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
     def add_inner_round(self, drafted: list[list[int]], num_accepted: list[int]) -> None:
+        """A pass of level 2 verified these drafts."""
+        self.num_level2_passes += 1
         self.num_inner_rounds += len(drafted)
         self.num_level1_drafted += sum(map(len, drafted))
         self.num_level1_accepted += sum(num_accepted)
