@@ -208,7 +208,7 @@ class Calibration:
 
         def draft():
             model.release(request_id)
-            model.draft(batch, proposal, [0], [1], batch.sampling, self._speculator.noise)
+            self._ask_draft(batch, proposal, 1)
 
         seconds = self._timed(draft, repeats)
         model.release(request_id)
@@ -216,19 +216,23 @@ class Calibration:
 
     def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
         batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
-        model, rows, wanted = (
-            self._speculator.level1.model,
-            range(num_rows),
-            [num_passes] * num_rows,
-        )
-
-        def draft():
-            model.draft(batch, proposal, list(rows), wanted, batch.sampling, self._speculator.noise)
-
-        seconds = self._timed(draft, repeats) / num_passes
+        run = partial(self._ask_draft, batch, proposal, num_passes)
+        seconds = self._timed(run, repeats) / num_passes
         for request_id in batch.request_ids:
-            model.release(request_id)
+            self._speculator.level1.release(request_id)
         return seconds
+
+    def _ask_draft(self, batch: DraftBatch, proposal: Proposal, num_tokens: int) -> None:
+        model, rows = self._speculator.level1.model, list(range(len(batch)))
+        model.draft(
+            batch,
+            proposal,
+            rows,
+            [num_tokens] * len(rows),
+            model.offers(batch, proposal, rows),
+            batch.sampling,
+            self._speculator.noise,
+        )
 
     def _sampling(self, num_rows: int, repeats: int) -> float:
         """Of one row: top-p, the parameter that costs most, of logits so flat that the vocabulary

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.eligibility import decodes_plainly, room
 from vllm_triforce.host.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 
@@ -30,14 +31,11 @@ class RunnerBatch:
 
     def is_never_speculated_on(self, row: int) -> bool:
         request_id = self._runner.input_batch.req_ids[row]
-        params = self._runner.requests[request_id].sampling_params
-        # The first are for a row's only token; of the second level 2 would guess few.
-        unfit = params.logprob_token_ids or params.allowed_token_ids
-        return bool(unfit) or request_id in self._disabled
+        return decodes_plainly(self._params(row)) or request_id in self._disabled
 
     def room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
-        if num_computed < self._config.min_context or self.is_never_speculated_on(row):
+        if self.is_never_speculated_on(row):
             return 0
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
@@ -45,14 +43,11 @@ class RunnerBatch:
             int(table.num_blocks_per_row[row]) * table.block_size
             for table in input_batch.block_table.block_tables
         )
-        most = min(most, slots - num_computed)
-        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py).
-        most = min(most, self._runner.max_model_len - 2 - num_computed)
-        params = request.sampling_params
-        emitted = num_computed + 1 - request.num_prompt_tokens
+        params, limit = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
-            # The full pass adds a token of its own.
-            most = min(most, params.max_tokens - emitted - 1)
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        most = room(num_computed, most, slots, limit, self._config.min_context)
+        emitted = num_computed + 1 - request.num_prompt_tokens
         if emitted < params.min_tokens:
             # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
             # a proposal must not reach past min_tokens.

@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -16,14 +17,10 @@ class RequestFacts(LogitsProcessor):
     def __init__(self, max_num_reqs: int) -> None:
         self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
         self.decodes_plainly = np.zeros(max_num_reqs, dtype=bool)
-        """As on Model Runner V1: ``logprob_token_ids`` are for a row's only token, and of
-        ``allowed_token_ids`` level 2 would guess few."""
 
     def add_request(self, req_idx: int, sampling_params) -> bool:
         self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
-        self.decodes_plainly[req_idx] = bool(
-            sampling_params.logprob_token_ids or sampling_params.allowed_token_ids
-        )
+        self.decodes_plainly[req_idx] = decodes_plainly(sampling_params)
         return False
 
     def apply(self, logits, ctx):

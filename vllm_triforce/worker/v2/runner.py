@@ -14,6 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
@@ -61,8 +62,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._report = IntervalReport(config.log_interval)
         self._facts: RequestFacts | None = None
-        self._disabled_requests: set[str] = set()
-        """Requests that are not speculated on again, because a level's logits had a NaN."""
+        self._disabled_requests = DisabledRequests()
         self._num_faults = 0
         # By state: a proposal, and distributions, may still be there.
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
@@ -203,17 +203,10 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
 
         It waits for the device here, as often as there is a NaN.
         """
-        if not self._num_faults:
-            logger.warning(
-                "NaN in level 1's or level 2's logits: the request goes on without speculation, "
-                "its output is not affected. Further requests are counted "
-                "(vllm:triforce_nan_requests_total), not logged; check the models' weights and "
-                "dtype."
-            )
         self._num_faults = num_faults
         slots = self._built.slots
         for request_id in slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist()):
-            self._disabled_requests.add(request_id)
+            self._disabled_requests.add(request_id, "level 1's or level 2's")
             slots.release(request_id)
 
     def _warm_up(self, is_profile: bool) -> None:
