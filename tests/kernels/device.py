@@ -10,5 +10,5 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED el
 
 needs_triton = pytest.mark.skipif(
     DEVICE.type == "cpu" and not INTERPRETED,
-    reason="needs a GPU, or TRITON_INTERPRET=1 as tests/test_kernels.py sets it",
+    reason="needs a GPU, or TRITON_INTERPRET=1 as tests/unit/test_kernels.py sets it",
 )

@@ -9,7 +9,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 on_device = pytest.importorskip("vllm_triforce.device.sources.prompt_lookup")
 
-from tests.sources.test_prompt_lookup import on_host  # noqa: E402
+from tests.unit.test_prompt_lookup import on_host  # noqa: E402
 from vllm_triforce.kernels.rows import Rows  # noqa: E402
 
 

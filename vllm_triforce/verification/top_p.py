@@ -23,7 +23,8 @@ MOST_CANDIDATES = 1024
 # Fewer logits are sorted faster than anything else is done with them.
 _WORTH_IT = 4096
 # Sums of probabilities in float32 are off by 2e-6 at most (vocabularies of 4,096 to 262,144 tokens,
-# flat to peaked: tests/test_top_p.py); a sum closer to p than this could be rounded to either side.
+# flat to peaked: tests/unit/test_top_p.py); a sum closer to p than this could be rounded to either
+# side.
 ROUNDING = 1e-5
 # Calls that vLLM's function gets, at most, before the candidates are looked at again.
 _LONGEST_REST = 64

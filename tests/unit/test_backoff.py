@@ -3,7 +3,7 @@ that decodes plainly costs no more than its share of the time."""
 
 import pytest
 
-from tests.test_controller import NOTHING_PAYS, controller
+from tests.unit.test_controller import NOTHING_PAYS, controller
 from vllm_triforce.controller.backoff import (
     LOOK_EARLIEST,
     LOOK_FIRST,

@@ -8,10 +8,10 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 
+from tests.engine.test_level2 import built
+from tests.engine.test_scheduling import greedy
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run
-from tests.test_level2 import built
-from tests.test_scheduling import greedy
 from vllm_triforce.controller import controller as controller_module
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.scheduler.placeholders import without_their_rows

@@ -1,8 +1,8 @@
 """Promise: sampled requests keep the target's distribution, whatever is in the batch beside them.
 
-Oracle and power as in tests/test_sampling.py. The requests that are in the way are of another kind:
-greedy ones, whose proposals have no distributions, and ones with a grammar, whose proposals the
-scheduler cuts at the first token that the grammar forbids.
+Oracle and power as in tests/engine/test_sampling.py. The requests that are in the way are of
+another kind: greedy ones, whose proposals have no distributions, and ones with a grammar, whose
+proposals the scheduler cuts at the first token that the grammar forbids.
 """
 
 from contextlib import contextmanager
@@ -14,10 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.models import held_out_tokens, make_llama
-from tests.outputs import run
-from tests.test_inner_verification import readable_distribution
-from tests.test_sampling import (  # noqa: F401, exact, models and prompt are fixtures
+from tests.engine.test_sampling import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
     VOCAB,
     exact,
@@ -27,6 +24,9 @@ from tests.test_sampling import (  # noqa: F401, exact, models and prompt are fi
     pvalue,
     speculating,
 )
+from tests.models import held_out_tokens, make_llama
+from tests.outputs import run
+from tests.unit.test_inner_verification import readable_distribution
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.conftest import triforce
+from tests.engine.test_scheduling import greedy
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.test_scheduling import greedy
 
 pytestmark = pytest.mark.engine
 

@@ -60,8 +60,8 @@ def test_a_policy_is_one_file(copy):
     lab = "from vllm_triforce_bench.acceptance.policies import POLICIES; print(*POLICIES)"
     assert "oldest" in run(copy, "-c", lab)
     tests = [
-        "tests/test_selection.py",
-        "tests/test_lab.py",
+        "tests/unit/test_selection.py",
+        "tests/bench/test_lab.py",
         "-k",
         "oldest",
         "-p",
@@ -81,7 +81,7 @@ def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
     """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
     adapters = copy / "vllm_triforce" / "worker" / "v1" / "adapters.py"
     before = adapters.read_text()
-    forbids = ["-m", "pytest", "tests/test_patches.py", "-p", "no:cacheprovider", "-k"]
+    forbids = ["-m", "pytest", "tests/unit/test_patches.py", "-p", "no:cacheprovider", "-k"]
     line = "        self._runner = runner\n"
     adapters.write_text(before.replace(line, line + "        runner.another = 3\n"))
     with pytest.raises(AssertionError, match=r"runner\.another"):

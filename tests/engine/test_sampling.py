@@ -15,9 +15,9 @@ from scipy import stats
 from vllm import SamplingParams
 
 from tests.conftest import triforce
+from tests.engine.test_level2 import built
 from tests.models import make_llama
-from tests.test_inner_verification import readable_distribution
-from tests.test_level2 import built
+from tests.unit.test_inner_verification import readable_distribution
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.verification import inner
 

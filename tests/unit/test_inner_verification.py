@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests import verification_oracle as oracle
+from tests.unit import verification_oracle as oracle
 from vllm_triforce.verification import inner
 from vllm_triforce.verification.noise import InnerNoise
 from vllm_triforce.verification.sampling import token_distribution

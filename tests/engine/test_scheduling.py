@@ -12,9 +12,9 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
+from tests.engine.test_level2 import built
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.test_level2 import built
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 

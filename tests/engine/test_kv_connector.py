@@ -7,9 +7,9 @@ from vllm.distributed import kv_transfer
 from vllm.model_executor.layers.attention import kv_transfer_utils
 
 from tests.conftest import triforce
+from tests.engine.test_scheduling import greedy
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.test_scheduling import greedy
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from tests.conftest import triforce
+from tests.engine.test_level2 import built
 from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens
-from tests.test_level2 import built
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import POLICIES
 

@@ -1,7 +1,7 @@
 """Promise: under every setting of the engine that is not refused, the output is stock vLLM's.
 
 Tensor and data parallelism start processes and take minutes on two cores: they run with
-``TRIFORCE_TEST_PARALLEL=1`` (``tests/parallel_case.py``).
+``TRIFORCE_TEST_PARALLEL=1`` (``tests/engine/parallel_case.py``).
 """
 
 import json
@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import triforce
+from tests.engine.test_level2 import built
 from tests.generation import assert_same_tokens
 from tests.models import (
     ARCHITECTURES,
@@ -26,8 +27,7 @@ from tests.models import (
 )
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
-from tests.test_level2 import built
-from tests.test_plugin import engine_config
+from tests.unit.test_plugin import engine_config
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -179,7 +179,7 @@ def test_parallel(engines, pair, text, case):
     if case == "ray":
         pytest.importorskip("ray")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel_case", case],
+        [sys.executable, "-m", "tests.engine.parallel_case", case],
         cwd=ROOT,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         capture_output=True,

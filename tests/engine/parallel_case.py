@@ -1,7 +1,7 @@
 """Runs TriForce over two ranks or two engines through AsyncLLM and prints what it saw as JSON.
 
-``python -m tests.parallel_case tensor|data|ray``; ray is two tensor-parallel ranks that are Ray's
-actors, see tests/ray_on_cpu, and needs ``pip install ray``.
+``python -m tests.engine.parallel_case tensor|data|ray``; ray is two tensor-parallel ranks that are
+Ray's actors, see tests/engine/ray_on_cpu, and needs ``pip install ray``.
 """
 
 import asyncio

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.conftest import triforce
+from tests.engine.test_level2 import built
 from tests.generation import assert_same_tokens, generate
 from tests.models import held_out_tokens, make_llama
-from tests.test_level2 import built
-from tests.test_plugin import engine_config
+from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.host import triforce as triforce_module

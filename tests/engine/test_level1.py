@@ -81,7 +81,7 @@ def test_draft_is_not_bound_by_its_position_limit(engines, pair):
 @pytest.mark.engine
 def test_private_state_is_released(engines, pair):
     """Slots and selections of finished requests come back with the next step."""
-    from tests.test_level2 import built
+    from tests.engine.test_level2 import built
 
     llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=1024))
     text = held_out_tokens(llm.get_tokenizer(), 400)
