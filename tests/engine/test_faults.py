@@ -12,7 +12,8 @@ from tests.models import held_out_tokens, make_llama
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.host import triforce as triforce_module
+from vllm_triforce.core import disabled_requests
+from vllm_triforce.core.private_cache import private_cache
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.verification.inner import verify
 from vllm_triforce.verification.noise import InnerNoise
@@ -127,7 +128,7 @@ def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
     config = llm.llm_engine.vllm_config
     keys = TriForceConfig().fill(can_adapt=True).resolve(32)
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
-        build._streaming_level(level1._model, level1._layers, config, keys, device)
+        private_cache(level1._layers, config, keys, 8, device)
 
 
 # NaN.
@@ -248,9 +249,10 @@ def test_nan_costs_a_request_its_speculation_and_nothing_else(
     wanted = generate(stock, prompts, max_tokens=60)
     params = {"temperature": 1.0, "top_k": 1} if kind != "greedy" else {}
     before = counters_of(llm)
-    speculator._has_warned = False
+    speculator.disabled_requests._has_warned = False
     warnings: list[str] = []
-    monkeypatch.setattr(triforce_module.logger, "warning", lambda *a: warnings.append(a[0] % a[1:]))
+    logger = disabled_requests.logger
+    monkeypatch.setattr(logger, "warning", lambda *a: warnings.append(a[0] % a[1:]))
     broken = speculator.level1.model if level == 1 else speculator.level2
     layer = broken._model.model.layers[0 if level == 1 else 2]
     with Poison(broken, layer, at_pass) as poison:

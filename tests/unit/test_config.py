@@ -64,6 +64,10 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
         ({"log_interval": float("inf")}, ["log_interval=inf"]),
         ({"levels": "1,2"}, ["'1,2'", "1,3"]),
         ({"adaptive": 1}, ["adaptive=1", "bool", "int"]),
+        ({"draft_sources": "ngram"}, ["'ngram'", "not a source of drafts", "'prompt_lookup'"]),
+        ({"draft_sources": ""}, ["draft_sources=''", "'draft_model'"]),
+        ({"draft_sources": ["prompt_lookup"]}, ["draft_sources=['prompt_lookup']", "str", "list"]),
+        ({"draft_sources": "prompt_lookup, prompt_lookup"}, ["twice"]),
         ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),
         ({"selection": "h2o"}, ["'h2o'", "'retrieval' or 'streaming'"]),
         (
@@ -75,6 +79,39 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
 def test_bad_keys(keys, named):
     with pytest.raises(ValueError) as error:
         TriForceConfig.from_speculative_config(keys)
+    for part in named:
+        assert part in str(error.value)
+
+
+def sources(model: str | None = None, can_adapt: bool = True, **keys) -> tuple[str, ...]:
+    return TriForceConfig(**keys).fill(can_adapt, model).resolve(32).sources
+
+
+def test_the_sources_of_drafts_follow_the_model_and_who_chooses():
+    assert sources() == ("prompt_lookup",)
+    assert sources("draft") == ("draft_model", "prompt_lookup")
+    assert sources("draft", can_adapt=False) == sources("draft", gamma=2) == ("draft_model",)
+    assert sources("draft", draft_sources="draft_model") == ("draft_model",)
+    both = "prompt_lookup, draft_model"
+    assert sources("draft", draft_sources=both) == ("prompt_lookup", "draft_model")
+
+
+@pytest.mark.parametrize(
+    "model, keys, named",
+    [
+        (None, {"draft_sources": "draft_model"}, ["needs a draft model", "'model'"]),
+        ("d", {"draft_sources": "prompt_lookup"}, ["'d'", "draft_model", "leave 'model' out"]),
+        (
+            "d",
+            {"draft_sources": "draft_model,prompt_lookup", "gamma": 2},
+            ["nothing chooses", "gamma", "'draft_model'"],
+        ),
+        ("d", {"gamma": 2, "prompt_lookup_max": 4}, ["prompt_lookup_max=4", "draft_model"]),
+    ],
+)
+def test_sources_that_do_not_fit(model, keys, named):
+    with pytest.raises(ValueError) as error:
+        sources(model, **keys)
     for part in named:
         assert part in str(error.value)
 

@@ -31,6 +31,46 @@ class OldestPolicy(SelectionPolicy):
 '''
 
 
+SOURCE = '''
+"""Repeat: the newest token, again and again."""
+
+from vllm_triforce.host.sources.source import Offer, TokenSource
+
+
+class Repeat(TokenSource):
+    """Repeat.
+
+    Mechanism: the newest token is followed by itself; trusted more where it just was.
+    """
+
+    name = "repeat"
+    hopes = (0.1, 0.4)
+
+    def find(self, token_ids):
+        return Offer(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))
+
+    def follow(self, token_ids, offer, count):
+        return [int(token_ids[-1])] * count
+'''
+DEVICE_SOURCE = '''
+"""``host/sources/repeat.py`` on the device."""
+
+from vllm_triforce.device.sources.source import DeviceSource
+
+
+class DeviceRepeat(DeviceSource):
+    """Repeat."""
+
+    name = "repeat"
+
+    def draft(self, batch, rows, is_first):
+        newest = rows.proposal.gather(1, (rows.length - 1).clamp(min=0)[:, None].long())[:, 0]
+        newest = newest.where(rows.length > 0, rows.last_token.long())
+        rows.drafted.copy_(newest[:, None].expand_as(rows.drafted))
+        rows.num_drafted.fill_(rows.gamma)
+'''
+
+
 @pytest.fixture
 def copy(tmp_path):
     for package in ("vllm_triforce", "vllm_triforce_bench"):
@@ -75,6 +115,44 @@ def test_a_policy_is_one_file(copy):
     misnamed.unlink()
     with pytest.raises(AssertionError, match="'quest' or 'retrieval' or 'streaming'"):
         run(copy, "-c", asked.format("oldest"))
+
+
+NO_CACHE = ("-p", "no:cacheprovider")
+PROMISES = "tests/engine/test_sources.py"
+
+
+def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
+    """The key, the controller and the loops know it, and the tests of all sources run on it."""
+    asked = "from vllm_triforce.config import TriForceConfig as C; C(draft_sources='repeat')"
+    with pytest.raises(AssertionError, match="'draft_model' or 'prompt_lookup'"):
+        run(copy, "-c", asked)
+    package = copy / "vllm_triforce"
+    (package / "host" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
+    run(copy, "-c", asked)
+    found = run(copy, "-m", "pytest", "-v", PROMISES, *NO_CACHE, "-k", "repeat and not draft_model")
+    assert re.search(r"\b[1-9]\d* passed", found) and "V2 drafts on the device" in found
+    (package / "device" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
+    found = run(copy, "-m", "pytest", "-v", PROMISES, *NO_CACHE, "-k", "repeat and on_the_device")
+    assert re.search(r"\b[1-9]\d* passed", found) and "skipped" not in found
+
+
+def test_without_its_files_a_source_is_nowhere(copy):
+    """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
+    package = copy / "vllm_triforce"
+    for side in ("host", "device"):
+        (package / side / "sources" / "prompt_lookup.py").unlink()
+    refused = "from vllm_triforce.config import TriForceConfig as C; C().fill(can_adapt=True)"
+    with pytest.raises(AssertionError, match="name one with 'model'"):
+        run(copy, "-c", refused)
+    named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
+    with pytest.raises(AssertionError, match="use 'draft_model'"):
+        run(copy, "-c", named)
+    tests = ["tests/unit/test_controller.py", "tests/unit/test_prompt_lookup.py", PROMISES]
+    found = run(copy, "-m", "pytest", "-v", "-rs", *tests, *NO_CACHE)
+    assert "prompt_lookup]" not in found and "draft_model] PASSED" in found
+    assert re.search(r"SKIPPED .*test_prompt_lookup", found)
+    collected = run(copy, "-m", "pytest", "--collect-only", "-q", *NO_CACHE)
+    assert "error" not in collected.lower().split("tests/")[-1]
 
 
 def test_a_swap_is_a_line_and_its_ledger_is_made(copy):

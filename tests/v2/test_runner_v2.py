@@ -29,7 +29,7 @@ pytestmark = [
 LEAST_P_VALUE = 1e-4
 
 
-def run_group(name: str) -> dict:
+def run_group(*name: str) -> dict:
     support = [str(ROOT / "tests" / "v2" / "support"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -40,7 +40,7 @@ def run_group(name: str) -> dict:
         "OMP_NUM_THREADS": "1",
     }
     child = subprocess.run(
-        [sys.executable, "-m", "tests.v2.run_case", name],
+        [sys.executable, "-m", "tests.v2.run_case", *name],
         cwd=ROOT,
         env=environment,
         capture_output=True,
