@@ -10,14 +10,23 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from vllm_triforce.host.prompt_lookup import look_up as look_up_on_host
+from vllm_triforce.kernels import row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions
 from vllm_triforce.kernels.prompt_lookup import look_up
+from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import PassInputs, Rows
 
 BLOCK_SIZE = 16
-# batch row, state, slot, is due, reserved, limit, window start
-ROWS = [[2, 5, 1, 2, 640, 4096, 0], [0, 1, 0, 0, 112, 4096, 40], [1, 3, 3, 1, 160, 102, 20]]
+TABLE = {
+    RowColumn.BATCH_ROW: [2, 0, 1],
+    RowColumn.STATE: [5, 1, 3],
+    RowColumn.SLOT: [1, 0, 3],
+    RowColumn.REFRESH: [Refresh.NEW_OWNER, Refresh.NOT_DUE, Refresh.DUE],
+    RowColumn.RESERVED: [640, 112, 160],
+    RowColumn.LIMIT: [4096, 4096, 102],
+    RowColumn.WINDOW_START: [0, 40, 20],
+}
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
 
@@ -37,8 +46,15 @@ def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
     arguments = dict(
         min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
     )
-    rows.begin(integers(ROWS), num_computed, integers(num_sampled), last, **(arguments | changes))
+    table = torch.from_numpy(stack_columns(TABLE)).to(DEVICE)
+    rows.begin(table, num_computed, integers(num_sampled), last, **(arguments | changes))
     return rows
+
+
+@pytest.mark.parametrize("names", [RowColumn, Refresh])
+def test_kernels_have_the_hosts_names(names):
+    for member in names:
+        assert getattr(row_metadata, member.name).value == member
 
 
 def test_rows_begin_with_what_the_full_pass_left():
@@ -77,23 +93,23 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     rows, sinks, per_slot = begun(), 4, 40
     rows.length.copy_(integers([2, 0, 1, 0, 0]))
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
-    rows.row_metadata[:, 6] = integers([575, 102, 20, 0, 0])
+    rows.row_metadata[:, RowColumn.WINDOW_START] = integers([575, 102, 20, 0, 0])
     all_tokens = torch.zeros(8, 1000, dtype=torch.int32)
     for row in range(3):
         known = tokens_of(rows, row)[1]
-        all_tokens[ROWS[row][1], : len(known)] = known
+        all_tokens[TABLE[RowColumn.STATE][row], : len(known)] = known
     inputs = PassInputs(5, query_len, 5, DEVICE)
     rows.feed_window(inputs, 4, all_tokens.to(DEVICE), sinks, capacity, BLOCK_SIZE, per_slot)
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
-        start = int(rows.row_metadata[row, 6])
+        start = int(rows.row_metadata[row, RowColumn.WINDOW_START])
         feed = oracles.window_feed(tokens, query_len, sinks, start, capacity)
         for j, fed in enumerate(feed):
             at = row * query_len + j
             if fed is None:
                 assert inputs.slot_mapping[at] == -1
                 continue
-            place = ROWS[row][2] * per_slot * BLOCK_SIZE + fed[1]
+            place = TABLE[RowColumn.SLOT][row] * per_slot * BLOCK_SIZE + fed[1]
             assert (inputs.token_ids[at], inputs.positions[at]) == fed
             assert inputs.slot_mapping[at] == place
         expected = max(min(sinks + len(tokens) - start, capacity), query_len)
@@ -139,7 +155,7 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
         assert dense[row] == position + 3
         own = inputs.seq_lens[row * heads : (row + 1) * heads]
         assert (own == position + 3 - rows.skipped[row]).all()
-        assert rows.places[row] == position + 1
+        assert rows.token_positions[row] == position + 1
     assert (inputs.slot_mapping[6:12] == -1).all()
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
 
@@ -198,7 +214,7 @@ def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     proposal = torch.randint(vocab_size, (6, 6), generator=draw)
     rows.proposal.copy_(proposal)
     rows.num_rows = 6
-    rows.row_metadata[:, 1] = integers([7, 2, 0, 1, 5, 3])
+    rows.row_metadata[:, RowColumn.STATE] = integers([7, 2, 0, 1, 5, 3])
     rows.computed.copy_(integers([n - 1 for n in lengths]))
     rows.length.copy_(integers(proposed))
     look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)

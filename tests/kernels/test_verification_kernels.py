@@ -10,11 +10,11 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, SLOT
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.export_proposal import export_distributions
 from vllm_triforce.kernels.faults import BlockCleaner, Faults
 from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.verification import verify_drafts
 
 NUM_SPECULATIVE_TOKENS = 6
@@ -25,8 +25,8 @@ def integers(values, dtype=torch.int32):
 
 
 def no_faults(num_rows: int) -> Faults:
-    row_metadata = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
-    row_metadata[:, SLOT] = torch.arange(num_rows)
+    row_metadata = torch.zeros(num_rows, len(RowColumn), dtype=torch.int32, device=DEVICE)
+    row_metadata[:, RowColumn.SLOT] = torch.arange(num_rows)
     nothing = [0] * num_rows
     return Faults(integers(nothing), integers(nothing), integers([0], torch.int64), row_metadata)
 
@@ -326,7 +326,8 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
     before = memory.clone()
     faults = no_faults(2)
     faults.row[1] = 1
-    faults.row_metadata[:, 4] = 12  # three blocks are allocated, of a table of four
+    # Three blocks are allocated, of a table of four.
+    faults.row_metadata[:, RowColumn.RESERVED] = 12
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
     cleaner = BlockCleaner(caches, 4, DEVICE)
     cleaner(faults, 2, integers([5, 5]), tables, None if whole else 20)

@@ -12,6 +12,7 @@ from vllm_triforce.device.slots import Slots
 from vllm_triforce.kernels.bookkeeping import count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
 from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.row_metadata import RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DEVICE_COUNTERS, LevelCounters
@@ -120,20 +121,19 @@ class DeviceTriForce:
             due = level2.selections.due(slots, batch.most_tokens)
             self.level1.begin(batch, slots)
             limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
-            row_metadata = np.stack(
-                [
-                    batch.batch_rows,
-                    batch.states,
-                    [slot.index for slot in slots],
-                    due,
-                    batch.reserved,
-                    limits,
-                    [slot.window_start for slot in slots],
-                ],
-                axis=1,
+            row_metadata = stack_columns(
+                {
+                    RowColumn.BATCH_ROW: batch.batch_rows,
+                    RowColumn.STATE: batch.states,
+                    RowColumn.SLOT: [slot.index for slot in slots],
+                    RowColumn.REFRESH: due,
+                    RowColumn.RESERVED: batch.reserved,
+                    RowColumn.LIMIT: limits,
+                    RowColumn.WINDOW_START: [slot.window_start for slot in slots],
+                }
             )
             rows.begin(
-                async_tensor_h2d(row_metadata.astype(np.int32), rows.row_metadata.device),
+                async_tensor_h2d(row_metadata, rows.row_metadata.device),
                 batch.num_computed,
                 batch.num_sampled,
                 batch.last_sampled,
@@ -182,14 +182,14 @@ class DeviceTriForce:
                 draft_lse,
                 sampling.temperature,
                 sampling.seeds,
-                rows.places[:count],
+                rows.token_positions[:count],
                 self._race,
             )
             if target is not None:
                 export_distributions(
                     self._draft_logits,
                     self._is_stale,
-                    rows.row_metadata[:count, 1].contiguous(),
+                    rows.column(RowColumn.STATE),
                     target,
                     rows.length[:count],
                     rows.num_emitted[:count],

@@ -7,9 +7,17 @@ proposals, a *state* its place in the model runner's tensors.
 import torch
 from vllm.triton_utils import tl, triton
 
-# Columns of the table that the host sends, one line a row.
-BATCH_ROW, STATE, SLOT, IS_DUE, RESERVED, LIMIT, WINDOW_START = range(7)
-NUM_COLUMNS = 7
+from vllm_triforce.kernels.row_metadata import (
+    BATCH_ROW,
+    LIMIT,
+    NEW_OWNER,
+    NOT_DUE,
+    REFRESH,
+    RESERVED,
+    SLOT,
+    STATE,
+    row_value,
+)
 
 # Where nothing was proposed; see worker/v2/proposal.py.
 PAD_TOKEN = 0
@@ -34,8 +42,8 @@ def begin_rows_kernel(
     num_selected_ptr,
     skipped_ptr,
     num_blocks_ptr,
-    first_fresh_ptr,
-    last_fresh_ptr,
+    first_newly_full_ptr,
+    last_newly_full_ptr,
     num_speculative_tokens,
     min_context,
     least_tokens,
@@ -43,7 +51,6 @@ def begin_rows_kernel(
     recent_blocks,
     max_selected,
     width,
-    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
     computed = 0
@@ -56,22 +63,20 @@ def begin_rows_kernel(
     token = 0
     tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
-        row_metadata = row_metadata_ptr + row * COLUMNS
-        state = tl.load(row_metadata + 1)
-        slot = tl.load(row_metadata + 2)
-        is_due = tl.load(row_metadata + 3)
-        if is_due == 2:
+        state = row_value(row_metadata_ptr, row, STATE)
+        slot = row_value(row_metadata_ptr, row, SLOT)
+        refresh = row_value(row_metadata_ptr, row, REFRESH)
+        if refresh == NEW_OWNER:
             tl.store(slot_fault_ptr + slot, 0)
-        reserved = tl.load(row_metadata + 4)
-        limit = tl.load(row_metadata + 5)
+        reserved = row_value(row_metadata_ptr, row, RESERVED)
+        limit = row_value(row_metadata_ptr, row, LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         num_full = computed // block_size
         num_blocks = reserved // block_size
-        if is_due != 0:
+        if refresh != NOT_DUE:
             tail = tl.maximum(num_full - recent_blocks, 0)
-            # 2: the slot has a new owner.
-            first = tl.where(is_due == 2, 0, tl.load(slot_known_ptr + slot))
+            first = tl.where(refresh == NEW_OWNER, 0, tl.load(slot_known_ptr + slot))
             last = num_full
             tl.store(slot_tail_ptr + slot, tail)
             tl.store(slot_known_ptr + slot, num_full)
@@ -83,7 +88,7 @@ def begin_rows_kernel(
         # full pass adds a token of its own.
         room = tl.minimum(room, limit - 2 - computed)
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
-        is_ready = tl.load(num_sampled_ptr + tl.load(row_metadata)) > 0
+        is_ready = tl.load(num_sampled_ptr + row_value(row_metadata_ptr, row, BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
         is_ready = is_ready & (computed >= least_tokens) & (reach <= width)
         is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
@@ -96,8 +101,8 @@ def begin_rows_kernel(
     tl.store(num_selected_ptr + row, selected)
     tl.store(skipped_ptr + row, (tail - selected) * block_size)
     tl.store(num_blocks_ptr + row, num_blocks)
-    tl.store(first_fresh_ptr + row, first)
-    tl.store(last_fresh_ptr + row, last)
+    tl.store(first_newly_full_ptr + row, first)
+    tl.store(last_newly_full_ptr + row, last)
 
 
 @triton.jit

@@ -9,10 +9,10 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import noise as _noise
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
 from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.noise import uniform
 from vllm_triforce.kernels.race import Race, race_kernel, winner
+from vllm_triforce.kernels.row_metadata import SLOT, row_value
 
 _RECOVER, _ACCEPT = _noise.RECOVER, _noise.ACCEPT
 
@@ -73,7 +73,7 @@ def _emit_kernel(
     row_fault_ptr,  # [num_reqs], written
     slot_fault_ptr,  # [num_slots], written
     num_faults_ptr,  # [1], added to
-    row_metadata_ptr,  # [num_reqs, COLUMNS]
+    row_metadata_ptr,  # [num_reqs, NUM_COLUMNS]
     drafted_ptr,  # [num_reqs, GAMMA]
     num_drafted_ptr,  # [num_reqs]
     num_accepted_ptr,  # [num_reqs]
@@ -87,7 +87,6 @@ def _emit_kernel(
     num_speculative_tokens,
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -126,7 +125,7 @@ def _emit_kernel(
             # The proposal ends with what there is, and the request is not speculated on again.
             tl.store(room_ptr + row, length + emitted)
             tl.store(row_fault_ptr + row, 1)
-            tl.store(slot_fault_ptr + tl.load(row_metadata_ptr + row * COLUMNS + 2), 1)
+            tl.store(slot_fault_ptr + row_value(row_metadata_ptr, row, SLOT), 1)
             tl.atomic_add(num_faults_ptr, 1)
         tl.store(length_ptr + row, length + emitted)
         tl.store(num_emitted_ptr + row, emitted)
@@ -228,6 +227,5 @@ def verify_drafts(
         proposal.shape[1],
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
-        COLUMNS=NUM_COLUMNS,
         PADDED_BLOCKS=race.padded_blocks,
     )
