@@ -9,13 +9,16 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
+from tests.kernels.tensors import counted, integers, new_counters
 from vllm_triforce.host.prompt_lookup import look_up as look_up_on_host
+from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions
 from vllm_triforce.kernels.prompt_lookup import look_up
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16
 TABLE = {
@@ -29,10 +32,6 @@ TABLE = {
 }
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
-
-
-def integers(values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
@@ -51,10 +50,13 @@ def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("names", [RowColumn, Refresh])
-def test_kernels_have_the_hosts_names(names):
+@pytest.mark.parametrize(
+    "module, names",
+    [(row_metadata, RowColumn), (row_metadata, Refresh), (counter_places, DeviceCounter)],
+)
+def test_kernels_have_the_hosts_names(module, names):
     for member in names:
-        assert getattr(row_metadata, member.name).value == member
+        assert getattr(module, member.name).value == member
 
 
 def test_rows_begin_with_what_the_full_pass_left():
@@ -165,7 +167,7 @@ def test_proposals_are_handed_up_in_the_batchs_order():
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
     tokens = integers([[-1] * 6] * 4, torch.int64)
-    proposed, counters = integers([9] * 8), integers([0, 0], torch.int64)
+    proposed, counters = integers([9] * 8), new_counters()
     rows.finish(tokens, integers([1, 2, 0, -1]), integers([1, 3, 5, 7]), proposed, counters)
     pad = PAD_TOKEN
     assert tokens.tolist() == [
@@ -175,7 +177,7 @@ def test_proposals_are_handed_up_in_the_batchs_order():
         [pad] * 6,
     ]
     assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 0]
-    assert counters.tolist() == [2, 8]
+    assert counted(counters) == {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
 
 
 def test_padding_is_certain_again_where_nothing_is_proposed():
@@ -192,7 +194,7 @@ def test_padding_is_certain_again_where_nothing_is_proposed():
 
 
 def test_full_passes_are_counted_without_padding():
-    counters = integers([0] * 4, torch.int64)
+    counters = new_counters()
     # scheduled 6 of 6 proposed, all right; 6 of 2, one right; none; in a prefill
     count_full_pass(
         counters,
@@ -201,7 +203,12 @@ def test_full_passes_are_counted_without_padding():
         integers([7, 2, 1, 0]),
         integers([2, 4, 6, 6]),
     )
-    assert counters.tolist() == [8, 7, 1, 2]
+    assert counted(counters) == {
+        DeviceCounter.NUM_LEVEL2_DRAFTED: 8,
+        DeviceCounter.NUM_LEVEL2_ACCEPTED: 7,
+        DeviceCounter.NUM_LEVEL3_REJECTIONS: 1,
+        DeviceCounter.NUM_LEVEL3_STEPS: 2,
+    }
 
 
 @pytest.mark.parametrize("max_ngram", [1, 3, 4])

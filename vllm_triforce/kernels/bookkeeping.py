@@ -7,6 +7,14 @@ proposals, a *state* its place in the model runner's tensors.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels.counters import (
+    NUM_LEVEL2_ACCEPTED,
+    NUM_LEVEL2_DRAFTED,
+    NUM_LEVEL3_REJECTIONS,
+    NUM_LEVEL3_STEPS,
+    NUM_PROPOSALS,
+    NUM_PROPOSED,
+)
 from vllm_triforce.kernels.row_metadata import (
     BATCH_ROW,
     LIMIT,
@@ -113,7 +121,7 @@ def finish_rows_kernel(
     proposal_ptr,  # [padded rows, num_speculative_tokens]
     length_ptr,  # [padded rows]
     num_proposed_ptr,  # [max_num_reqs], by state, written
-    counters_ptr,  # [2], added to: proposals, proposed tokens
+    counters_ptr,  # [num_counters], added to
     num_speculative_tokens,
     PAD: tl.constexpr,
     PADDED_LEN: tl.constexpr,
@@ -126,8 +134,8 @@ def finish_rows_kernel(
     if row >= 0:
         length = tl.load(length_ptr + row)
         if length > 0:
-            tl.atomic_add(counters_ptr, 1)
-            tl.atomic_add(counters_ptr + 1, length.to(tl.int64))
+            tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
+            tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
     source = proposal_ptr + tl.maximum(row, 0) * num_speculative_tokens
     token = tl.load(source + places, mask=places < length, other=PAD)
     tl.store(draft_tokens_ptr + batch_row * num_speculative_tokens + places, token, mask=mask)
@@ -136,7 +144,7 @@ def finish_rows_kernel(
 
 @triton.jit
 def _count_full_pass_kernel(
-    counters_ptr,  # [4], added to: drafted, accepted, rejections, steps
+    counters_ptr,  # [num_counters], added to
     scheduled_ptr,  # [batch size]
     states_ptr,  # [batch size]
     num_sampled_ptr,  # [batch size]
@@ -148,14 +156,14 @@ def _count_full_pass_kernel(
     sampled = tl.load(num_sampled_ptr + row).to(tl.int32)
     if (drafted > 0) & (sampled > 0):
         accepted = tl.minimum(sampled - 1, drafted)
-        tl.atomic_add(counters_ptr, drafted.to(tl.int64))
-        tl.atomic_add(counters_ptr + 1, accepted.to(tl.int64))
-        tl.atomic_add(counters_ptr + 2, (accepted < drafted).to(tl.int64))
-        tl.atomic_add(counters_ptr + 3, 1)
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_DRAFTED, drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_STEPS, 1)
 
 
 def count_full_pass(
-    counters: torch.Tensor,  # [4], int64
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     scheduled: torch.Tensor,  # [batch size], int32, draft tokens that were verified
     states: torch.Tensor,  # [batch size], int
     num_sampled: torch.Tensor,  # [batch size], int

@@ -17,7 +17,6 @@ class Faults:
 
     row: torch.Tensor  # [max_rows], int32; not 0: a level's logits had a NaN in this proposal
     slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
-    count: torch.Tensor  # [1], int64, requests so far
     row_metadata: torch.Tensor  # [max_rows, len(RowColumn)], int32, the rows' table
 
 

@@ -59,7 +59,6 @@ class Rows:
         self.faults = Faults(
             row=integers(max_rows),
             slot=integers(num_slots),
-            count=integers(1, dtype=torch.int64),
             row_metadata=self.row_metadata,
         )
         # By row.
@@ -221,7 +220,7 @@ class Rows:
         row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
         states: torch.Tensor,  # [batch size], int
         num_proposed: torch.Tensor,  # [max_num_reqs], int32, by state, written
-        counters: torch.Tensor,  # [2], int64, added to: proposals, proposed tokens
+        counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     ) -> None:
         """Hands the proposals to the batch, padded with PAD_TOKEN."""
         finish_rows_kernel[(len(states),)](
