@@ -9,19 +9,27 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
+from tests.kernels.tensors import counted, integers, new_counters
+from vllm_triforce.kernels import counters as counter_places
+from vllm_triforce.kernels import row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions
+from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16
-# batch row, state, slot, is due, reserved, limit, window start
-ROWS = [[2, 5, 1, 2, 640, 4096, 0], [0, 1, 0, 0, 112, 4096, 40], [1, 3, 3, 1, 160, 102, 20]]
+TABLE = {
+    RowColumn.BATCH_ROW: [2, 0, 1],
+    RowColumn.STATE: [5, 1, 3],
+    RowColumn.SLOT: [1, 0, 3],
+    RowColumn.REFRESH: [Refresh.NEW_OWNER, Refresh.NOT_DUE, Refresh.DUE],
+    RowColumn.RESERVED: [640, 112, 160],
+    RowColumn.LIMIT: [4096, 4096, 102],
+    RowColumn.WINDOW_START: [0, 40, 20],
+}
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
-
-
-def integers(values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
@@ -35,8 +43,18 @@ def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
     arguments = dict(
         min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
     )
-    rows.begin(integers(ROWS), num_computed, integers(num_sampled), last, **(arguments | changes))
+    table = torch.from_numpy(stack_columns(TABLE)).to(DEVICE)
+    rows.begin(table, num_computed, integers(num_sampled), last, **(arguments | changes))
     return rows
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    [(row_metadata, RowColumn), (row_metadata, Refresh), (counter_places, DeviceCounter)],
+)
+def test_kernels_have_the_hosts_names(module, names):
+    for member in names:
+        assert getattr(module, member.name).value == member
 
 
 def test_rows_begin_with_what_the_full_pass_left():
@@ -75,23 +93,23 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     rows, sinks, per_slot = begun(), 4, 40
     rows.length.copy_(integers([2, 0, 1, 0, 0]))
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
-    rows.row_metadata[:, 6] = integers([575, 102, 20, 0, 0])
+    rows.row_metadata[:, RowColumn.WINDOW_START] = integers([575, 102, 20, 0, 0])
     all_tokens = torch.zeros(8, 1000, dtype=torch.int32)
     for row in range(3):
         known = tokens_of(rows, row)[1]
-        all_tokens[ROWS[row][1], : len(known)] = known
+        all_tokens[TABLE[RowColumn.STATE][row], : len(known)] = known
     inputs = PassInputs(5, query_len, 5, DEVICE)
     rows.feed_window(inputs, 4, all_tokens.to(DEVICE), sinks, capacity, BLOCK_SIZE, per_slot)
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
-        start = int(rows.row_metadata[row, 6])
+        start = int(rows.row_metadata[row, RowColumn.WINDOW_START])
         feed = oracles.window_feed(tokens, query_len, sinks, start, capacity)
         for j, fed in enumerate(feed):
             at = row * query_len + j
             if fed is None:
                 assert inputs.slot_mapping[at] == -1
                 continue
-            place = ROWS[row][2] * per_slot * BLOCK_SIZE + fed[1]
+            place = TABLE[RowColumn.SLOT][row] * per_slot * BLOCK_SIZE + fed[1]
             assert (inputs.token_ids[at], inputs.positions[at]) == fed
             assert inputs.slot_mapping[at] == place
         expected = max(min(sinks + len(tokens) - start, capacity), query_len)
@@ -137,7 +155,7 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
         assert dense[row] == position + 3
         own = inputs.seq_lens[row * heads : (row + 1) * heads]
         assert (own == position + 3 - rows.skipped[row]).all()
-        assert rows.places[row] == position + 1
+        assert rows.token_positions[row] == position + 1
     assert (inputs.slot_mapping[6:12] == -1).all()
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
 
@@ -147,7 +165,7 @@ def test_proposals_are_handed_up_in_the_batchs_order():
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
     tokens = integers([[-1] * 6] * 4, torch.int64)
-    proposed, counters = integers([9] * 8), integers([0, 0], torch.int64)
+    proposed, counters = integers([9] * 8), new_counters()
     rows.finish(tokens, integers([1, 2, 0, -1]), integers([1, 3, 5, 7]), proposed, counters)
     pad = PAD_TOKEN
     assert tokens.tolist() == [
@@ -157,7 +175,7 @@ def test_proposals_are_handed_up_in_the_batchs_order():
         [pad] * 6,
     ]
     assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 0]
-    assert counters.tolist() == [2, 8]
+    assert counted(counters) == {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
 
 
 def test_padding_is_certain_again_where_nothing_is_proposed():
@@ -174,7 +192,7 @@ def test_padding_is_certain_again_where_nothing_is_proposed():
 
 
 def test_full_passes_are_counted_without_padding():
-    counters = integers([0] * 4, torch.int64)
+    counters = new_counters()
     # scheduled 6 of 6 proposed, all right; 6 of 2, one right; none; in a prefill
     count_full_pass(
         counters,
@@ -183,4 +201,9 @@ def test_full_passes_are_counted_without_padding():
         integers([7, 2, 1, 0]),
         integers([2, 4, 6, 6]),
     )
-    assert counters.tolist() == [8, 7, 1, 2]
+    assert counted(counters) == {
+        DeviceCounter.NUM_LEVEL2_DRAFTED: 8,
+        DeviceCounter.NUM_LEVEL2_ACCEPTED: 7,
+        DeviceCounter.NUM_LEVEL3_REJECTIONS: 1,
+        DeviceCounter.NUM_LEVEL3_STEPS: 2,
+    }

@@ -9,12 +9,10 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 on_device = pytest.importorskip("vllm_triforce.device.sources.prompt_lookup")
 
+from tests.kernels.tensors import integers  # noqa: E402
 from tests.unit.test_prompt_lookup import on_host  # noqa: E402
+from vllm_triforce.kernels.row_metadata import RowColumn  # noqa: E402
 from vllm_triforce.kernels.rows import Rows  # noqa: E402
-
-
-def integers(values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
 @pytest.mark.parametrize("max_ngram", [1, 3, 4])
@@ -27,7 +25,7 @@ def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     proposal = torch.randint(vocab_size, (6, 6), generator=draw)
     rows.proposal.copy_(proposal)
     rows.num_rows = 6
-    rows.row_metadata[:, 1] = integers([7, 2, 0, 1, 5, 3])
+    rows.row_metadata[:, RowColumn.STATE] = integers([7, 2, 0, 1, 5, 3])
     rows.computed.copy_(integers([n - 1 for n in lengths]))
     rows.length.copy_(integers(proposed))
     on_device.look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)

@@ -40,13 +40,13 @@ def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: i
     ],
 )
 def test_chunk_summaries(layout, block_size, dim, heads, dtype):
-    """Every fresh block of every request, and no other, gets the mean, the least and the greatest
-    of its keys."""
+    """Every newly full block of every request, and no other, gets the mean, the least and the
+    greatest of its keys."""
     torch.manual_seed(0)
     keys = [make_cache(layout, 13, heads, block_size, dim, dtype)[0] for _ in range(2)]
     scales = [1.0, 0.5]
     tables = torch.tensor([[3, 5, 1, 9], [12, 2, 0, 0], [4, 0, 0, 0]], dtype=torch.int32)
-    first, last = [1, 0, 0], [4, 1, 0]  # three fresh blocks, one, and none
+    first, last = [1, 0, 0], [4, 1, 0]  # three newly full blocks, one, and none
     for kind in Summary:
         summaries = torch.full((2, heads, 13, dim), 7.0, device=DEVICE)
         update_chunk_summaries(

@@ -10,25 +10,23 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from tests.kernels.noise_probe import probe
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS, SLOT
+from tests.kernels.tensors import counted, integers, new_counters
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.export_proposal import export_distributions
 from vllm_triforce.kernels.faults import BlockCleaner, Faults
 from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.verification import verify_drafts
+from vllm_triforce.metrics.counters import DeviceCounter
 
 NUM_SPECULATIVE_TOKENS = 6
 
 
-def integers(values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-
 def no_faults(num_rows: int) -> Faults:
-    row_metadata = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
-    row_metadata[:, SLOT] = torch.arange(num_rows)
+    row_metadata = torch.zeros(num_rows, len(RowColumn), dtype=torch.int32, device=DEVICE)
+    row_metadata[:, RowColumn.SLOT] = torch.arange(num_rows)
     nothing = [0] * num_rows
-    return Faults(integers(nothing), integers(nothing), integers([0], torch.int64), row_metadata)
+    return Faults(integers(nothing), integers(nothing), row_metadata)
 
 
 def some_logits(*shape: int, seed: int) -> torch.Tensor:
@@ -74,7 +72,7 @@ def test_verification(vocab_size, gamma, certain):
 
     proposal = integers([[-7] * NUM_SPECULATIVE_TOKENS] * num_rows, torch.int64)
     new_length, emitted = length.to(torch.int32).to(DEVICE), integers([9] * num_rows)
-    counters = integers([0, 0, 0], torch.int64)
+    counters = new_counters()
     race = Race(num_rows, vocab_size, DEVICE)
     verify_drafts(
         proposal,
@@ -121,7 +119,12 @@ def test_verification(vocab_size, gamma, certain):
         assert (proposal[row, :before] == -7).all() and (proposal[row, end:] == -7).all()
         accepted += len(expected) - 1
     drafts = int(num_drafted.sum() - num_drafted[5])
-    assert counters.tolist() == [num_rows - 1, drafts, accepted]
+    expected = {
+        DeviceCounter.NUM_INNER_ROUNDS: num_rows - 1,
+        DeviceCounter.NUM_LEVEL1_DRAFTED: drafts,
+        DeviceCounter.NUM_LEVEL1_ACCEPTED: accepted,
+    }
+    assert counted(counters) == {counter: n for counter, n in expected.items() if n}
     if gamma > 1 and vocab_size > 3:
         assert 0 < accepted < drafts, "the cases must contain both outcomes"
 
@@ -138,7 +141,7 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
         length,
         integers([6, 6, 6]),
         emitted,
-        integers([0, 0, 0], torch.int64),
+        new_counters(),
         drafted,
         num_drafted,
         integers([0, 0, 0]),
@@ -208,7 +211,7 @@ def test_frequencies_over_many_seeds():
         length,
         integers([2] * num_rows),
         integers([0] * num_rows),
-        integers([0, 0, 0], torch.int64),
+        new_counters(),
         drafted,
         integers([1] * num_rows),
         integers([0] * num_rows),
@@ -237,13 +240,13 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     length, room = integers([1, 1]), integers([6, 6])
     proposal = integers([[-7] * 6] * 2, torch.int64)
     temperature = torch.ones(2)
-    faults = no_faults(2)
+    faults, counters = no_faults(2), new_counters()
     verify_drafts(
         proposal,
         length,
         room,
         integers([0, 0]),
-        integers([0, 0, 0], torch.int64),
+        counters,
         integers([[3], [3]]),
         integers([1, 1]),
         integers([0, 0]),
@@ -262,7 +265,8 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     assert length.tolist() == [1, 2] and room.tolist() == [1, 6]
     assert 0 <= proposal[1, 1] < 5
     assert (proposal[0] == -7).all()
-    assert faults.slot.tolist() == faults.row.tolist() == [1, 0] and faults.count.item() == 1
+    assert faults.slot.tolist() == faults.row.tolist() == [1, 0]
+    assert counters[DeviceCounter.NUM_NAN_REQUESTS] == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -280,7 +284,8 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
     target = torch.full((3, 4, 9), -50.0)
     target[..., 4] = 50
     target[1, place, 2] = torch.nan
-    faults, length, room = no_faults(3), integers([0, 0, 0]), integers([6, 6, 6])
+    faults, counters = no_faults(3), new_counters()
+    length, room = integers([0, 0, 0]), integers([6, 6, 6])
     proposal = integers([[-7] * 6] * 3, torch.int64)
     temperatures = torch.tensor([temperature, temperature, 0.0])
     nothing = temperature == 0
@@ -289,7 +294,7 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
         length,
         room,
         integers([0] * 3),
-        integers([0, 0, 0], torch.int64),
+        counters,
         integers([[4, 4, 4]] * 3),
         integers([2, 2, 2]),
         integers([0] * 3),
@@ -308,7 +313,8 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
     length, proposal = length.tolist(), proposal.tolist()
     assert [proposal[row][: length[row]] for row in range(3)] == [[4] * 3, left, [4] * 3]
     assert room.tolist() == [6, len(left) if found else 6, 6]
-    assert faults.slot.tolist() == [0, int(found), 0] and faults.count.item() == found
+    assert faults.slot.tolist() == [0, int(found), 0]
+    assert counters[DeviceCounter.NUM_NAN_REQUESTS] == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -326,7 +332,8 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
     before = memory.clone()
     faults = no_faults(2)
     faults.row[1] = 1
-    faults.row_metadata[:, 4] = 12  # three blocks are allocated, of a table of four
+    # Three blocks are allocated, of a table of four.
+    faults.row_metadata[:, RowColumn.RESERVED] = 12
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
     cleaner = BlockCleaner(caches, 4, DEVICE)
     cleaner(faults, 2, integers([5, 5]), tables, None if whole else 20)

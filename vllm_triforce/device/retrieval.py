@@ -8,6 +8,7 @@ from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.faults import BlockCleaner
+from vllm_triforce.kernels.row_metadata import Refresh
 from vllm_triforce.kernels.rows import Rows
 
 
@@ -80,7 +81,7 @@ class DeviceRetrieval:
         if self.can_capture:
             self._pass.capture(mode)
 
-    def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[int]) -> None:
+    def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[Refresh]) -> None:
         self._batch = batch
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
 

@@ -12,6 +12,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.chunk_scores import score_chunks
+from vllm_triforce.kernels.row_metadata import Refresh, RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.sparse_tables import build_sparse_tables
 from vllm_triforce.selection import POLICIES
@@ -84,8 +85,8 @@ class DeviceSelections:
         tensors = (*self.summaries.values(), self._selected, self.tables)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def due(self, slots: list[Slot], most_tokens: np.ndarray) -> list[int]:
-        """For each row: 0, 1 where the selection is due, 2 where the slot has a new owner."""
+    def due(self, slots: list[Slot], most_tokens: np.ndarray) -> list[Refresh]:
+        """For each row, whether its selection is due."""
         result = []
         for slot, newest in zip(slots, most_tokens.tolist()):
             slot.age += 1
@@ -93,7 +94,8 @@ class DeviceSelections:
             is_due |= newest - slot.selected_at > self._max_growth
             if slot.is_new or is_due:
                 slot.age, slot.selected_at = 0, newest
-            result.append(2 if slot.is_new else int(is_due))
+            refresh = Refresh.DUE if is_due else Refresh.NOT_DUE
+            result.append(Refresh.NEW_OWNER if slot.is_new else refresh)
             slot.is_new = False
         return result
 
@@ -102,24 +104,26 @@ class DeviceSelections:
         batch: DeviceBatch,
         table: torch.Tensor,  # [num_rows, width], the retrieving group's block tables
         slots: list[Slot],
-        due: list[int],
+        due: list[Refresh],
     ) -> None:
         """Selects for the rows that are due, and lays out the block tables of all."""
         rows, count = self._rows, self._rows.num_rows
-        due_rows = [row for row, is_due in enumerate(due) if is_due]
+        due_rows = [row for row, refresh in enumerate(due) if refresh != Refresh.NOT_DUE]
         if due_rows:
             max_chunks = max(
                 self.max_selected,
                 *(int(batch.most_tokens[r]) // self.block_size for r in due_rows),
             )
             if self.summaries:
-                fresh = [self._max_newly_full(int(batch.most_tokens[r]), due[r]) for r in due_rows]
+                newly_full = [
+                    self._max_newly_full(int(batch.most_tokens[r]), due[r]) for r in due_rows
+                ]
                 self._attention.update_summaries(
                     self.summaries,
                     table,
                     rows.first_newly_full[:count],
                     rows.last_newly_full[:count],
-                    max(fresh),
+                    max(newly_full),
                 )
             together = self._rows_at_a_time(max_chunks)
             for start in range(0, len(due_rows), together):
@@ -131,7 +135,7 @@ class DeviceSelections:
         build_sparse_tables(
             self.tables,
             self._selected,
-            rows.row_metadata[:count, 2].contiguous(),
+            rows.column(RowColumn.SLOT),
             rows.num_selected[:count],
             rows.tail[:count],
             rows.num_blocks[:count],
@@ -139,9 +143,9 @@ class DeviceSelections:
             self._attention.head_strides(),
         )
 
-    def _max_newly_full(self, most_tokens: int, due: int) -> int:
+    def _max_newly_full(self, most_tokens: int, refresh: Refresh) -> int:
         """Blocks that can have become full since the last selection."""
-        if due == 2:
+        if refresh == Refresh.NEW_OWNER:
             return most_tokens // self.block_size
         return (2 * self._max_growth) // self.block_size + 2
 

@@ -12,9 +12,10 @@ from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import count_full_pass
 from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
 from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.row_metadata import RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
-from vllm_triforce.metrics.counters import DEVICE_COUNTERS, LevelCounters
+from vllm_triforce.metrics.counters import DeviceCounter, LevelCounters, read_device_counters
 from vllm_triforce.metrics.part_times import PartTimes
 from vllm_triforce.verification.masked_logits import masked_logits
 
@@ -57,13 +58,12 @@ class DeviceTriForce:
         self.known_counters = LevelCounters()
         """A copy of ``counters``, at most some steps old."""
         self._copied: torch.Tensor | None = None
-        self._counters = torch.zeros(len(DEVICE_COUNTERS), dtype=torch.int64, device=device)
-        rows.faults.count = self._counters[-1:]
+        self._counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
 
     @property
     def counters(self) -> LevelCounters:
         """Sums so far; waits for the device."""
-        counts = dict(zip(DEVICE_COUNTERS, self._counters.tolist()))
+        counts = read_device_counters(self._counters.tolist())
         counts["num_level2_passes"] = self._num_passes
         return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
 
@@ -82,7 +82,7 @@ class DeviceTriForce:
             self._copy_event.record()
 
     def _note(self, counters: torch.Tensor) -> None:
-        for name, value in zip(DEVICE_COUNTERS, counters.tolist()):
+        for name, value in read_device_counters(counters.tolist()).items():
             setattr(self.known_counters, name, value)
         self.known_counters.num_level2_passes = self._num_passes
         self.known_counters.time_seconds.update(self.times.seconds)
@@ -120,20 +120,19 @@ class DeviceTriForce:
             due = level2.selections.due(slots, batch.most_tokens)
             self.level1.begin(batch, slots)
             limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
-            row_metadata = np.stack(
-                [
-                    batch.batch_rows,
-                    batch.states,
-                    [slot.index for slot in slots],
-                    due,
-                    batch.reserved,
-                    limits,
-                    [slot.window_start for slot in slots],
-                ],
-                axis=1,
+            row_metadata = stack_columns(
+                {
+                    RowColumn.BATCH_ROW: batch.batch_rows,
+                    RowColumn.STATE: batch.states,
+                    RowColumn.SLOT: [slot.index for slot in slots],
+                    RowColumn.REFRESH: due,
+                    RowColumn.RESERVED: batch.reserved,
+                    RowColumn.LIMIT: limits,
+                    RowColumn.WINDOW_START: [slot.window_start for slot in slots],
+                }
             )
             rows.begin(
-                async_tensor_h2d(row_metadata.astype(np.int32), rows.row_metadata.device),
+                async_tensor_h2d(row_metadata, rows.row_metadata.device),
                 batch.num_computed,
                 batch.num_sampled,
                 batch.last_sampled,
@@ -169,7 +168,7 @@ class DeviceTriForce:
                 rows.length[:count],
                 rows.room[:count],
                 rows.num_emitted[:count],
-                self._counters[:3],
+                self._counters,
                 rows.drafted[:count],
                 rows.num_drafted[:count],
                 rows.num_accepted[:count],
@@ -182,14 +181,14 @@ class DeviceTriForce:
                 draft_lse,
                 sampling.temperature,
                 sampling.seeds,
-                rows.places[:count],
+                rows.token_positions[:count],
                 self._race,
             )
             if target is not None:
                 export_distributions(
                     self._draft_logits,
                     self._is_stale,
-                    rows.row_metadata[:count, 1].contiguous(),
+                    rows.column(RowColumn.STATE),
                     target,
                     rows.length[:count],
                     rows.num_emitted[:count],
@@ -205,9 +204,7 @@ class DeviceTriForce:
         states: torch.Tensor,  # [batch size], int
     ) -> None:
         """Gives every request of the batch its proposal, padded where it is short or none."""
-        self._rows.finish(
-            draft_tokens, row_of_batch, states, self.num_proposed, self._counters[3:5]
-        )
+        self._rows.finish(draft_tokens, row_of_batch, states, self.num_proposed, self._counters)
         clear_distributions(self._draft_logits, self._is_stale, states, self.num_proposed)
 
     def count_full_pass(
@@ -216,7 +213,7 @@ class DeviceTriForce:
         states: torch.Tensor,  # [batch size], int
         num_sampled: torch.Tensor,  # [batch size], int
     ) -> None:
-        count_full_pass(self._counters[5:9], scheduled, states, num_sampled, self.num_proposed)
+        count_full_pass(self._counters, scheduled, states, num_sampled, self.num_proposed)
 
 
 class _Repeated:

@@ -7,9 +7,25 @@ proposals, a *state* its place in the model runner's tensors.
 import torch
 from vllm.triton_utils import tl, triton
 
-# Columns of the table that the host sends, one line a row.
-BATCH_ROW, STATE, SLOT, IS_DUE, RESERVED, LIMIT, WINDOW_START = range(7)
-NUM_COLUMNS = 7
+from vllm_triforce.kernels.counters import (
+    NUM_LEVEL2_ACCEPTED,
+    NUM_LEVEL2_DRAFTED,
+    NUM_LEVEL3_REJECTIONS,
+    NUM_LEVEL3_STEPS,
+    NUM_PROPOSALS,
+    NUM_PROPOSED,
+)
+from vllm_triforce.kernels.row_metadata import (
+    BATCH_ROW,
+    LIMIT,
+    NEW_OWNER,
+    NOT_DUE,
+    REFRESH,
+    RESERVED,
+    SLOT,
+    STATE,
+    row_value,
+)
 
 # Where nothing was proposed; see worker/v2/proposal.py.
 PAD_TOKEN = 0
@@ -34,8 +50,8 @@ def begin_rows_kernel(
     num_selected_ptr,
     skipped_ptr,
     num_blocks_ptr,
-    first_fresh_ptr,
-    last_fresh_ptr,
+    first_newly_full_ptr,
+    last_newly_full_ptr,
     num_speculative_tokens,
     min_context,
     least_tokens,
@@ -43,7 +59,6 @@ def begin_rows_kernel(
     recent_blocks,
     max_selected,
     width,
-    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
     computed = 0
@@ -56,22 +71,20 @@ def begin_rows_kernel(
     token = 0
     tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
-        row_metadata = row_metadata_ptr + row * COLUMNS
-        state = tl.load(row_metadata + 1)
-        slot = tl.load(row_metadata + 2)
-        is_due = tl.load(row_metadata + 3)
-        if is_due == 2:
+        state = row_value(row_metadata_ptr, row, STATE)
+        slot = row_value(row_metadata_ptr, row, SLOT)
+        refresh = row_value(row_metadata_ptr, row, REFRESH)
+        if refresh == NEW_OWNER:
             tl.store(slot_fault_ptr + slot, 0)
-        reserved = tl.load(row_metadata + 4)
-        limit = tl.load(row_metadata + 5)
+        reserved = row_value(row_metadata_ptr, row, RESERVED)
+        limit = row_value(row_metadata_ptr, row, LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         num_full = computed // block_size
         num_blocks = reserved // block_size
-        if is_due != 0:
+        if refresh != NOT_DUE:
             tail = tl.maximum(num_full - recent_blocks, 0)
-            # 2: the slot has a new owner.
-            first = tl.where(is_due == 2, 0, tl.load(slot_known_ptr + slot))
+            first = tl.where(refresh == NEW_OWNER, 0, tl.load(slot_known_ptr + slot))
             last = num_full
             tl.store(slot_tail_ptr + slot, tail)
             tl.store(slot_known_ptr + slot, num_full)
@@ -83,7 +96,7 @@ def begin_rows_kernel(
         # full pass adds a token of its own.
         room = tl.minimum(room, limit - 2 - computed)
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
-        is_ready = tl.load(num_sampled_ptr + tl.load(row_metadata)) > 0
+        is_ready = tl.load(num_sampled_ptr + row_value(row_metadata_ptr, row, BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
         is_ready = is_ready & (computed >= least_tokens) & (reach <= width)
         is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
@@ -96,8 +109,8 @@ def begin_rows_kernel(
     tl.store(num_selected_ptr + row, selected)
     tl.store(skipped_ptr + row, (tail - selected) * block_size)
     tl.store(num_blocks_ptr + row, num_blocks)
-    tl.store(first_fresh_ptr + row, first)
-    tl.store(last_fresh_ptr + row, last)
+    tl.store(first_newly_full_ptr + row, first)
+    tl.store(last_newly_full_ptr + row, last)
 
 
 @triton.jit
@@ -108,7 +121,7 @@ def finish_rows_kernel(
     proposal_ptr,  # [padded rows, num_speculative_tokens]
     length_ptr,  # [padded rows]
     num_proposed_ptr,  # [max_num_reqs], by state, written
-    counters_ptr,  # [2], added to: proposals, proposed tokens
+    counters_ptr,  # [num_counters], added to
     num_speculative_tokens,
     PAD: tl.constexpr,
     PADDED_LEN: tl.constexpr,
@@ -121,8 +134,8 @@ def finish_rows_kernel(
     if row >= 0:
         length = tl.load(length_ptr + row)
         if length > 0:
-            tl.atomic_add(counters_ptr, 1)
-            tl.atomic_add(counters_ptr + 1, length.to(tl.int64))
+            tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
+            tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
     source = proposal_ptr + tl.maximum(row, 0) * num_speculative_tokens
     token = tl.load(source + places, mask=places < length, other=PAD)
     tl.store(draft_tokens_ptr + batch_row * num_speculative_tokens + places, token, mask=mask)
@@ -131,7 +144,7 @@ def finish_rows_kernel(
 
 @triton.jit
 def _count_full_pass_kernel(
-    counters_ptr,  # [4], added to: drafted, accepted, rejections, steps
+    counters_ptr,  # [num_counters], added to
     scheduled_ptr,  # [batch size]
     states_ptr,  # [batch size]
     num_sampled_ptr,  # [batch size]
@@ -143,14 +156,14 @@ def _count_full_pass_kernel(
     sampled = tl.load(num_sampled_ptr + row).to(tl.int32)
     if (drafted > 0) & (sampled > 0):
         accepted = tl.minimum(sampled - 1, drafted)
-        tl.atomic_add(counters_ptr, drafted.to(tl.int64))
-        tl.atomic_add(counters_ptr + 1, accepted.to(tl.int64))
-        tl.atomic_add(counters_ptr + 2, (accepted < drafted).to(tl.int64))
-        tl.atomic_add(counters_ptr + 3, 1)
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_DRAFTED, drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_STEPS, 1)
 
 
 def count_full_pass(
-    counters: torch.Tensor,  # [4], int64
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     scheduled: torch.Tensor,  # [batch size], int32, draft tokens that were verified
     states: torch.Tensor,  # [batch size], int
     num_sampled: torch.Tensor,  # [batch size], int

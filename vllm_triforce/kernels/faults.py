@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
+from vllm_triforce.kernels.row_metadata import RESERVED, row_value
 
 _BLOCK = 1024
 
@@ -17,8 +17,7 @@ class Faults:
 
     row: torch.Tensor  # [max_rows], int32; not 0: a level's logits had a NaN in this proposal
     slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
-    count: torch.Tensor  # [1], int64, requests so far
-    row_metadata: torch.Tensor  # [max_rows, NUM_COLUMNS], int32, the rows' table
+    row_metadata: torch.Tensor  # [max_rows, len(RowColumn)], int32, the rows' table
 
 
 @triton.jit
@@ -27,14 +26,13 @@ def _clean_kernel(
     strides_ptr,  # [num_layers], int64, from block to block, in numbers
     spans_ptr,  # [num_layers], int64, numbers from the first of a block to its last
     fault_ptr,  # [num_rows]
-    row_metadata_ptr,  # [num_rows, COLUMNS]
+    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
     computed_ptr,  # [num_rows]
     tables_ptr,  # [num_rows, width]
     table_stride,
     width,
     block_size,
     reach,
-    COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
     TYPE: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -50,7 +48,7 @@ def _clean_kernel(
         computed = tl.load(computed_ptr + row)
         first = computed // block_size
         end = tl.minimum((computed + reach) // block_size + 1, width)
-        end = tl.minimum(end, tl.load(row_metadata_ptr + row * COLUMNS + 4) // block_size)
+        end = tl.minimum(end, row_value(row_metadata_ptr, row, RESERVED) // block_size)
     cache = tl.load(caches_ptr + layer).to(tl.pointer_type(TYPE))
     stride = tl.load(strides_ptr + layer)
     span = tl.load(spans_ptr + layer)
@@ -108,7 +106,6 @@ class BlockCleaner:
             tables.shape[1],
             self._block_size,
             reach or 0,
-            COLUMNS=NUM_COLUMNS,
             WHOLE=reach is None,
             TYPE=self._type,
             IS_FP8=self._type == tl.uint8,

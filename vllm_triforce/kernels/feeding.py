@@ -2,6 +2,8 @@
 
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels.row_metadata import SLOT, STATE, WINDOW_START, row_value
+
 
 @triton.jit
 def token_at(all_token_ids, state_row, proposal_row, computed, index):
@@ -13,7 +15,7 @@ def token_at(all_token_ids, state_row, proposal_row, computed, index):
 
 @triton.jit
 def feed_window_kernel(
-    row_metadata_ptr,
+    row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     token_stride,
@@ -30,7 +32,6 @@ def feed_window_kernel(
     block_size,
     blocks_per_slot,
     query_len,
-    COLUMNS: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -43,9 +44,9 @@ def feed_window_kernel(
         tl.store(slot_mapping_ptr + out, -1, mask=mask)
         tl.store(seq_lens_ptr + row, query_len)
         return
-    state = tl.load(row_metadata_ptr + row * COLUMNS + 1).to(tl.int64)
-    slot = tl.load(row_metadata_ptr + row * COLUMNS + 2)
-    start = tl.load(row_metadata_ptr + row * COLUMNS + 6)
+    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    slot = row_value(row_metadata_ptr, row, SLOT)
+    start = row_value(row_metadata_ptr, row, WINDOW_START)
     computed = tl.load(computed_ptr + row)
     newest = computed + tl.load(length_ptr + row)
     index = newest - query_len + 1 + j
@@ -70,7 +71,7 @@ def feed_window_kernel(
 
 @triton.jit
 def feed_draft_kernel(
-    row_metadata_ptr,
+    row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,
     drafted_ptr,  # [padded rows, gamma]
     gamma,
@@ -82,7 +83,6 @@ def feed_draft_kernel(
     capacity,
     block_size,
     blocks_per_slot,
-    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= num_rows:
@@ -94,7 +94,8 @@ def feed_draft_kernel(
     position = tl.load(seq_lens_ptr + row)
     fits = position < capacity
     position = tl.minimum(position, capacity - 1)
-    block = tl.load(row_metadata_ptr + row * COLUMNS + 2) * blocks_per_slot + position // block_size
+    slot = row_value(row_metadata_ptr, row, SLOT)
+    block = slot * blocks_per_slot + position // block_size
     place = (block * block_size + position % block_size).to(tl.int64)
     tl.store(input_ids_ptr + row, tl.load(drafted_ptr + row * gamma + step - 1))
     tl.store(positions_ptr + row, position.to(tl.int64))
@@ -104,7 +105,7 @@ def feed_draft_kernel(
 
 @triton.jit
 def feed_target_kernel(
-    row_metadata_ptr,
+    row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,
     tables_ptr,  # [num_rows, table_width]
     table_stride,
@@ -122,12 +123,11 @@ def feed_target_kernel(
     slot_mapping_ptr,
     sparse_seq_lens_ptr,  # [padded rows * num_kv_heads]
     dense_seq_lens_ptr,  # [padded rows]
-    places_ptr,  # [padded rows]
+    token_positions_ptr,  # [padded rows]
     block_size,
     max_position,
     num_kv_heads,
     gamma,
-    COLUMNS: tl.constexpr,
     PADDED_LEN: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
 ):
@@ -167,4 +167,4 @@ def feed_target_kernel(
     sparse = seq_len - tl.load(skipped_ptr + row)
     tl.store(seq_lens, sparse + tl.zeros_like(heads), mask=heads < num_kv_heads)
     tl.store(dense_seq_lens_ptr + row, seq_len)
-    tl.store(places_ptr + row, computed + length + 1)
+    tl.store(token_positions_ptr + row, computed + length + 1)

@@ -4,7 +4,6 @@ import torch
 from vllm.triton_utils import triton
 
 from vllm_triforce.kernels.bookkeeping import (
-    NUM_COLUMNS,
     PAD_TOKEN,
     begin_rows_kernel,
     finish_rows_kernel,
@@ -15,6 +14,7 @@ from vllm_triforce.kernels.feeding import (
     feed_target_kernel,
     feed_window_kernel,
 )
+from vllm_triforce.kernels.row_metadata import RowColumn
 
 
 class PassInputs:
@@ -51,7 +51,7 @@ class Rows:
         self.max_rows = max_rows
         self.num_speculative_tokens = num_speculative_tokens
         self.gamma = gamma
-        self.row_metadata = integers(max_rows, NUM_COLUMNS)
+        self.row_metadata = integers(max_rows, len(RowColumn))
         self.num_rows = 0
         # Kept from proposal to proposal, by slot.
         self.slot_tail = integers(num_slots)
@@ -59,7 +59,6 @@ class Rows:
         self.faults = Faults(
             row=integers(max_rows),
             slot=integers(num_slots),
-            count=integers(1, dtype=torch.int64),
             row_metadata=self.row_metadata,
         )
         # By row.
@@ -67,13 +66,17 @@ class Rows:
         self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, max_rows)
         self.first_newly_full, self.last_newly_full = integers(2, max_rows)
         self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
-        self.places = integers(max_rows)
+        self.token_positions = integers(max_rows)
         self.drafted = integers(max_rows, gamma)
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
 
+    def column(self, column: RowColumn) -> torch.Tensor:  # [num_rows], int32
+        """A column of the rows' table."""
+        return self.row_metadata[: self.num_rows, column].contiguous()
+
     def begin(
         self,
-        row_metadata: torch.Tensor,  # [num_rows, NUM_COLUMNS], int32
+        row_metadata: torch.Tensor,  # [num_rows, len(RowColumn)], int32
         num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
@@ -113,7 +116,6 @@ class Rows:
             recent_blocks,
             max_selected,
             width,
-            COLUMNS=NUM_COLUMNS,
         )
 
     def feed_window(
@@ -145,7 +147,6 @@ class Rows:
             block_size,
             blocks_per_slot,
             inputs.query_len,
-            COLUMNS=NUM_COLUMNS,
             PADDED_LEN=triton.next_power_of_2(inputs.query_len),
         )
 
@@ -172,7 +173,6 @@ class Rows:
             capacity,
             block_size,
             blocks_per_slot,
-            COLUMNS=NUM_COLUMNS,
         )
 
     def feed_target(
@@ -205,12 +205,11 @@ class Rows:
             inputs.slot_mapping,
             inputs.seq_lens,
             dense_seq_lens,
-            self.places,
+            self.token_positions,
             block_size,
             max_position,
             num_kv_heads,
             self.gamma,
-            COLUMNS=NUM_COLUMNS,
             PADDED_LEN=triton.next_power_of_2(self.gamma + 1),
             PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
         )
@@ -221,7 +220,7 @@ class Rows:
         row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
         states: torch.Tensor,  # [batch size], int
         num_proposed: torch.Tensor,  # [max_num_reqs], int32, by state, written
-        counters: torch.Tensor,  # [2], int64, added to: proposals, proposed tokens
+        counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     ) -> None:
         """Hands the proposals to the batch, padded with PAD_TOKEN."""
         finish_rows_kernel[(len(states),)](

@@ -9,10 +9,16 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import noise as _noise
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
+from vllm_triforce.kernels.counters import (
+    NUM_INNER_ROUNDS,
+    NUM_LEVEL1_ACCEPTED,
+    NUM_LEVEL1_DRAFTED,
+    NUM_NAN_REQUESTS,
+)
 from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.noise import uniform
 from vllm_triforce.kernels.race import Race, race_kernel, winner
+from vllm_triforce.kernels.row_metadata import SLOT, row_value
 
 _RECOVER, _ACCEPT = _noise.RECOVER, _noise.ACCEPT
 
@@ -69,11 +75,10 @@ def _emit_kernel(
     length_ptr,  # [num_reqs], written
     room_ptr,  # [num_reqs], written
     num_emitted_ptr,  # [num_reqs], written
-    counters_ptr,  # [3], added to: rounds, drafted, accepted
+    counters_ptr,  # [num_counters], added to
     row_fault_ptr,  # [num_reqs], written
     slot_fault_ptr,  # [num_slots], written
-    num_faults_ptr,  # [1], added to
-    row_metadata_ptr,  # [num_reqs, COLUMNS]
+    row_metadata_ptr,  # [num_reqs, NUM_COLUMNS]
     drafted_ptr,  # [num_reqs, GAMMA]
     num_drafted_ptr,  # [num_reqs]
     num_accepted_ptr,  # [num_reqs]
@@ -87,7 +92,6 @@ def _emit_kernel(
     num_speculative_tokens,
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -126,13 +130,13 @@ def _emit_kernel(
             # The proposal ends with what there is, and the request is not speculated on again.
             tl.store(room_ptr + row, length + emitted)
             tl.store(row_fault_ptr + row, 1)
-            tl.store(slot_fault_ptr + tl.load(row_metadata_ptr + row * COLUMNS + 2), 1)
-            tl.atomic_add(num_faults_ptr, 1)
+            tl.store(slot_fault_ptr + row_value(row_metadata_ptr, row, SLOT), 1)
+            tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
         tl.store(length_ptr + row, length + emitted)
         tl.store(num_emitted_ptr + row, emitted)
-        tl.atomic_add(counters_ptr, 1)
-        tl.atomic_add(counters_ptr + 1, num_drafted.to(tl.int64))
-        tl.atomic_add(counters_ptr + 2, accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_INNER_ROUNDS, 1)
+        tl.atomic_add(counters_ptr + NUM_LEVEL1_DRAFTED, num_drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL1_ACCEPTED, accepted.to(tl.int64))
 
 
 def verify_drafts(
@@ -140,7 +144,7 @@ def verify_drafts(
     length: torch.Tensor,  # [num_reqs], int32, its lengths, updated
     room: torch.Tensor,  # [num_reqs], int32, the lengths it may reach
     num_emitted: torch.Tensor,  # [num_reqs], int32, written
-    counters: torch.Tensor,  # [3], int64, added to: rounds, drafted, accepted
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     drafted: torch.Tensor,  # [num_reqs, gamma], int32
     num_drafted: torch.Tensor,  # [num_reqs], int32
     num_accepted: torch.Tensor,  # [num_reqs], int32, written
@@ -213,7 +217,6 @@ def verify_drafts(
         counters,
         faults.row,
         faults.slot,
-        faults.count,
         faults.row_metadata,
         drafted,
         num_drafted,
@@ -228,6 +231,5 @@ def verify_drafts(
         proposal.shape[1],
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
-        COLUMNS=NUM_COLUMNS,
         PADDED_BLOCKS=race.padded_blocks,
     )

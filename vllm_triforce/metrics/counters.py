@@ -1,20 +1,33 @@
 """Per-level counters of one engine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 
-# Counters that the device-resident loop keeps on the device, in the order of its tensor.
-DEVICE_COUNTERS = (
-    "num_inner_rounds",
-    "num_level1_drafted",
-    "num_level1_accepted",
-    "num_proposals",
-    "num_proposed",
-    "num_level2_drafted",
-    "num_level2_accepted",
-    "num_level3_rejections",
-    "num_level3_steps",
-    "num_nan_requests",
-)
+
+class DeviceCounter(IntEnum):
+    """Counters that the device-resident loop keeps on the device, by place in its tensor.
+
+    Each is the field of ``LevelCounters`` with its name in lower case.
+    """
+
+    NUM_INNER_ROUNDS = 0
+    NUM_LEVEL1_DRAFTED = 1
+    NUM_LEVEL1_ACCEPTED = 2
+    NUM_PROPOSALS = 3
+    NUM_PROPOSED = 4
+    NUM_LEVEL2_DRAFTED = 5
+    NUM_LEVEL2_ACCEPTED = 6
+    NUM_LEVEL3_REJECTIONS = 7
+    NUM_LEVEL3_STEPS = 8
+    NUM_NAN_REQUESTS = 9
+
+
+def read_device_counters(
+    values: Sequence[int],  # [len(DeviceCounter)], the tensor's
+) -> dict[str, int]:
+    """What the device counted, by field of ``LevelCounters``."""
+    return {counter.name.lower(): values[counter] for counter in DeviceCounter}
 
 
 @dataclass

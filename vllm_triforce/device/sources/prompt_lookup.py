@@ -4,8 +4,8 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.device.sources.source import DeviceSource
-from vllm_triforce.kernels.bookkeeping import NUM_COLUMNS
 from vllm_triforce.kernels.feeding import token_at
+from vllm_triforce.kernels.row_metadata import STATE, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 1024
@@ -21,13 +21,12 @@ def _scan_kernel(
     computed_ptr,
     length_ptr,
     found_ptr,  # [num_rows, num_blocks], int64, written: match length and place of the best match
-    COLUMNS: tl.constexpr,
     MAX_NGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
-    state = tl.load(row_metadata_ptr + row * COLUMNS + 1).to(tl.int64)
+    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
     computed = tl.load(computed_ptr + row)
     last = computed + tl.load(length_ptr + row)
     tokens = all_token_ids_ptr
@@ -60,11 +59,10 @@ def _follow_kernel(
     num_drafted_ptr,  # [num_rows], written
     num_blocks,
     gamma,
-    COLUMNS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    state = tl.load(row_metadata_ptr + row * COLUMNS + 1).to(tl.int64)
+    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
     computed = tl.load(computed_ptr + row)
     last = computed + tl.load(length_ptr + row)
     blocks = tl.arange(0, PADDED_BLOCKS)
@@ -106,16 +104,13 @@ def look_up(
         rows.length,
         found,
     )
-    _scan_kernel[(rows.num_rows, num_blocks)](
-        *context, COLUMNS=NUM_COLUMNS, MAX_NGRAM=max_ngram, BLOCK=_BLOCK
-    )
+    _scan_kernel[(rows.num_rows, num_blocks)](*context, MAX_NGRAM=max_ngram, BLOCK=_BLOCK)
     _follow_kernel[(rows.num_rows,)](
         *context,
         rows.drafted,
         rows.num_drafted,
         num_blocks,
         rows.gamma,
-        COLUMNS=NUM_COLUMNS,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
     )
 

@@ -1,0 +1,61 @@
+"""What the host says of each row of a proposal: a table with a line a row, and its columns.
+
+The host names columns and values by the enums, kernels by the constants of the same names.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import numpy as np
+from vllm.triton_utils import tl, triton
+
+
+class RowColumn(IntEnum):
+    """Columns of the table."""
+
+    BATCH_ROW = 0  # the row's place in the runner's batch
+    STATE = 1  # its place in the runner's tensors
+    SLOT = 2  # its place in what TriForce keeps between proposals
+    REFRESH = 3  # a Refresh
+    RESERVED = 4  # tokens that its allocated blocks hold
+    LIMIT = 5  # length at which the request ends
+    WINDOW_START = 6  # index of the first recent token in level 1's window
+
+
+class Refresh(IntEnum):
+    """Whether a row's selection is made anew."""
+
+    NOT_DUE = 0
+    DUE = 1
+    NEW_OWNER = 2  # due, and what is kept in the slot was another request's
+
+
+BATCH_ROW = tl.constexpr(int(RowColumn.BATCH_ROW))
+STATE = tl.constexpr(int(RowColumn.STATE))
+SLOT = tl.constexpr(int(RowColumn.SLOT))
+REFRESH = tl.constexpr(int(RowColumn.REFRESH))
+RESERVED = tl.constexpr(int(RowColumn.RESERVED))
+LIMIT = tl.constexpr(int(RowColumn.LIMIT))
+WINDOW_START = tl.constexpr(int(RowColumn.WINDOW_START))
+NUM_COLUMNS = tl.constexpr(len(RowColumn))
+
+NOT_DUE = tl.constexpr(int(Refresh.NOT_DUE))
+DUE = tl.constexpr(int(Refresh.DUE))
+NEW_OWNER = tl.constexpr(int(Refresh.NEW_OWNER))
+
+
+@triton.jit
+def row_value(
+    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
+    row,
+    column: tl.constexpr,
+):
+    """One value of the table."""
+    return tl.load(row_metadata_ptr + row * NUM_COLUMNS + column)
+
+
+def stack_columns(
+    columns: Mapping[RowColumn, np.ndarray | Sequence[int]],  # each [num_rows]
+) -> np.ndarray:  # [num_rows, len(RowColumn)], int32
+    """The table, whatever the order in which its columns are given; none may be missing."""
+    return np.stack([columns[column] for column in RowColumn], axis=1).astype(np.int32)
