@@ -69,4 +69,5 @@ def propose(
         with observer.part("verification"):
             verified = levels.verify(rows, drafted, logits)
         observer.round_ended(rows, drafted, verified)
-    levels.end()
+    with observer.part("verification"):
+        levels.end()

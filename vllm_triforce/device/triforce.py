@@ -1,31 +1,26 @@
-"""TriForce's proposal on the device; ``host/triforce.py`` is the same, for reading."""
+"""TriForce's speculator for Runner V2: the proposals, and what is counted of them."""
 
-import numpy as np
+from contextlib import AbstractContextManager
+
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.propose import propose
 from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.levels import DeviceLevels, LevelParts
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import count_full_pass
-from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
+from vllm_triforce.kernels.export_proposal import clear_distributions
 from vllm_triforce.kernels.race import Race
-from vllm_triforce.kernels.row_metadata import RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter, LevelCounters, read_device_counters
 from vllm_triforce.metrics.part_times import PartTimes
-from vllm_triforce.verification.masked_logits import masked_logits
 
 
 class DeviceTriForce:
-    """Level 1 drafts, level 2 verifies, until every proposal is long enough.
-
-    A round adds 1 to ``gamma + 1`` tokens to each row. The host launches as many rounds as are
-    needed at least, asks once how many tokens are missing at most, and so on: one wait for the
-    device for a proposal whose drafts are accepted, never one per token.
+    """Proposes by both levels, and hands the proposals to the batch.
 
     Args:
         draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
@@ -43,28 +38,27 @@ class DeviceTriForce:
         draft_logits: torch.Tensor,
         race: Race,
     ) -> None:
-        self.config = config
         self.level1 = level1
         self.level2 = level2
         self.slots = slots
         self.times = PartTimes(draft_logits.device)
-        self._rows = rows
-        self._race = race
-        self._draft_logits = draft_logits
-        device, places = draft_logits.device, draft_logits.shape[:2]
-        self._is_stale = torch.zeros(places, dtype=torch.int8, device=device)
-        self.num_proposed = torch.zeros(places[0], dtype=torch.int32, device=device)
-        self._num_passes = 0
+        device, shape = draft_logits.device, draft_logits.shape[:2]
+        is_stale = torch.zeros(shape, dtype=torch.int8, device=device)
+        self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
+        self._counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        self._parts = LevelParts(
+            config, level1, level2, rows, slots, draft_logits, is_stale, self._counters, race
+        )
+        self._observer = _DeviceObserver(self.times)
         self.known_counters = LevelCounters()
         """A copy of ``counters``, at most some steps old."""
         self._copied: torch.Tensor | None = None
-        self._counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
 
     @property
     def counters(self) -> LevelCounters:
         """Sums so far; waits for the device."""
         counts = read_device_counters(self._counters.tolist())
-        counts["num_level2_passes"] = self._num_passes
+        counts["num_level2_passes"] = self._observer.num_passes
         return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
 
     def note_counters(self) -> None:
@@ -84,7 +78,7 @@ class DeviceTriForce:
     def _note(self, counters: torch.Tensor) -> None:
         for name, value in read_device_counters(counters.tolist()).items():
             setattr(self.known_counters, name, value)
-        self.known_counters.num_level2_passes = self._num_passes
+        self.known_counters.num_level2_passes = self._observer.num_passes
         self.known_counters.time_seconds.update(self.times.seconds)
 
     def capture(self, mode) -> None:
@@ -98,104 +92,7 @@ class DeviceTriForce:
         Args:
             most: upper bound of a proposal, ``num_speculative_tokens`` at most.
         """
-        rows, gamma = self._rows, self._rows.gamma
-        self._begin(batch, most)
-        missing, num_rounds = most, 0
-        while missing > 0:
-            for _ in range(-(-missing // (gamma + 1))):
-                self._round(batch, is_first=num_rounds == 0)
-                num_rounds += 1
-            if num_rounds >= most:
-                break  # every round adds a token to every row that has room
-            left = rows.room[: rows.num_rows] - rows.length[: rows.num_rows]
-            missing = int(left.max())  # the host waits here
-        with self.times.part("verification"):
-            self.level1.clean(batch, rows)
-            self.level2.clean()
-
-    def _begin(self, batch: DeviceBatch, most: int) -> None:
-        rows, level2 = self._rows, self.level2
-        with self.times.part("selection"):
-            slots = [self.slots.take(request_id) for request_id in batch.request_ids]
-            due = level2.selections.due(slots, batch.most_tokens)
-            self.level1.begin(batch, slots)
-            limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
-            row_metadata = stack_columns(
-                {
-                    RowColumn.BATCH_ROW: batch.batch_rows,
-                    RowColumn.STATE: batch.states,
-                    RowColumn.SLOT: [slot.index for slot in slots],
-                    RowColumn.REFRESH: due,
-                    RowColumn.RESERVED: batch.reserved,
-                    RowColumn.LIMIT: limits,
-                    RowColumn.WINDOW_START: [slot.window_start for slot in slots],
-                }
-            )
-            rows.begin(
-                async_tensor_h2d(row_metadata, rows.row_metadata.device),
-                batch.num_computed,
-                batch.num_sampled,
-                batch.last_sampled,
-                self.config.min_context,
-                level2.selections.block_size,
-                level2.selections.recent_blocks,
-                level2.selections.max_selected,
-                level2.selections.width,
-            )
-            if most < rows.num_speculative_tokens:
-                rows.room.clamp_(max=most)
-            level2.begin(batch, slots, due)
-
-    def _round(self, batch: DeviceBatch, is_first: bool) -> None:
-        rows, sampling = self._rows, batch.sampling
-        count = rows.num_rows
-        self._num_passes += 1
-        with self.times.part("level 1"):
-            self.level1.draft(batch, rows, is_first)
-        with self.times.part("level 2"):
-            logits = self.level2.forward().to(self._draft_logits.dtype)
-            top, best = logits.max(-1)
-        with self.times.part("verification"):
-            target = target_lse = draft = draft_lse = None
-            if not sampling.all_greedy:
-                length = logits.shape[1]
-                masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
-                target, target_lse = masked.view(logits.shape), lse.view(count, length)
-                if self.level1.distributions is not None:
-                    draft, draft_lse = self.level1.distributions
-            verify_drafts(
-                rows.proposal[:count],
-                rows.length[:count],
-                rows.room[:count],
-                rows.num_emitted[:count],
-                self._counters,
-                rows.drafted[:count],
-                rows.num_drafted[:count],
-                rows.num_accepted[:count],
-                best,
-                top,
-                rows.faults,
-                target,
-                target_lse,
-                draft,
-                draft_lse,
-                sampling.temperature,
-                sampling.seeds,
-                rows.token_positions[:count],
-                self._race,
-            )
-            if target is not None:
-                export_distributions(
-                    self._draft_logits,
-                    self._is_stale,
-                    rows.column(RowColumn.STATE),
-                    target,
-                    rows.length[:count],
-                    rows.num_emitted[:count],
-                    sampling.temperature,
-                    rows.proposal[:count],
-                    sampling.is_certain,
-                )
+        propose(DeviceLevels(self._parts, batch, most), self._observer)
 
     def export_proposal(
         self,
@@ -204,8 +101,11 @@ class DeviceTriForce:
         states: torch.Tensor,  # [batch size], int
     ) -> None:
         """Gives every request of the batch its proposal, padded where it is short or none."""
-        self._rows.finish(draft_tokens, row_of_batch, states, self.num_proposed, self._counters)
-        clear_distributions(self._draft_logits, self._is_stale, states, self.num_proposed)
+        self._parts.rows.finish(
+            draft_tokens, row_of_batch, states, self.num_proposed, self._counters
+        )
+        parts = self._parts
+        clear_distributions(parts.draft_logits, parts.is_stale, states, self.num_proposed)
 
     def count_full_pass(
         self,
@@ -216,13 +116,15 @@ class DeviceTriForce:
         count_full_pass(self._counters, scheduled, states, num_sampled, self.num_proposed)
 
 
-class _Repeated:
-    """Sampling parameters, each row's ``length`` times over."""
+class _DeviceObserver:
+    """Times parts, and counts passes: what the host knows without asking the device."""
 
-    def __init__(self, sampling, length: int) -> None:
-        def repeat(values):
-            return None if values is None else values.repeat_interleave(length)
+    def __init__(self, times: PartTimes) -> None:
+        self._times = times
+        self.num_passes = 0
 
-        self.temperature = repeat(sampling.temperature)
-        self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
-        self.min_p = repeat(sampling.min_p)
+    def part(self, name: str) -> AbstractContextManager:
+        return self._times.part(name)
+
+    def round_ended(self, rows, drafted, verified) -> None:
+        self.num_passes += 1
