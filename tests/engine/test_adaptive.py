@@ -162,7 +162,7 @@ def test_its_own_decisions(engines, pair):
     assert counters_of(llm).since(before).num_level2_accepted > 0
 
 
-def test_plain_steps_and_looks_are_timed(engines, pair):
+def test_plain_steps_and_reevaluations_are_timed(engines, pair):
     """Of a batch that cannot be speculated on yet it is learnt what a plain step takes, and what
     a look does."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
@@ -170,7 +170,7 @@ def test_plain_steps_and_looks_are_timed(engines, pair):
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     controller = worker.triforce._built.speculator.controller
     measured, before = controller.measured, controller.measured.copy()
-    measured.overheads, measured.looks = {}, {}
+    measured.overheads, measured.reevaluations = {}, {}
     choose = controller.choose
 
     def plainly(candidates, num_plain=0):
@@ -181,8 +181,8 @@ def test_plain_steps_and_looks_are_timed(engines, pair):
     text = held_out_tokens(llm.get_tokenizer(), 400)
     generate(llm, [text[:200], text[200:]], max_tokens=40)
     controller.choose = choose
-    assert measured.overheads.keys() == measured.looks.keys() == {(2, True)}
-    measured.overheads, measured.looks = before.overheads, before.looks
+    assert measured.overheads.keys() == measured.reevaluations.keys() == {(2, True)}
+    measured.overheads, measured.reevaluations = before.overheads, before.reevaluations
 
 
 def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):

@@ -54,7 +54,7 @@ def rest_long(llm, monkeypatch) -> None:
     monkeypatch.setattr(controller_module, "plan", plain)
     controller = built(llm).speculator.controller
     monkeypatch.setattr(controller._exploration, "add_trials", lambda *args: None)
-    monkeypatch.setattr(controller.backoff, "until_next_look", lambda *args: 128)
+    monkeypatch.setattr(controller.backoff, "until_reevaluation", lambda *args: 128)
 
 
 def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
@@ -179,11 +179,11 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
 
 
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
-    """A look at it before that finds nobody to decide for: a prompt of five chunks joins with its
+    """Before that nobody could be decided for: a prompt of five chunks joins with its
     last, one that never comes to a decision is forgotten, and one with a seed does not wait."""
     controller = built(llm).speculator.controller
     joined, seeded, step = [], [], controller.backoff.step
-    join, wake = controller.requests_joined, controller.seeded_request_joined
+    join, reset = controller.requests_joined, controller.seeded_request_joined
     monkeypatch.setattr(
         controller,
         "requests_joined",
@@ -192,7 +192,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     monkeypatch.setattr(
         controller,
         "seeded_request_joined",
-        lambda: seeded.append(controller.backoff.step - step) or wake(),
+        lambda: seeded.append(controller.backoff.step - step) or reset(),
     )
     arrivals = {
         0: [("long", text[600:0:-1], greedy(12, ignore_eos=True))],  # no prefix of another
@@ -215,7 +215,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
 @pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
 def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys, monkeypatch):
     """It had to wait a step, without notice: a given least context is held to at once, and where
-    the controller chooses a look is due early."""
+    the controller chooses a re-evaluation is due early."""
     keys = {"method": "triforce", "retrieval_budget": 192, **keys}
     llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
     controller, path = built(llm).speculator.controller, adapter(llm)._steps

@@ -5,10 +5,10 @@ import pytest
 
 from tests.unit.test_controller import NOTHING_PAYS, controller
 from vllm_triforce.controller.backoff import (
-    LOOK_EARLIEST,
-    LOOK_FIRST,
-    LOOK_LATEST,
-    LOOK_SHARE,
+    REEVALUATE_EARLIEST,
+    REEVALUATE_FIRST,
+    REEVALUATE_LATEST,
+    REEVALUATION_SHARE,
     SpeculationBackoff,
 )
 from vllm_triforce.controller.choice import PLAIN
@@ -20,14 +20,14 @@ from vllm_triforce.controller.promise import kind_of
 
 
 def test_a_rest_begins_and_ends():
-    """Decided in step 1 for six steps: 2 to 6 are not asked, 7 is, and is a look."""
+    """Decided in step 1 for six steps: 2 to 6 are not asked, 7 is, and is a re-evaluation."""
     backoff = SpeculationBackoff()
     backoff.begin_step()
     backoff.begin(6)
     seen = []
     for _ in range(7):
         backoff.begin_step()
-        seen.append((backoff.step, backoff.is_resting, backoff.is_settled, backoff.is_look))
+        seen.append((backoff.step, backoff.is_resting, backoff.is_settled, backoff.is_reevaluation))
     assert seen == [
         (2, True, False, False),  # the first one after others is slower
         *((step, True, True, False) for step in (3, 4, 5, 6)),
@@ -36,16 +36,16 @@ def test_a_rest_begins_and_ends():
     ]
 
 
-def test_a_batch_that_changed_is_no_look():
+def test_a_batch_that_changed_is_no_reevaluation():
     backoff = SpeculationBackoff()
     backoff.begin(3)
-    backoff.until_next_look(0.0, 0.01)
+    backoff.until_reevaluation(0.0, 0.01)
     backoff.begin_step()
-    backoff.wake()
+    backoff.reset()
     backoff.begin_step()
     backoff.begin_step()
-    assert not backoff.is_resting and not backoff.is_look
-    assert backoff.until_next_look(0.0, 0.01) == LOOK_FIRST
+    assert not backoff.is_resting and not backoff.is_reevaluation
+    assert backoff.until_reevaluation(0.0, 0.01) == REEVALUATE_FIRST
 
 
 def test_a_short_rest_is_long_enough_to_be_timed():
@@ -59,7 +59,7 @@ def test_a_short_rest_is_long_enough_to_be_timed():
 
 
 def test_few_steps_at_rest_are_timed():
-    """A look's end, and of settled steps one in eight, with its end."""
+    """A re-evaluation's end, and of settled steps one in eight, with its end."""
     backoff = SpeculationBackoff()
     backoff.begin(801)
     timed = 0
@@ -69,66 +69,69 @@ def test_few_steps_at_rest_are_timed():
     assert timed == 1 + 200
 
 
-def test_what_a_look_takes_is_learnt_apart():
+def test_what_a_reevaluation_takes_is_learnt_apart():
     model = CostModel(NOTHING_PAYS)
     plain = model.full_pass([1, 1], [50, 60])
     model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.004))
-    assert model.overhead(2) == pytest.approx(0.004) and not model.look_seconds(2, True)
+    assert model.overhead(2) == pytest.approx(0.004) and not model.reevaluation_seconds(2, True)
     for _ in range(50):
-        model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.006, is_look=True))
+        model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.006, is_reevaluation=True))
     assert model.overhead(2) == pytest.approx(0.004)
-    assert model.look_seconds(2, True) == pytest.approx(0.002)
+    assert model.reevaluation_seconds(2, True) == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize("look", [0.0, 1e-6, 0.0005, 0.005, 10.0])
-def test_looks_take_their_share(look):
-    """Nothing pays: so many steps until the next look that looks take SHARE of the time."""
+@pytest.mark.parametrize("each", [0.0, 1e-6, 0.0005, 0.005, 10.0])
+def test_reevaluations_take_their_share(each):
+    """Nothing pays: so many steps until the next one that they take SHARE of the time."""
     found = controller(NOTHING_PAYS)
-    if look:
+    if each:
         plain = found.measured.full_pass([1], [4000])
-        found.measured.observe_step(StepTime(True, [1], [4000], plain + look, is_look=True))
+        found.measured.observe_step(StepTime(True, [1], [4000], plain + each, is_reevaluation=True))
         found.start(found.measured)
-    steps, looks = 20_000, []
+    steps, reevaluations = 20_000, []
     for step in range(steps):
         found.backoff.begin_step()
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            looks.append(step)
-    if look == 0.0:
-        assert looks[:6] == [0, 8, 24, 56, 88, 120]  # 8, 16, 32, and no more of what is not known
-    if look == 10.0:
-        assert looks[:3] == [0, LOOK_LATEST, 2 * LOOK_LATEST]
-    if look in (0.0005, 0.005):
-        share = len(looks) * look / (steps * found.model.full_pass([1], [4000]))
+            reevaluations.append(step)
+    if each == 0.0:
+        # 8, 16, 32, and no more of what is not known
+        assert reevaluations[:6] == [0, 8, 24, 56, 88, 120]
+    if each == 10.0:
+        assert reevaluations[:3] == [0, REEVALUATE_LATEST, 2 * REEVALUATE_LATEST]
+    if each in (0.0005, 0.005):
+        share = len(reevaluations) * each / (steps * found.model.full_pass([1], [4000]))
         assert share == pytest.approx(SHARE, rel=0.1)
-    assert steps / LOOK_LATEST <= len(looks) <= steps / LOOK_EARLIEST
+    assert steps / REEVALUATE_LATEST <= len(reevaluations) <= steps / REEVALUATE_EARLIEST
 
 
-@pytest.mark.parametrize("look", [0.0005, 0.002, 0.005])
+@pytest.mark.parametrize("each", [0.0005, 0.002, 0.005])
 @pytest.mark.parametrize("every", [1, 3, 10])
-def test_looks_take_no_more_however_often_requests_join(look, every):
-    """A server's batch changes all the time: what looks may take of it does not."""
+def test_reevaluations_take_no_more_however_often_requests_join(each, every):
+    """A server's batch changes all the time: what re-evaluations may take of it does not."""
     found = controller(NOTHING_PAYS)
     plain = found.measured.full_pass([1], [4000])
-    found.measured.observe_step(StepTime(True, [1], [4000], plain + look, is_look=True))
+    found.measured.observe_step(StepTime(True, [1], [4000], plain + each, is_reevaluation=True))
     found.start(found.measured)
-    num_steps, num_looks = 5000, 0
+    num_steps, num_reevaluations = 5000, 0
     for step in range(num_steps):
         found.backoff.begin_step()
         if step % every == 0:
             found.requests_joined({})
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            num_looks += 1
-    assert num_looks * look / (num_steps * plain) <= 1.1 * LOOK_SHARE
-    assert num_looks >= 0.8 * num_steps * SHARE * plain / look
+            num_reevaluations += 1
+    assert num_reevaluations * each / (num_steps * plain) <= 1.1 * REEVALUATION_SHARE
+    assert num_reevaluations >= 0.8 * num_steps * SHARE * plain / each
 
 
-def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
+def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
     """Not in the step that reads it, and at once after a long rest."""
     found = controller(NOTHING_PAYS)
     plain = found.measured.full_pass([1], [4000])
-    found.measured.observe_step(StepTime(True, [1], [4000], plain + plain / 20, is_look=True))
+    found.measured.observe_step(
+        StepTime(True, [1], [4000], plain + plain / 20, is_reevaluation=True)
+    )
     found.start(found.measured)
     seen = []
     for step in range(100):
@@ -142,31 +145,33 @@ def test_a_request_that_joins_is_looked_at_as_soon_as_that_is_paid_for():
 
 
 @pytest.mark.parametrize("promise", [1.0, 1 / 8])
-def test_looks_take_as_much_less_as_there_is_promise(promise):
-    backoff, look, num_looks, num_steps = SpeculationBackoff(), 0.001, 0, 20_000
+def test_reevaluations_take_as_much_less_as_there_is_promise(promise):
+    backoff, each, num_reevaluations, num_steps = SpeculationBackoff(), 0.001, 0, 20_000
     for _ in range(num_steps):
         backoff.begin_step()
         backoff.requests_joined(promise)
         if not backoff.is_resting:
-            num_looks += 1
-            backoff.begin(backoff.until_next_look(look, 0.01, promise))
-    assert num_looks * look == pytest.approx(promise * LOOK_SHARE * num_steps * 0.01, rel=0.1)
+            num_reevaluations += 1
+            backoff.begin(backoff.until_reevaluation(each, 0.01, promise))
+    assert num_reevaluations * each == pytest.approx(
+        promise * REEVALUATION_SHARE * num_steps * 0.01, rel=0.1
+    )
 
 
 def test_one_that_joins_does_not_wait_for_what_the_others_promise():
-    """After a look in vain at requests of little promise, 80 steps are to be waited for the next;
-    for one that joins with more of it 10 are."""
+    """After a re-evaluation of requests of little promise was in vain, 80 steps are to be waited
+    for the next; for one that joins with more of it 10 are."""
     for joins, until in ((1.0, 10), (1 / 8, 80)):
         backoff = SpeculationBackoff()
-        for _ in range(400):  # what was kept for looks is spent
+        for _ in range(400):  # what was kept for re-evaluations is spent
             backoff.begin_step()
             backoff.requests_joined(1 / 8)
             if not backoff.is_resting:
-                backoff.begin(backoff.until_next_look(0.001, 0.01, 1 / 8))
+                backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
         while backoff.is_resting:
             backoff.begin_step()
         begin = backoff.step
-        backoff.begin(backoff.until_next_look(0.001, 0.01, 1 / 8))
+        backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
         backoff.requests_joined(joins)
         while backoff.is_resting:
             backoff.begin_step()

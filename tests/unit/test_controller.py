@@ -20,7 +20,7 @@ from vllm_triforce.controller import (
     StepTime,
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
-from vllm_triforce.controller.backoff import LOOK_SHARE
+from vllm_triforce.controller.backoff import REEVALUATION_SHARE
 from vllm_triforce.controller.choice import LEVELS, PLAIN_ROUTE, Route
 from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.inner_rounds import InnerRounds
@@ -618,12 +618,14 @@ def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
 
 
 @pytest.mark.parametrize("level2, is_due", [(0.97, True), (0.0, False)])
-def test_those_who_join_do_not_wait_for_a_look_that_others_spent(level2, is_due):
-    """A look in vain at a lone request is to be earned for a hundred steps; four new ones of a kind
-    that speculates from its first plan on are looked at soon all the same."""
+def test_those_who_join_do_not_wait_for_what_others_spent(level2, is_due):
+    """A re-evaluation of a lone request, in vain, is to be earned for a hundred steps; four new
+    ones of a kind that speculates from its first plan on are re-evaluated soon all the same."""
     found = controller(LONG_PAYS, has_draft=False)
     routes_taken(found, {LEVELS: level2, LOOKUP: 0.0}, 0, 20_000)
-    found.backoff.begin(found.backoff.until_next_look(look_seconds=0.012, plain_seconds=0.011))
+    found.backoff.begin(
+        found.backoff.until_reevaluation(reevaluation_seconds=0.012, plain_seconds=0.011)
+    )
     found.backoff.begin(100)
     found.requests_joined(dict.fromkeys("abcd", kind_of(True, 20_000)))
     steps = 0
@@ -648,7 +650,7 @@ def test_requests_with_a_seed_say_nothing_of_first_plans():
 def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
     """Requests of a kind that speculated are followed by some of the same kind that never do: they
     cannot propose anything, what they propose is wrong, or they leave before anything is decided
-    for them. One joins every third step, and a look takes as long as a third of one."""
+    for them. One joins every third step, and a re-evaluation takes as long as a third of one."""
     found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
     routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 0, 20_000)
     assert found._exploration.in_vain([kind]) < 0.5
@@ -658,10 +660,10 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
     for size in (2, 3):
         taken = plain / 3 + found.model.full_pass([1] * size, [20_000] * size)
         found.measured.observe_step(
-            StepTime(True, [1] * size, [20_000] * size, taken, is_look=True)
+            StepTime(True, [1] * size, [20_000] * size, taken, is_reevaluation=True)
         )
     found.start(found.measured)
-    num_steps, num_looks = 6000, 0
+    num_steps, num_reevaluations = 6000, 0
     for step in range(num_steps):
         found.backoff.begin_step()
         new = f"new-{step // 3}"
@@ -673,14 +675,14 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
             chosen = found.choose(
                 [Candidate(n, 20_000, 16 if n != new else most or 0) for n in names]
             )
-            num_looks += all(choice is PLAIN for choice in chosen)  # others are trials
+            num_reevaluations += all(choice is PLAIN for choice in chosen)  # others are trials
             for name, choice in zip(names, chosen):
                 if choice is not PLAIN:
                     found.observe_full_pass(name, choice.num_tokens, 0)
         if step % 3 == 2:
             found.request_left(new)
             found.release(new)
-    assert num_looks / 3 <= 1.1 * LOOK_SHARE * num_steps + 10
+    assert num_reevaluations / 3 <= 1.1 * REEVALUATION_SHARE * num_steps + 10
     assert found._exploration.in_vain([kind]) > 0.8
 
 
@@ -861,20 +863,23 @@ def test_a_machine_that_stays_slower_is_believed():
 
 
 def test_a_trial_bears_what_speculating_takes_besides():
-    """Where nobody speculates, the step that verifies a trial and the look after it are its own:
-    in the long run trials take their share of the time with all that (without it, 14 times it)."""
+    """Where nobody speculates, the step that verifies a trial and the re-evaluation after it are
+    its own: in the long run trials take their share of the time with all that (without it, 14 times
+    it)."""
     found = controller(LONG_PAYS, has_draft=False)
     contexts = [500] * 4
     plain = found.measured.full_pass([1] * 4, contexts)
     for _ in range(50):
-        found.measured.observe_step(StepTime(True, [1] * 4, contexts, 1.1 * plain, is_look=True))
+        found.measured.observe_step(
+            StepTime(True, [1] * 4, contexts, 1.1 * plain, is_reevaluation=True)
+        )
     found.measured.speculating[3, True] = fixed = 0.2 * plain
     # Next to nothing is accepted, and much could be gained if it were.
     engine = found.acceptance.greedy
     engine.level2 = Rate(0.01, weight=50, memory=512)
     engine.level1[LOOKUP, False] = [Rate(0.01, weight=50, memory=512) for _ in range(8)]
     found.start(found.measured)
-    around = fixed + found.model.look_seconds(4, True)
+    around = fixed + found.model.reevaluation_seconds(4, True)
     num_trials, num_steps = 0, 6000
     for _ in range(num_steps):
         found.backoff.begin_step()

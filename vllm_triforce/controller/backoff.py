@@ -9,12 +9,12 @@ from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 _SETTLED = 2
 # Of so many steps at rest one is timed, which takes the beginning of two.
 _TIMES_AT_REST = 8
-# Steps until a batch that decodes plainly is looked at: the first time, and later at most as long
-# as it is not known what a look takes; and bounds (a plain step has to be seen; contexts grow).
-LOOK_FIRST, LOOK_UNKNOWN, LOOK_EARLIEST, LOOK_LATEST = 8, 32, 4, 128
-# Share of the time that looks may take however often requests come and go; and as much again for
-# looks at requests of a kind that speculates as a rule, where it turns out that these do not.
-LOOK_SHARE = 0.01
+# Steps until a batch that decodes plainly is re-evaluated: the first time, and later at most as
+# long as it is not known what that takes; and bounds (a plain step has to be seen; contexts grow).
+REEVALUATE_FIRST, REEVALUATE_UNKNOWN, REEVALUATE_EARLIEST, REEVALUATE_LATEST = 8, 32, 4, 128
+# Share of the time that re-evaluations may take however often requests come and go; and as much
+# again for those of requests of a kind that speculates as a rule, where these turn out not to.
+REEVALUATION_SHARE = 0.01
 # Steps of plain decoding that the latter may take at once.
 _ADVANCE = 4
 
@@ -26,25 +26,25 @@ class SpeculationBackoff:
         self.step = 0
         self._since = 0
         self._until = 0
-        self._is_look = False
-        self._num_looks = 0
+        self._is_reevaluation = False
+        self._num_reevaluations = 0
         """Decisions in a row to go on plainly."""
-        self._looks = ExplorationBudget(first=1, most=1, share=LOOK_SHARE)
+        self._reevaluations = ExplorationBudget(first=1, most=1, share=REEVALUATION_SHARE)
         self._counted = 0
-        """Step up to which looks have earned their time."""
+        """Step up to which re-evaluations have earned their time."""
         self._affordable = 0
-        """Step from which another look is paid for, by those that were in the batch."""
+        """Step from which another re-evaluation is paid for, by those that were in the batch."""
         self._missing = 0.0
-        """Steps at full promise until then, from the last look on."""
-        self._advance = ExplorationBudget(first=_ADVANCE, most=_ADVANCE, share=LOOK_SHARE)
-        """Of what looks have not earned yet; those that are worth it give it back."""
+        """Steps at full promise until then, from the last re-evaluation on."""
+        self._advance = ExplorationBudget(first=_ADVANCE, most=_ADVANCE, share=REEVALUATION_SHARE)
+        """Of what re-evaluations have not earned yet; those that are worth it give it back."""
         self._advanced = 0.0
-        """Seconds of it that the next look has."""
+        """Seconds of it that the next re-evaluation has."""
         self._earning = 0.0
-        """Seconds that a step earns for looks."""
+        """Seconds that a step earns for re-evaluations."""
 
     def begin_step(self) -> None:
-        self._is_look = self.step == self._until - 1
+        self._is_reevaluation = self.step == self._until - 1
         self.step += 1
 
     def begin(self, num_steps: int) -> None:
@@ -60,31 +60,31 @@ class SpeculationBackoff:
         """As long as it takes to see what plain decoding takes."""
         self.begin(_SETTLED + 1)
 
-    def wake(self) -> None:
+    def reset(self) -> None:
         """There has to be a decision in this step."""
         self._until = 0
         self.was_worth_it()
 
     def was_worth_it(self) -> None:
-        """A look: the next one is due early again."""
-        self._num_looks = 0
+        """A re-evaluation: the next one is due early again."""
+        self._num_reevaluations = 0
         self._advance.give_back(self._advanced)
         self._advanced = 0.0
 
     def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> bool:
-        """The batch has got requests of which little is known: a look is due early again, as soon
-        as it is paid for. The step that reads them is no time for it.
+        """The batch has got requests of which little is known: a re-evaluation is due early again,
+        as soon as it is paid for. The step that reads them is no time for it.
 
         Args:
-            promise: theirs; more of it than the others' brings the look forward.
-            in_vain: how often a look at such requests was; one that is not has not to be earned.
+            promise: theirs; more of it than the others' brings the re-evaluation forward.
+            in_vain: how often one of such requests was; what is not in vain need not be earned.
 
         Returns:
-            whether the look comes before it is earned.
+            whether the re-evaluation comes before it is earned.
         """
         if not self.is_resting:
             return False
-        self._num_looks = 0
+        self._num_reevaluations = 0
         earned = min(self._affordable, self._counted + _ceil(self._missing / promise))
         trusted = min(earned, self._counted + _ceil(in_vain * self._missing / promise))
         earned, trusted = max(self.step + 1, earned), max(self.step + 1, trusted)
@@ -97,41 +97,43 @@ class SpeculationBackoff:
         self._until = trusted
         return True
 
-    def until_next_look(
-        self, look_seconds: float, plain_seconds: float, promise: float = 1.0
+    def until_reevaluation(
+        self, reevaluation_seconds: float, plain_seconds: float, promise: float = 1.0
     ) -> int:
-        """Steps after a look in vain: few at first, since little is known of a request or a
-        passage, and each time twice as many, until looks take the share of the time that may be
+        """Steps after a re-evaluation in vain: few at first, since little is known of a request or
+        a passage, and each time twice as many, until they take the share of the time that may be
         spent on finding out.
 
         Args:
-            look_seconds: what a look takes; 0 where that is not known.
+            reevaluation_seconds: what a re-evaluation takes; 0 where that is not known.
             promise: part of that share that is to be spent (``promise.py``).
         """
         each = promise * plain_seconds
-        self._earning, self._advanced = LOOK_SHARE * plain_seconds, 0.0
-        for allowance in (self._looks, self._advance):
-            allowance.earn((self.step - self._counted) * each, plain_seconds)
+        self._earning, self._advanced = REEVALUATION_SHARE * plain_seconds, 0.0
+        for budget in (self._reevaluations, self._advance):
+            budget.earn((self.step - self._counted) * each, plain_seconds)
         self._counted = self.step
-        self._looks.take(look_seconds)
-        self._missing = self._looks.missing(look_seconds) / (LOOK_SHARE * plain_seconds)
+        self._reevaluations.take(reevaluation_seconds)
+        self._missing = self._reevaluations.missing(reevaluation_seconds) / (
+            REEVALUATION_SHARE * plain_seconds
+        )
         soonest = _ceil(self._missing / promise)
         self._affordable = self.step + soonest
-        most = LOOK_UNKNOWN
-        if look_seconds:
-            most = min(int(look_seconds / (SHARE * each)), LOOK_LATEST)
-        doubled = LOOK_FIRST << min(self._num_looks, 8)
-        self._num_looks += 1
-        return max(min(doubled, max(most, LOOK_EARLIEST)), soonest)
+        most = REEVALUATE_UNKNOWN
+        if reevaluation_seconds:
+            most = min(int(reevaluation_seconds / (SHARE * each)), REEVALUATE_LATEST)
+        doubled = REEVALUATE_FIRST << min(self._num_reevaluations, 8)
+        self._num_reevaluations += 1
+        return max(min(doubled, max(most, REEVALUATE_EARLIEST)), soonest)
 
     @property
     def is_resting(self) -> bool:
         return self.step < self._until
 
     @property
-    def is_look(self) -> bool:
+    def is_reevaluation(self) -> bool:
         """Whether this step only interrupts a rest, for a decision."""
-        return self._is_look and not self.is_resting
+        return self._is_reevaluation and not self.is_resting
 
     @property
     def is_settled(self) -> bool:
@@ -150,4 +152,4 @@ class SpeculationBackoff:
 
 
 def _ceil(num_steps: float) -> int:
-    return min(math.ceil(num_steps), LOOK_LATEST)
+    return min(math.ceil(num_steps), REEVALUATE_LATEST)

@@ -61,7 +61,7 @@ class Controller(Learning):
 
     def seeded_request_joined(self) -> None:
         """No rest may put off where its speculation begins."""
-        self.backoff.wake()
+        self.backoff.reset()
 
     def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
         """The prompts of requests without a seed have been read, up to their ends in this step; or
@@ -71,7 +71,7 @@ class Controller(Learning):
             kinds: of the new ones, by name.
         """
         if "context" not in self.chooses:
-            self.backoff.wake()
+            self.backoff.reset()
             return
         exploration, theirs = self._exploration, list(kinds.values())
         is_early = self.backoff.requests_joined(
@@ -123,7 +123,7 @@ class Controller(Learning):
             self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
-            if self._exploration.audits_now(self.backoff.step, best, plain, has_seed):
+            if self._exploration.probes_baseline_now(self.backoff.step, best, plain, has_seed):
                 columns = np.full(num_rows, -1)
                 self.backoff.start_probe()
             else:
@@ -215,9 +215,9 @@ class Controller(Learning):
         promise = exploration.promise_of(candidates, found)
         exploration.earn(best.seconds, plain, promise)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
-        # The step that verifies a trial takes longer, and the one after it is a look.
+        # The step that verifies a trial takes longer, and the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
-        around += self.model.look_seconds(num_reqs, is_greedy)
+        around += self.model.reevaluation_seconds(num_reqs, is_greedy)
         exploration.add_trials(
             columns,
             candidates,
@@ -239,10 +239,10 @@ class Controller(Learning):
     def _steps_of_rest(
         self, candidates, num_plain: int, plain_seconds: float, promise: float
     ) -> int:
-        """Until the next look."""
+        """Until the next re-evaluation."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
-        look = self.model.look_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.backoff.until_next_look(look, plain_seconds, promise)
+        each = self.model.reevaluation_seconds(len(candidates) + num_plain, is_greedy)
+        num_steps = self.backoff.until_reevaluation(each, plain_seconds, promise)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

@@ -33,7 +33,7 @@ class CostModel:
     overheads: dict[tuple[int, bool], float] = field(default_factory=dict)
     """Seconds of a plain step beside its full pass, by size of the batch in powers of two and
     whether it is greedy."""
-    looks: dict[tuple[int, bool], float] = field(default_factory=dict)
+    reevaluations: dict[tuple[int, bool], float] = field(default_factory=dict)
     """Seconds that a step takes longer for deciding to go on plainly, by the same."""
     speculating: dict[tuple[int, bool], float] = field(default_factory=dict)
     """Seconds that a step takes longer for verifying drafts at all, however few: deciding,
@@ -146,9 +146,9 @@ class CostModel:
         """Of a plain step, beside its full pass."""
         return _nearest(self.overheads, num_rows, is_greedy)
 
-    def look_seconds(self, num_rows: int, is_greedy: bool) -> float:
+    def reevaluation_seconds(self, num_rows: int, is_greedy: bool) -> float:
         """What a step takes longer for deciding to go on plainly; 0 where that is not known."""
-        return _nearest(self.looks, num_rows, is_greedy)
+        return _nearest(self.reevaluations, num_rows, is_greedy)
 
     def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
         """What a step takes longer for verifying drafts at all."""
@@ -170,10 +170,10 @@ class CostModel:
         predicted = self.full_pass(step.tokens, step.contexts)
         # Without any overhead known it is taken to be as long as the pass.
         plain = predicted + (self.overhead(num_rows, step.is_greedy) or predicted)
-        if step.is_look:
+        if step.is_reevaluation:
             seconds = _credible(step.seconds, plain)
             more = max(0.0, seconds - predicted - self.overhead(num_rows, step.is_greedy))
-            self.looks[key] = self._moved(self.looks.get(key), more, seconds)
+            self.reevaluations[key] = self._moved(self.reevaluations.get(key), more, seconds)
             return
         if step.seconds < predicted:
             faster = self.speed * step.seconds / predicted

@@ -15,9 +15,9 @@ from vllm_triforce.controller.planner import Plan, best_alone
 from vllm_triforce.controller.promise import Kind, Promise, kind_of
 
 # Steps with drafts after which a plain one says again what is compared with.
-_AUDIT_AGAIN = 16
-# Steps of an audit: this one and those of a short rest.
-_AUDIT_STEPS = 3
+_PROBE_AGAIN = 16
+# Steps of a baseline probe: this one and those of a short rest.
+_PROBE_STEPS = 3
 # Steps of plain decoding that promising trials may take beyond what they are worth, at once.
 _INVESTED = 8
 # Steps of plain decoding that are saved up for trials at most.
@@ -37,7 +37,7 @@ class _Trial:
     Args:
         kind: the request's; None where it would have proposed something else, which says nothing
             of whether it is promising to try where nobody speculates.
-        charged: seconds of the allowance.
+        charged: seconds of the budget.
         needed: tokens that have to be accepted for such proposals to pay.
         num_reqs, plain_seconds: of the batch's step.
     """
@@ -61,7 +61,7 @@ class Exploration:
         self.trials = ExplorationBudget(first=2, most=_SAVED)
         self._promising = ExplorationBudget(first=_INVESTED, most=_INVESTED)
         """As much time again, for trials after one that was as good as it had to be."""
-        self.audits = ExplorationBudget(first=0, most=_AUDIT_STEPS)
+        self.baseline_probes = ExplorationBudget(first=0, most=_PROBE_STEPS)
         self._last_plain = 0
         self._promise = Promise()
         self._first_plans: dict[Kind, Rate] = defaultdict(
@@ -71,22 +71,24 @@ class Exploration:
         self._joined: dict[str, Kind] = {}
         """Requests of which nothing was planned yet."""
         self._awaited: set[str] = set()
-        """Those of them for which a look comes before it is earned."""
+        """Those of them for which a re-evaluation comes before it is earned."""
         self._turn = 0
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
         self._trying: dict[str, _Trial] = {}
 
-    def audits_now(self, step: int, best: Plan, plain_seconds: float, has_seed: bool) -> bool:
+    def probes_baseline_now(
+        self, step: int, best: Plan, plain_seconds: float, has_seed: bool
+    ) -> bool:
         """Whether the next steps decode plainly to see what that takes by now: it is what
         speculation is compared with, and unseen it could be overrated for long."""
-        self.audits.earn(best.seconds, plain_seconds)
+        self.baseline_probes.earn(best.seconds, plain_seconds)
         if best.is_plain:
             self._last_plain = step
             return False
-        if step - self._last_plain < _AUDIT_AGAIN or has_seed:
+        if step - self._last_plain < _PROBE_AGAIN or has_seed:
             return False
-        if not self.audits.spend(_AUDIT_STEPS * plain_seconds * (1 - 1 / best.speedup)):
+        if not self.baseline_probes.spend(_PROBE_STEPS * plain_seconds * (1 - 1 / best.speedup)):
             return False
         self._last_plain = step
         return True
@@ -98,7 +100,7 @@ class Exploration:
     def joined(self, kinds: Mapping[str, Kind], are_awaited: bool) -> None:
         """
         Args:
-            are_awaited: whether a look comes for their sake before it is earned.
+            are_awaited: whether a re-evaluation comes for their sake before it is earned.
         """
         self._joined.update(kinds)
         if are_awaited:
@@ -113,7 +115,7 @@ class Exploration:
 
     def note_first_plans(self, candidates: Sequence[Candidate], found: Options, best: Plan) -> None:
         """What is planned for requests of which this is the first decision. One that can propose
-        nothing says something only where a look was had for its sake."""
+        nothing says something only where a re-evaluation was had for its sake."""
         could = found.is_possible.any(axis=1)
         for row, candidate in enumerate(candidates):
             name = candidate.request_id
@@ -123,7 +125,7 @@ class Exploration:
             self._awaited.discard(name)
 
     def in_vain(self, kinds: Sequence[Kind]) -> float:
-        """How often a first look at requests of these kinds was for nothing, lately."""
+        """How often a first re-evaluation of requests of these kinds was for nothing, lately."""
         return 1 - max((self._first_plans[kind].value for kind in kinds), default=0.0)
 
     def promise_of(self, candidates: Sequence[Candidate], found: Options) -> float:
@@ -153,21 +155,21 @@ class Exploration:
         candidates: Sequence[Candidate],
         found: Options,
         alone: Callable[[], Options],
-        hopeful: Callable[[], Options],
+        optimistic: Callable[[], Options],
         plain_seconds: float,
         num_plain: int,
         margin: float,
         first_seconds: float = 0.0,
     ) -> None:
         """Lets requests speculate that would not, or by a route that promises more than theirs
-        but is thought little of, as far as the allowance goes: those first that have waited longest
+        but is thought little of, as far as the budget goes: those first that have waited longest
         for it, or one that gains nothing would keep the others from their turn. One whose trial
         paid for itself does not wait anew.
 
         Args:
             alone: gives the same options with the times of a request that shares its rounds with
                 nobody, as it is with most trials.
-            hopeful: gives the same options if as much is accepted as may be hoped for.
+            optimistic: gives the same options if as much is accepted as may be hoped for.
             num_plain: further requests of the batch.
             first_seconds: what it takes besides that anybody speculates at all; the first trial
                 bears it where nobody does.
@@ -179,7 +181,7 @@ class Exploration:
         if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
             return
         num_reqs = len(columns) + num_plain
-        share, hoped, alone = plain_seconds / num_reqs, hopeful(), cache(alone)
+        share, hoped, alone = plain_seconds / num_reqs, optimistic(), cache(alone)
         best, rates = best_alone(replace(hoped, is_possible=could), share)
         taken = np.flatnonzero(columns >= 0)
         step_seconds = plain_seconds + found.seconds[taken, columns[taken]].sum()
@@ -220,7 +222,7 @@ class Exploration:
             )
 
     def came_of_it(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Level 3 tested a proposal. If it was a trial, the allowance gets back what that was
+        """Level 3 tested a proposal. If it was a trial, the budget gets back what that was
         worth; and all of it, as far as there is time for that, where as much was accepted as has
         to be: what one request's trial costs the batch is little to what all may gain by it."""
         trial = self._trying.pop(request_id, None)

@@ -81,5 +81,5 @@ class StepTime:
     """Of the proposal that was verified in it."""
     planned_seconds: float = 0.0
     """What that proposal and verifying it were expected to add."""
-    is_look: bool = False
+    is_reevaluation: bool = False
     """Whether it interrupted plain decoding for a decision, to which ``seconds`` belongs."""

@@ -29,7 +29,7 @@ class _Step:
     contexts: list[int]
     num_drafts: int
     is_greedy: bool
-    is_look: bool
+    is_reevaluation: bool
     planned: object
     """The controller's plan for its drafts."""
     proposal_seconds: float
@@ -212,9 +212,9 @@ class StockPath:
         backoff = self._controller.backoff
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start
-            if not last.is_look:
+            if not last.is_reevaluation:
                 seconds -= proposal_seconds
-            if backoff.is_resting or not last.is_look:
+            if backoff.is_resting or not last.is_reevaluation:
                 self._controller.observe_step(
                     StepTime(
                         last.is_greedy,
@@ -223,14 +223,14 @@ class StockPath:
                         seconds,
                         last.num_drafts,
                         last.proposal_seconds,
-                        is_look=last.is_look,
+                        is_reevaluation=last.is_reevaluation,
                     ),
                     last.planned,
                 )
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        if tokens == expected and (drafts or backoff.is_settled or backoff.is_look):
+        if tokens == expected and (drafts or backoff.is_settled or backoff.is_reevaluation):
             self._last = _Step(
                 now,
                 frozenset(cached.req_ids),
@@ -238,7 +238,7 @@ class StockPath:
                 cached.num_computed_tokens,
                 sum(map(len, drafts.values())),
                 self._runner.input_batch.all_greedy,
-                backoff.is_look,
+                backoff.is_reevaluation,
                 planned,
                 proposal_seconds,
             )
