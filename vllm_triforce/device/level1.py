@@ -11,6 +11,7 @@ from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.model_pass import ModelPass, forward
 from vllm_triforce.device.slots import Slot
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.prompt_lookup import look_up
@@ -33,9 +34,8 @@ class DeviceLevel1(ABC):
         """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
 
     @property
-    def distributions(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Masked logits [num_rows, gamma, vocab_size] and logsumexp [num_rows, gamma] of what was
-        drafted; None where each token was certain."""
+    def distributions(self) -> Distributions | None:
+        """Of what was drafted, ``gamma`` places; None where each token was certain."""
         return None
 
     def capture(self, mode) -> None:  # noqa: B027
@@ -114,7 +114,8 @@ class DeviceStreaming(DeviceLevel1):
     def distributions(self):
         if self._all_greedy:
             return None
-        return self._logits[: self._rows.num_rows], self._lse[: self._rows.num_rows]
+        count = self._rows.num_rows
+        return Distributions(self._logits[:count], self._lse[:count])
 
     def begin(self, batch: DeviceBatch, slots: list[Slot]) -> None:
         """Rebuilds the windows that are full, or that missed a full pass."""
@@ -156,25 +157,13 @@ class DeviceStreaming(DeviceLevel1):
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden).to(self._logits_dtype)
         top, best = logits.max(-1)
-        masked = lse = None
+        distributions = None
         if not self._all_greedy:
-            masked, lse = masked_logits(logits, batch.sampling)
-            self._logits[:count, step].copy_(masked)
-            self._lse[:count, step].copy_(lse)
-        places = rows.computed[:count] + rows.length[:count] + (1 + step)
-        draw_drafts(
-            rows.drafted[:count],
-            step,
-            best,
-            top,
-            rows.faults,
-            masked,
-            lse,
-            batch.sampling.temperature,
-            batch.sampling.seeds,
-            places,
-            self._race,
-        )
+            distributions = Distributions(*masked_logits(logits, batch.sampling))
+            self._logits[:count, step].copy_(distributions.logits)
+            self._lse[:count, step].copy_(distributions.lse)
+        draft = LevelLogits(best, top, distributions)
+        draw_drafts(rows, step, draft, batch.sampling, self._race)
 
 
 class WindowRebuild:

@@ -10,7 +10,12 @@ from vllm_triforce.device.level1 import DeviceLevel1
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.kernels.bookkeeping import count_full_pass
-from vllm_triforce.kernels.export_proposal import clear_distributions, export_distributions
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits
+from vllm_triforce.kernels.export_proposal import (
+    HandedUp,
+    clear_distributions,
+    export_distributions,
+)
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.row_metadata import RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
@@ -50,9 +55,9 @@ class DeviceTriForce:
         self.times = PartTimes(draft_logits.device)
         self._rows = rows
         self._race = race
-        self._draft_logits = draft_logits
         device, places = draft_logits.device, draft_logits.shape[:2]
-        self._is_stale = torch.zeros(places, dtype=torch.int8, device=device)
+        is_stale = torch.zeros(places, dtype=torch.int8, device=device)
+        self._handed_up = HandedUp(draft_logits, is_stale)
         self.num_proposed = torch.zeros(places[0], dtype=torch.int32, device=device)
         self._num_passes = 0
         self.known_counters = LevelCounters()
@@ -153,47 +158,24 @@ class DeviceTriForce:
         with self.times.part("level 1"):
             self.level1.draft(batch, rows, is_first)
         with self.times.part("level 2"):
-            logits = self.level2.forward().to(self._draft_logits.dtype)
+            logits = self.level2.forward().to(self._handed_up.logits.dtype)
             top, best = logits.max(-1)
         with self.times.part("verification"):
-            target = target_lse = draft = draft_lse = None
+            target = LevelLogits(best, top, None)
             if not sampling.all_greedy:
                 length = logits.shape[1]
                 masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
-                target, target_lse = masked.view(logits.shape), lse.view(count, length)
-                if self.level1.distributions is not None:
-                    draft, draft_lse = self.level1.distributions
-            verify_drafts(
-                rows.proposal[:count],
-                rows.length[:count],
-                rows.room[:count],
-                rows.num_emitted[:count],
-                self._counters,
-                rows.drafted[:count],
-                rows.num_drafted[:count],
-                rows.num_accepted[:count],
-                best,
-                top,
-                rows.faults,
-                target,
-                target_lse,
-                draft,
-                draft_lse,
-                sampling.temperature,
-                sampling.seeds,
-                rows.token_positions[:count],
-                self._race,
-            )
-            if target is not None:
+                target.distributions = Distributions(
+                    masked.view(logits.shape), lse.view(count, length)
+                )
+            draft = self.level1.distributions
+            verify_drafts(rows, target, draft, sampling, self._race, self._counters)
+            if target.distributions is not None:
                 export_distributions(
-                    self._draft_logits,
-                    self._is_stale,
-                    rows.column(RowColumn.STATE),
-                    target,
-                    rows.length[:count],
-                    rows.num_emitted[:count],
+                    self._handed_up,
+                    rows,
+                    target.distributions.logits,
                     sampling.temperature,
-                    rows.proposal[:count],
                     sampling.is_certain,
                 )
 
@@ -205,7 +187,7 @@ class DeviceTriForce:
     ) -> None:
         """Gives every request of the batch its proposal, padded where it is short or none."""
         self._rows.finish(draft_tokens, row_of_batch, states, self.num_proposed, self._counters)
-        clear_distributions(self._draft_logits, self._is_stale, states, self.num_proposed)
+        clear_distributions(self._handed_up, states, self.num_proposed)
 
     def count_full_pass(
         self,
