@@ -27,7 +27,7 @@ class DeviceBatch:
     request_ids: list[str]
     batch_rows: np.ndarray  # [num_rows], each row's place in the runner's batch
     states: np.ndarray  # [num_rows], its place in the runner's tensors
-    most_tokens: np.ndarray
+    max_computed_tokens: np.ndarray
     """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
     reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
     limits: np.ndarray  # [num_rows], length at which it ends

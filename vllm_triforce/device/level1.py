@@ -51,7 +51,7 @@ class DevicePromptLookup(DeviceLevel1):
         self.max_ngram = max_ngram
 
     def draft(self, batch, rows, is_first) -> None:
-        most = int(batch.most_tokens.max()) + 1 + rows.num_speculative_tokens
+        most = int(batch.max_computed_tokens.max()) + 1 + rows.num_speculative_tokens
         look_up(rows, batch.all_token_ids, most, self.max_ngram)
 
 
@@ -122,7 +122,7 @@ class DeviceStreaming(DeviceLevel1):
         stale = []
         growth = self._rows.num_speculative_tokens + self._rows.gamma
         for row, slot in enumerate(slots):
-            newest = int(batch.most_tokens[row])
+            newest = int(batch.max_computed_tokens[row])
             grown = self._num_sinks + newest + 1 - slot.window_start + growth
             if slot.window_tokens < 0 or grown > self._capacity:
                 slot.window_start = max(self._num_sinks, newest + 1 - self._num_recent)

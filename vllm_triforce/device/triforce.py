@@ -122,7 +122,7 @@ class DeviceTriForce:
         rows, level2 = self._rows, self.level2
         with self.times.part("selection"):
             slots = [self.slots.take(request_id) for request_id in batch.request_ids]
-            due = level2.selections.due(slots, batch.most_tokens)
+            due = level2.selections.due(slots, batch.max_computed_tokens)
             self.level1.begin(batch, slots)
             limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
             row_metadata = stack_columns(
