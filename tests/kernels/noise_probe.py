@@ -1,4 +1,4 @@
-"""What the kernels' noise is at a place, so that an oracle can use the same."""
+"""What the kernels' noise is at a token's position, so that an oracle can use the same."""
 
 import torch
 from vllm.triton_utils import tl, triton
@@ -11,24 +11,24 @@ _ACCEPT, _RECOVER, _DRAFT = noise.ACCEPT, noise.RECOVER, noise.DRAFT
 
 @triton.jit
 def _probe_kernel(
-    seeds_ptr, places_ptr, chances_ptr, recover_ptr, draft_ptr, size, BLOCK: tl.constexpr
+    seeds_ptr, token_positions_ptr, chances_ptr, recover_ptr, draft_ptr, size, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
-    seed, place = tl.load(seeds_ptr + row), tl.load(places_ptr + row)
-    tl.store(chances_ptr + row, uniform(seed, place, _ACCEPT))
+    seed, token_position = tl.load(seeds_ptr + row), tl.load(token_positions_ptr + row)
+    tl.store(chances_ptr + row, uniform(seed, token_position, _ACCEPT))
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     out = row * size + offsets
-    tl.store(recover_ptr + out, exponential(seed, place, _RECOVER, offsets), mask=mask)
-    tl.store(draft_ptr + out, exponential(seed, place, _DRAFT, offsets), mask=mask)
+    tl.store(recover_ptr + out, exponential(seed, token_position, _RECOVER, offsets), mask=mask)
+    tl.store(draft_ptr + out, exponential(seed, token_position, _DRAFT, offsets), mask=mask)
 
 
-def probe(seeds: torch.Tensor, places: torch.Tensor, size: int):
+def probe(seeds: torch.Tensor, token_positions: torch.Tensor, size: int):
     """Uniform numbers [n], and exponential ones for recovering and for drafting, [n, size]."""
     device = seeds.device
     chances = torch.zeros(len(seeds), device=device)
     recover, draft = torch.zeros(2, len(seeds), size, device=device)
     _probe_kernel[(len(seeds),)](
-        seeds, places, chances, recover, draft, size, BLOCK=triton.next_power_of_2(size)
+        seeds, token_positions, chances, recover, draft, size, BLOCK=triton.next_power_of_2(size)
     )
     return chances, recover, draft

@@ -3,6 +3,9 @@
 import torch
 
 from tests.kernels.device import DEVICE
+from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
+from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 
@@ -17,3 +20,38 @@ def new_counters() -> torch.Tensor:
 def counted(counters: torch.Tensor) -> dict[DeviceCounter, int]:
     """What is not 0."""
     return {counter: n for counter, n in zip(DeviceCounter, counters.tolist()) if n}
+
+
+def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fields) -> Rows:
+    """Rows in slots of their own, with one to spare behind them.
+
+    Args:
+        fields: tensors of ``Rows`` by name, or numbers for each row.
+    """
+    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, num_rows, DEVICE)
+    rows.num_rows = num_rows
+    rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
+    for name, values in fields.items():
+        getattr(rows, name)[:num_rows] = torch.as_tensor(values).to(DEVICE)
+    return rows
+
+
+def distributions(logits: torch.Tensor, temperature: torch.Tensor) -> Distributions:
+    """Of logits [num_rows, ..., vocab_size]."""
+    safe = temperature.where(temperature > 0, torch.ones(()))
+    safe = safe.view(-1, *[1] * (logits.dim() - 1))
+    return Distributions(logits.to(DEVICE), (logits / safe).logsumexp(-1).to(DEVICE))
+
+
+def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> LevelLogits:
+    """Without distributions where there is no temperature."""
+    return LevelLogits(
+        logits.argmax(-1).to(DEVICE),
+        logits.amax(-1).to(DEVICE),
+        None if temperature is None else distributions(logits, temperature),
+    )
+
+
+def draw_parameters(temperature: torch.Tensor, seeds) -> DrawParameters:
+    seeds = torch.as_tensor(seeds, dtype=torch.int64)
+    return DrawParameters(temperature.to(DEVICE), seeds.to(DEVICE))

@@ -13,7 +13,7 @@ from tests.kernels.tensors import counted, integers, new_counters
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
-from vllm_triforce.kernels.export_proposal import clear_distributions
+from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import PassInputs, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -182,7 +182,7 @@ def test_padding_is_certain_again_where_nothing_is_proposed():
     logits = torch.full((4, 3, 5000), 2.0, device=DEVICE)
     is_stale = torch.ones(4, 3, dtype=torch.int8, device=DEVICE)
     is_stale[1, 2] = 0
-    clear_distributions(logits, is_stale, integers([1, 3]), integers([0, 1, 0, 3]))
+    clear_distributions(HandedUp(logits, is_stale), integers([1, 3]), integers([0, 1, 0, 3]))
     certain = torch.full((5000,), -torch.inf, device=DEVICE)
     certain[PAD_TOKEN] = 0
     assert torch.equal(logits[1, 1], certain)

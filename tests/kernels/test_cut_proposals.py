@@ -10,7 +10,9 @@ if needs_triton.mark.args[0]:
 
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-from vllm_triforce.kernels.export_proposal import export_distributions
+from tests.kernels.tensors import some_rows
+from vllm_triforce.kernels.export_proposal import HandedUp, export_distributions
+from vllm_triforce.kernels.row_metadata import RowColumn
 
 NUM_REQS = 500
 FORBIDDEN = 2
@@ -30,15 +32,14 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
     states = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE)
     ones = torch.ones(NUM_REQS, dtype=torch.int32, device=DEVICE)
     draft_logits = torch.full((NUM_REQS, 1, 3), -torch.inf, device=DEVICE)
+    is_stale = torch.zeros(NUM_REQS, 1, dtype=torch.int8, device=DEVICE)
+    rows = some_rows(NUM_REQS, 1, 1, length=1, num_emitted=1, proposal=drafted[:, None])
+    rows.row_metadata[:NUM_REQS, RowColumn.STATE] = states
     export_distributions(
-        draft_logits,
-        torch.zeros(NUM_REQS, 1, dtype=torch.int8, device=DEVICE),
-        states,
+        HandedUp(draft_logits, is_stale),
+        rows,
         q.log().expand(NUM_REQS, 2, 3).contiguous().to(DEVICE),
-        ones,
-        ones,
         ones.float(),
-        drafted[:, None].to(DEVICE),
         ones if is_certain else None,
     )
     is_cut = (drafted == FORBIDDEN) & (not is_marked)

@@ -70,8 +70,8 @@ def _all_cases(target: str, draft: str) -> dict:
     # The test must be able to fail.
     exact = loop.export_distributions
 
-    def sharpened(draft_logits, is_stale, states, target, *rest):
-        exact(draft_logits, is_stale, states, target * 5, *rest)
+    def sharpened(handed_up, rows, target, *rest):
+        exact(handed_up, rows, target * 5, *rest)
 
     loop.export_distributions = sharpened
     results["wrong_temperature"] = oracle.check(llm, [narrow] * 4, 60)

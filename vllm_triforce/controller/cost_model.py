@@ -85,9 +85,9 @@ class CostModel:
         points = [(known[i], table[i, num_tokens]) for i in (end - 1, end)]
         return self.speed * max(0.0, float(interpolate(points, context)))
 
-    def attention_table(self, contexts: Sequence[int], most_tokens: int) -> np.ndarray:
-        """[num_reqs, at least ``most_tokens`` + 1], what a context adds to a pass of a request."""
-        known, table = self.measured.contexts, self.measured.attention(most_tokens)
+    def attention_table(self, contexts: Sequence[int], max_tokens: int) -> np.ndarray:
+        """[num_reqs, at least ``max_tokens`` + 1], what a context adds to a pass of a request."""
+        known, table = self.measured.contexts, self.measured.attention(max_tokens)
         if len(known) == 1:
             return np.zeros((len(contexts), table.shape[1]))
         at = np.maximum(contexts, known[0])

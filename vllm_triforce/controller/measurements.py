@@ -43,15 +43,15 @@ class Measurements:
     """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
-    def attention(self, most_tokens: int) -> np.ndarray:
-        """[contexts, at least ``most_tokens`` + 1], seconds that each measured context adds to a
+    def attention(self, max_tokens: int) -> np.ndarray:
+        """[contexts, at least ``max_tokens`` + 1], seconds that each measured context adds to a
         pass of so many tokens."""
-        if self._attention is None or self._attention.shape[1] <= most_tokens:
+        if self._attention is None or self._attention.shape[1] <= max_tokens:
             tokens = [q for q, _ in self.full_by_tokens]
             by_context = zip(*([s for _, s in points] for _, points in self.full_by_tokens))
             table = np.array(
                 [
-                    [interpolate(list(zip(tokens, seconds)), q) for q in range(most_tokens + 1)]
+                    [interpolate(list(zip(tokens, seconds)), q) for q in range(max_tokens + 1)]
                     for seconds in by_context
                 ]
             )

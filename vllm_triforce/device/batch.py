@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_triforce.kernels.distributions import DrawParameters
+
 
 @dataclass
-class DeviceSampling:
+class DeviceSampling(DrawParameters):
     """Sampling parameters of the rows; on the device, with what the host knows of them."""
 
-    temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
-    seeds: torch.Tensor  # [num_rows], int64
     top_k: torch.Tensor | None  # [num_rows], int32; None where no row has one, as the two below
     top_p: torch.Tensor | None  # [num_rows], float32
     min_p: torch.Tensor | None  # [num_rows], float32
@@ -27,7 +27,7 @@ class DeviceBatch:
     request_ids: list[str]
     batch_rows: np.ndarray  # [num_rows], each row's place in the runner's batch
     states: np.ndarray  # [num_rows], its place in the runner's tensors
-    most_tokens: np.ndarray
+    max_computed_tokens: np.ndarray
     """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
     reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
     limits: np.ndarray  # [num_rows], length at which it ends

@@ -11,7 +11,8 @@ from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSource
-from vllm_triforce.kernels.export_proposal import export_distributions
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits
+from vllm_triforce.kernels.export_proposal import HandedUp, export_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.row_metadata import RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
@@ -28,8 +29,7 @@ class LevelParts:
     level2: DeviceRetrieval
     rows: Rows
     slots: Slots
-    draft_logits: torch.Tensor  # [max_num_reqs, num_speculative_tokens, vocab], for level 3's test
-    is_stale: torch.Tensor  # [max_num_reqs, num_speculative_tokens], int8
+    handed_up: HandedUp
     counters: torch.Tensor  # [number of DeviceCounter], int64
     race: Race
 
@@ -57,7 +57,7 @@ class DeviceLevels:
         batch, rows = self._batch, self._parts.rows
         level1, level2 = self._parts.level1, self._parts.level2
         slots = [self._parts.slots.take(request_id) for request_id in batch.request_ids]
-        due = level2.selections.due(slots, batch.most_tokens)
+        due = level2.selections.due(slots, batch.max_computed_tokens)
         level1.begin(batch, slots)
         limits = np.minimum(batch.limits, np.iinfo(np.int32).max)
         row_metadata = stack_columns(
@@ -105,55 +105,31 @@ class DeviceLevels:
             missing = int(left.max())  # the host waits here
         return max(0, -(-missing // (rows.gamma + 1)))
 
-    def draft(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def draft(self, rows: Rows) -> Distributions | None:
         """And what was drafted from; None where each token is certain, or all are greedy."""
         self._parts.level1.draft(self._batch, rows, is_first=self._num_rounds == 1)
         return None if self._batch.sampling.all_greedy else self._parts.level1.distributions
 
-    def forward(self, rows: Rows, drafted) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
-        return self._parts.level2.forward().to(self._parts.draft_logits.dtype)
+    def forward(
+        self, rows: Rows, drafted: Distributions | None
+    ) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
+        return self._parts.level2.forward().to(self._parts.handed_up.logits.dtype)
 
-    def verify(self, rows: Rows, drafted, logits: torch.Tensor) -> None:
+    def verify(self, rows: Rows, drafted: Distributions | None, logits: torch.Tensor) -> None:
         parts, sampling, count = self._parts, self._batch.sampling, rows.num_rows
         top, best = logits.max(-1)
-        target = target_lse = draft = draft_lse = None
+        target = LevelLogits(best, top, None)
         if not sampling.all_greedy:
             length = logits.shape[1]
             masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
-            target, target_lse = masked.view(logits.shape), lse.view(count, length)
-            if drafted is not None:
-                draft, draft_lse = drafted
-        verify_drafts(
-            rows.proposal[:count],
-            rows.length[:count],
-            rows.room[:count],
-            rows.num_emitted[:count],
-            parts.counters,
-            rows.drafted[:count],
-            rows.num_drafted[:count],
-            rows.num_accepted[:count],
-            best,
-            top,
-            rows.faults,
-            target,
-            target_lse,
-            draft,
-            draft_lse,
-            sampling.temperature,
-            sampling.seeds,
-            rows.token_positions[:count],
-            parts.race,
-        )
-        if target is not None:
+            target.distributions = Distributions(masked.view(logits.shape), lse.view(count, length))
+        verify_drafts(rows, target, drafted, sampling, parts.race, parts.counters)
+        if target.distributions is not None:
             export_distributions(
-                parts.draft_logits,
-                parts.is_stale,
-                rows.column(RowColumn.STATE),
-                target,
-                rows.length[:count],
-                rows.num_emitted[:count],
+                parts.handed_up,
+                rows,
+                target.distributions.logits,
                 sampling.temperature,
-                rows.proposal[:count],
                 sampling.is_certain,
             )
 

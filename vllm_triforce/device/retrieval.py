@@ -153,7 +153,8 @@ class DeviceRetrieval:
         length = self._pass.inputs.query_len
         starts = torch.arange(num_rows + 1, dtype=torch.int32) * length
         seq_lens = self._dense_seq_lens[:num_rows]
-        longest = int(self._batch.most_tokens.max()) + self._rows.num_speculative_tokens + length
+        longest = int(self._batch.max_computed_tokens.max()) + length
+        longest += self._rows.num_speculative_tokens
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(seq_lens.device),
             query_start_loc_cpu=starts,

@@ -85,10 +85,10 @@ class DeviceSelections:
         tensors = (*self.summaries.values(), self._selected, self.tables)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def due(self, slots: list[Slot], most_tokens: np.ndarray) -> list[Refresh]:
+    def due(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """For each row, whether its selection is due."""
         result = []
-        for slot, newest in zip(slots, most_tokens.tolist()):
+        for slot, newest in zip(slots, max_computed_tokens.tolist()):
             slot.age += 1
             is_due = slot.age >= self._refresh_interval
             is_due |= newest - slot.selected_at > self._max_growth
@@ -112,11 +112,12 @@ class DeviceSelections:
         if due_rows:
             max_chunks = max(
                 self.max_selected,
-                *(int(batch.most_tokens[r]) // self.block_size for r in due_rows),
+                *(int(batch.max_computed_tokens[r]) // self.block_size for r in due_rows),
             )
             if self.summaries:
                 newly_full = [
-                    self._max_newly_full(int(batch.most_tokens[r]), due[r]) for r in due_rows
+                    self._max_newly_full(int(batch.max_computed_tokens[r]), due[r])
+                    for r in due_rows
                 ]
                 self._attention.update_summaries(
                     self.summaries,
@@ -143,10 +144,10 @@ class DeviceSelections:
             self._attention.head_strides(),
         )
 
-    def _max_newly_full(self, most_tokens: int, refresh: Refresh) -> int:
+    def _max_newly_full(self, max_computed_tokens: int, refresh: Refresh) -> int:
         """Blocks that can have become full since the last selection."""
         if refresh == Refresh.NEW_OWNER:
-            return most_tokens // self.block_size
+            return max_computed_tokens // self.block_size
         return (2 * self._max_growth) // self.block_size + 2
 
     def _select(self, batch, table, some: torch.Tensor, max_chunks: int) -> torch.Tensor:

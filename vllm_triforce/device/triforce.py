@@ -12,7 +12,7 @@ from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import count_full_pass
-from vllm_triforce.kernels.export_proposal import clear_distributions
+from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter, LevelCounters, read_device_counters
@@ -46,8 +46,9 @@ class DeviceTriForce:
         is_stale = torch.zeros(shape, dtype=torch.int8, device=device)
         self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
         self._counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        handed_up = HandedUp(draft_logits, is_stale)
         self._parts = LevelParts(
-            config, level1, level2, rows, slots, draft_logits, is_stale, self._counters, race
+            config, level1, level2, rows, slots, handed_up, self._counters, race
         )
         self._observer = _DeviceObserver(self.times)
         self.known_counters = LevelCounters()
@@ -105,7 +106,7 @@ class DeviceTriForce:
             draft_tokens, row_of_batch, states, self.num_proposed, self._counters
         )
         parts = self._parts
-        clear_distributions(parts.draft_logits, parts.is_stale, states, self.num_proposed)
+        clear_distributions(parts.handed_up, states, self.num_proposed)
 
     def count_full_pass(
         self,

@@ -16,7 +16,7 @@ class WindowRebuild:
 
     Args:
         ragged: from (query_start_loc, seq_lens, block table, longest) to metadata by layer.
-        most_tokens: of one pass.
+        max_tokens: of one pass.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class WindowRebuild:
         cache: StreamingCache,
         layer_names: list[str],
         ragged: Callable,
-        most_tokens: int,
+        max_tokens: int,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class WindowRebuild:
         self._cache = cache
         self._layer_names = layer_names
         self._ragged = ragged
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._device = device
 
     def __call__(
@@ -52,7 +52,7 @@ class WindowRebuild:
         while windows:
             total, count = 0, 0
             while count < len(windows) and (
-                not count or total + len(windows[count][2]) <= self._most_tokens
+                not count or total + len(windows[count][2]) <= self._max_tokens
             ):
                 total += len(windows[count][2])
                 count += 1

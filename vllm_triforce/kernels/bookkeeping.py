@@ -54,7 +54,7 @@ def begin_rows_kernel(
     last_newly_full_ptr,
     num_speculative_tokens,
     min_context,
-    least_tokens,
+    min_tokens,
     block_size,
     recent_blocks,
     max_selected,
@@ -98,7 +98,7 @@ def begin_rows_kernel(
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
         is_ready = tl.load(num_sampled_ptr + row_value(row_metadata_ptr, row, BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
-        is_ready = is_ready & (computed >= least_tokens) & (reach <= width)
+        is_ready = is_ready & (computed >= min_tokens) & (reach <= width)
         is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
         room = tl.where(is_ready, tl.maximum(room, 0), 0)
     tl.store(computed_ptr + row, computed)

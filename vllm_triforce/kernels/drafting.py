@@ -1,11 +1,11 @@
 """Drawing level 1's tokens, without a word to the host."""
 
-import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import noise as _noise
-from vllm_triforce.kernels.faults import Faults
+from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
 from vllm_triforce.kernels.race import Race, race_kernel, winner
+from vllm_triforce.kernels.rows import Rows
 
 _DRAFT = _noise.DRAFT
 
@@ -36,54 +36,50 @@ def _pick_kernel(
 
 
 def draw_drafts(
-    drafted: torch.Tensor,  # [num_reqs, gamma], int32, column ``step`` is written
+    rows: Rows,  # column ``step`` of ``rows.drafted`` is written
     step: int,
-    best: torch.Tensor,  # [num_reqs], argmax of each row
-    top: torch.Tensor,  # [num_reqs], its logit; NaN where the row has one
-    faults: Faults,  # of the rows; written
-    logits: torch.Tensor | None,  # [num_reqs, vocab_size], masked; None if all are greedy
-    lse: torch.Tensor | None,  # [num_reqs], float32, of logits / temperature
-    temperature: torch.Tensor,  # [num_reqs], float32
-    seeds: torch.Tensor,  # [num_reqs], int64
-    places: torch.Tensor,  # [num_reqs], int32, index of the token that is drawn
+    draft: LevelLogits,  # level 1's, of one place
+    sampling: DrawParameters,
     race: Race,
 ) -> None:
-    """Draws one token of level 1 for each request."""
-    num_reqs, gamma = drafted.shape
-    if logits is not None:
-        _race_for_drafts(drafted, logits, lse, temperature, seeds, places, race)
-    _pick_kernel[(num_reqs,)](
-        drafted,
+    """Draws one token of level 1 for each row."""
+    if draft.distributions is not None:
+        _race_for_drafts(rows, step, draft.distributions, sampling, race)
+    _pick_kernel[(rows.num_rows,)](
+        rows.drafted,
         race.values,
         race.tokens,
-        best,
-        top,
-        faults.row,
-        temperature,
+        draft.best,
+        draft.top,
+        rows.faults.row,
+        sampling.temperature,
         race.num_blocks,
-        gamma,
+        rows.gamma,
         step,
-        ALL_GREEDY=logits is None,
+        ALL_GREEDY=draft.distributions is None,
         PADDED_BLOCKS=race.padded_blocks,
     )
 
 
-def _race_for_drafts(drafted, logits, lse, temperature, seeds, places, race: Race) -> None:
-    num_reqs, vocab_size = logits.shape
-    race_kernel[(num_reqs, race.num_blocks)](
-        logits,
-        lse,
-        logits,
-        lse,
-        drafted,
-        drafted,
-        drafted,
-        temperature,
-        seeds,
-        places,
+def _race_for_drafts(
+    rows: Rows, step: int, draft: Distributions, sampling: DrawParameters, race: Race
+) -> None:
+    count = rows.num_rows
+    token_positions = rows.computed[:count] + rows.length[:count] + (1 + step)
+    race_kernel[(count, race.num_blocks)](
+        draft.logits,
+        draft.lse,
+        draft.logits,
+        draft.lse,
+        rows.drafted,
+        rows.drafted,
+        rows.drafted,
+        sampling.temperature,
+        sampling.seeds,
+        token_positions,
         race.values,
         race.tokens,
-        vocab_size,
+        draft.logits.shape[-1],
         PLACES=1,
         PURPOSE=_DRAFT,
         CERTAIN=True,

@@ -1,12 +1,24 @@
 """The distributions that vLLM's outer test reads: level 2's own, or certainty where nothing is
 proposed."""
 
+from dataclasses import dataclass
+
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
+from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 4096
+
+
+@dataclass
+class HandedUp:
+    """Where the outer test reads level 2's distributions."""
+
+    logits: torch.Tensor  # [max_num_reqs, num_speculative_tokens, vocab_size], by state
+    is_stale: torch.Tensor  # [max_num_reqs, num_speculative_tokens], int8; 0: PAD_TOKEN is certain
 
 
 @triton.jit
@@ -75,35 +87,31 @@ def _clear_distributions_kernel(
 
 
 def export_distributions(
-    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
-    states: torch.Tensor,  # [num_reqs], int32, each request's row of draft_logits
-    target: torch.Tensor,  # [num_reqs, gamma + 1, vocab_size], masked
-    length: torch.Tensor,  # [num_reqs], int32, after emission
-    num_emitted: torch.Tensor,  # [num_reqs], int32
-    temperature: torch.Tensor,  # [num_reqs], float32
-    proposal: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
-    is_certain: torch.Tensor | None,  # [num_reqs], int32, see below; None: of no row
+    handed_up: HandedUp,  # written
+    rows: Rows,  # after emission
+    target: torch.Tensor,  # [num_rows, gamma + 1, vocab_size], level 2's masked logits
+    temperature: torch.Tensor,  # [num_rows], float32
+    is_certain: torch.Tensor | None,  # [num_rows], int32, see below; None: of no row
 ) -> None:
     """Copies level 2's logits of what was just emitted to where the outer test reads them.
 
     Where a request is certain, each token is said to be: a proposal that is cut at a place that
     depends on its tokens, as a grammar does, is tested rightly only so.
     """
-    num_reqs, num_places, vocab_size = target.shape
-    _export_kernel[(num_reqs, num_places, triton.cdiv(vocab_size, _BLOCK))](
-        draft_logits,
-        draft_logits.stride(0),
-        draft_logits.stride(1),
-        is_stale,
-        states,
+    num_rows, num_places, vocab_size = target.shape
+    _export_kernel[(num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
+        handed_up.logits,
+        handed_up.logits.stride(0),
+        handed_up.logits.stride(1),
+        handed_up.is_stale,
+        rows.column(RowColumn.STATE),
         target,
-        length,
-        num_emitted,
+        rows.length,
+        rows.num_emitted,
         temperature,
-        proposal,
-        proposal if is_certain is None else is_certain,
-        draft_logits.shape[1],
+        rows.proposal,
+        rows.proposal if is_certain is None else is_certain,
+        rows.num_speculative_tokens,
         vocab_size,
         ANY_CERTAIN=is_certain is not None,
         BLOCK=_BLOCK,
@@ -111,22 +119,21 @@ def export_distributions(
 
 
 def clear_distributions(
-    draft_logits: torch.Tensor,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    is_stale: torch.Tensor,  # [max_num_reqs, num_speculative_tokens], int8, written
+    handed_up: HandedUp,  # written
     states: torch.Tensor,  # [batch size], int
     num_proposed: torch.Tensor,  # [max_num_reqs], int32
 ) -> None:
     """Where nothing is proposed any more, PAD_TOKEN is certain again."""
-    num_places = draft_logits.shape[1]
+    _, num_places, vocab_size = handed_up.logits.shape
     _clear_distributions_kernel[(len(states), num_places)](
-        draft_logits,
-        draft_logits.stride(0),
-        draft_logits.stride(1),
-        is_stale,
+        handed_up.logits,
+        handed_up.logits.stride(0),
+        handed_up.logits.stride(1),
+        handed_up.is_stale,
         states,
         num_proposed,
         num_places,
-        draft_logits.shape[2],
+        vocab_size,
         PAD=PAD_TOKEN,
         BLOCK=_BLOCK,
     )

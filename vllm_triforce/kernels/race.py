@@ -19,7 +19,7 @@ def race_kernel(
     num_accepted_ptr,  # [num_reqs]
     temperature_ptr,  # [num_reqs]
     seeds_ptr,  # [num_reqs]
-    places_ptr,  # [num_reqs]
+    token_positions_ptr,  # [num_reqs]
     values_ptr,  # [num_reqs, 2, num_blocks]
     tokens_ptr,  # [num_reqs, 2, num_blocks]
     vocab_size,
@@ -45,9 +45,9 @@ def race_kernel(
     logits = tl.load(target_ptr + target_row * vocab_size + tokens, mask=mask, other=float("-inf"))
     lse = tl.load(target_lse_ptr + target_row)
     probs = tl.exp(logits.to(tl.float32) / temperature - lse)
-    delay = exponential(
-        tl.load(seeds_ptr + row), tl.load(places_ptr + row) + place, PURPOSE, tokens
-    )
+    seed = tl.load(seeds_ptr + row)
+    token_position = tl.load(token_positions_ptr + row) + place
+    delay = exponential(seed, token_position, PURPOSE, tokens)
     rest = probs
     if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if place < tl.load(num_drafted_ptr + row):

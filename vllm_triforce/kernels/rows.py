@@ -53,7 +53,8 @@ class Rows:
         self.gamma = gamma
         self.row_metadata = integers(max_rows, len(RowColumn))
         self.num_rows = 0
-        # Kept from proposal to proposal, by slot.
+        # Kept from proposal to proposal, [num_slots]: the first block of the tail, and the blocks
+        # that were full, when the selection was made.
         self.slot_tail = integers(num_slots)
         self.slot_known = integers(num_slots)
         self.faults = Faults(
@@ -61,12 +62,17 @@ class Rows:
             slot=integers(num_slots),
             row_metadata=self.row_metadata,
         )
-        # By row.
+        # All below by row. Tokens with KV, the newest token, the length that the proposal may
+        # reach, and the length that it has; each [max_rows].
         self.computed, self.last_token, self.room, self.length = integers(4, max_rows)
+        # Of level 2's cache: first block of the tail, selected blocks, tokens left out before the
+        # tail, allocated blocks.
         self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, max_rows)
+        # Blocks that became full since the last selection; the second is the end, exclusive.
         self.first_newly_full, self.last_newly_full = integers(2, max_rows)
+        # Of the round: what level 1 drafted, what of it was accepted, what the proposal grew by.
         self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
-        self.token_positions = integers(max_rows)
+        self.token_positions = integers(max_rows)  # index of the first drafted token
         self.drafted = integers(max_rows, gamma)
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
 

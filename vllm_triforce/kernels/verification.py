@@ -15,10 +15,11 @@ from vllm_triforce.kernels.counters import (
     NUM_LEVEL1_DRAFTED,
     NUM_NAN_REQUESTS,
 )
-from vllm_triforce.kernels.faults import Faults
+from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
 from vllm_triforce.kernels.noise import uniform
 from vllm_triforce.kernels.race import Race, race_kernel, winner
 from vllm_triforce.kernels.row_metadata import SLOT, row_value
+from vllm_triforce.kernels.rows import Rows
 
 _RECOVER, _ACCEPT = _noise.RECOVER, _noise.ACCEPT
 
@@ -36,7 +37,7 @@ def _accept_kernel(
     draft_lse_ptr,  # [num_reqs, GAMMA]
     temperature_ptr,  # [num_reqs]
     seeds_ptr,  # [num_reqs]
-    places_ptr,  # [num_reqs]
+    token_positions_ptr,  # [num_reqs]
     vocab_size,
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
@@ -61,8 +62,8 @@ def _accept_kernel(
                     at = row * GAMMA + place
                     drafted = tl.load(draft_ptr + at * vocab_size + token).to(tl.float32)
                     drafted = tl.exp(drafted / temperature - tl.load(draft_lse_ptr + at))
-                place_id = tl.load(places_ptr + row) + place
-                chance = uniform(tl.load(seeds_ptr + row), place_id, _ACCEPT)
+                token_position = tl.load(token_positions_ptr + row) + place
+                chance = uniform(tl.load(seeds_ptr + row), token_position, _ACCEPT)
                 accept = chance * drafted < target
         going = going & accept & (place < num_drafted)
         accepted += going.to(tl.int32)
@@ -140,67 +141,53 @@ def _emit_kernel(
 
 
 def verify_drafts(
-    proposal: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64, extended
-    length: torch.Tensor,  # [num_reqs], int32, its lengths, updated
-    room: torch.Tensor,  # [num_reqs], int32, the lengths it may reach
-    num_emitted: torch.Tensor,  # [num_reqs], int32, written
-    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-    drafted: torch.Tensor,  # [num_reqs, gamma], int32
-    num_drafted: torch.Tensor,  # [num_reqs], int32
-    num_accepted: torch.Tensor,  # [num_reqs], int32, written
-    best: torch.Tensor,  # [num_reqs, gamma + 1], argmax of level 2's logits
-    top: torch.Tensor,  # [num_reqs, gamma + 1], their largest; NaN where there is one
-    faults: Faults,  # of the rows; written
-    target: torch.Tensor | None,  # [num_reqs, gamma + 1, vocab_size], masked; None: all greedy
-    target_lse: torch.Tensor | None,  # [num_reqs, gamma + 1], float32
-    draft: torch.Tensor | None,  # [num_reqs, gamma, vocab_size], masked; None: certain tokens
-    draft_lse: torch.Tensor | None,  # [num_reqs, gamma], float32
-    temperature: torch.Tensor,  # [num_reqs], float32
-    seeds: torch.Tensor,  # [num_reqs], int64
-    places: torch.Tensor,  # [num_reqs], int32, index of the first drafted token
+    rows: Rows,  # what was drafted; the proposals are extended
+    target: LevelLogits,  # level 2's, of gamma + 1 places
+    draft: Distributions | None,  # level 1's, of gamma places; None: each token was certain
+    sampling: DrawParameters,
     race: Race,
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
 ) -> None:
-    """Accepts a prefix of each request's drafts, adds one token, and extends the proposal."""
-    num_reqs, gamma = drafted.shape
-    all_greedy = target is None
-    certain = draft is None
-    if target is None:
-        vocab_size = 0
-        target = target_lse = draft = draft_lse = best
+    """Accepts a prefix of each row's drafts, adds one token, and extends the proposal."""
+    num_rows, gamma = rows.num_rows, rows.gamma
+    all_greedy = target.distributions is None
+    # Of greedy rows no distribution is read, of certain tokens no draft's: anything stands there.
+    own = target.distributions or Distributions(target.best, target.best)
+    if all_greedy or draft is None:
+        certain, draft = True, own
     else:
-        vocab_size = target.shape[-1]
-        if draft is None:
-            draft, draft_lse = target, target_lse
-    _accept_kernel[(num_reqs,)](
-        num_accepted,
-        drafted,
-        num_drafted,
-        best,
-        top,
-        target,
-        target_lse,
-        draft,
-        draft_lse,
-        temperature,
-        seeds,
-        places,
+        certain = False
+    vocab_size = 0 if all_greedy else own.logits.shape[-1]
+    _accept_kernel[(num_rows,)](
+        rows.num_accepted,
+        rows.drafted,
+        rows.num_drafted,
+        target.best,
+        target.top,
+        own.logits,
+        own.lse,
+        draft.logits,
+        draft.lse,
+        sampling.temperature,
+        sampling.seeds,
+        rows.token_positions,
         vocab_size,
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
         CERTAIN=certain,
     )
     if not all_greedy:
-        race_kernel[(num_reqs, race.num_blocks)](
-            target,
-            target_lse,
-            draft,
-            draft_lse,
-            drafted,
-            num_drafted,
-            num_accepted,
-            temperature,
-            seeds,
-            places,
+        race_kernel[(num_rows, race.num_blocks)](
+            own.logits,
+            own.lse,
+            draft.logits,
+            draft.lse,
+            rows.drafted,
+            rows.num_drafted,
+            rows.num_accepted,
+            sampling.temperature,
+            sampling.seeds,
+            rows.token_positions,
             race.values,
             race.tokens,
             vocab_size,
@@ -209,26 +196,26 @@ def verify_drafts(
             CERTAIN=certain,
             BLOCK=race.block,
         )
-    _emit_kernel[(num_reqs,)](
-        proposal,
-        length,
-        room,
-        num_emitted,
+    _emit_kernel[(num_rows,)](
+        rows.proposal,
+        rows.length,
+        rows.room,
+        rows.num_emitted,
         counters,
-        faults.row,
-        faults.slot,
-        faults.row_metadata,
-        drafted,
-        num_drafted,
-        num_accepted,
-        best,
-        top,
-        target_lse,
-        temperature,
+        rows.faults.row,
+        rows.faults.slot,
+        rows.row_metadata,
+        rows.drafted,
+        rows.num_drafted,
+        rows.num_accepted,
+        target.best,
+        target.top,
+        own.lse,
+        sampling.temperature,
         race.values,
         race.tokens,
         race.num_blocks,
-        proposal.shape[1],
+        rows.num_speculative_tokens,
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
         PADDED_BLOCKS=race.padded_blocks,

@@ -12,6 +12,7 @@ from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.device.sources.source import DeviceSource, DeviceSourceParts
 from vllm_triforce.device.window_rebuild import WindowRebuild
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.race import Race
@@ -112,14 +113,15 @@ class DeviceDraftModel(DeviceSource):
     def distributions(self):
         if self._all_greedy:
             return None
-        return self._logits[: self._rows.num_rows], self._lse[: self._rows.num_rows]
+        count = self._rows.num_rows
+        return Distributions(self._logits[:count], self._lse[:count])
 
     def begin(self, batch: DeviceBatch, slots: list[Slot]) -> None:
         """Rebuilds the windows that are full, or that missed a full pass."""
         stale = []
         growth = self._rows.num_speculative_tokens + self._rows.gamma
         for row, slot in enumerate(slots):
-            newest = int(batch.most_tokens[row])
+            newest = int(batch.max_computed_tokens[row])
             grown = self._num_sinks + newest + 1 - slot.window_start + growth
             if slot.window_tokens < 0 or grown > self._capacity:
                 slot.window_start = max(self._num_sinks, newest + 1 - self._num_recent)
@@ -154,25 +156,13 @@ class DeviceDraftModel(DeviceSource):
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden).to(self._logits_dtype)
         top, best = logits.max(-1)
-        masked = lse = None
+        distributions = None
         if not self._all_greedy:
-            masked, lse = masked_logits(logits, batch.sampling)
-            self._logits[:count, step].copy_(masked)
-            self._lse[:count, step].copy_(lse)
-        places = rows.computed[:count] + rows.length[:count] + (1 + step)
-        draw_drafts(
-            rows.drafted[:count],
-            step,
-            best,
-            top,
-            rows.faults,
-            masked,
-            lse,
-            batch.sampling.temperature,
-            batch.sampling.seeds,
-            places,
-            self._race,
-        )
+            distributions = Distributions(*masked_logits(logits, batch.sampling))
+            self._logits[:count, step].copy_(distributions.logits)
+            self._lse[:count, step].copy_(distributions.lse)
+        draft = LevelLogits(best, top, distributions)
+        draw_drafts(rows, step, draft, batch.sampling, self._race)
 
 
 def _passes(parts: DeviceSourceParts, attention, tables, capacity: int):

@@ -87,12 +87,12 @@ def _follow_kernel(
 def look_up(
     rows: Rows,
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32, by state
-    most_tokens: int,  # upper bound of the rows' lengths, proposals included
+    max_tokens: int,  # upper bound of the rows' lengths, proposals included
     max_ngram: int,
 ) -> None:
     """Writes ``rows.drafted`` and ``rows.num_drafted``: what followed the newest earlier
     occurrence of the longest matching n-gram."""
-    num_blocks = triton.cdiv(most_tokens, _BLOCK)
+    num_blocks = triton.cdiv(max_tokens, _BLOCK)
     found = torch.empty((rows.num_rows, num_blocks), dtype=torch.int64, device=all_token_ids.device)
     context = (
         rows.row_metadata,
@@ -132,5 +132,5 @@ class DevicePromptLookup(DeviceSource):
         return cls(parts.config.prompt_lookup_max)
 
     def draft(self, batch, rows, is_first) -> None:
-        most = int(batch.most_tokens.max()) + 1 + rows.num_speculative_tokens
+        most = int(batch.max_computed_tokens.max()) + 1 + rows.num_speculative_tokens
         look_up(rows, batch.all_token_ids, most, self._max_ngram)

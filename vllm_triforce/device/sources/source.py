@@ -9,6 +9,7 @@ import torch
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
+from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 
@@ -64,9 +65,8 @@ class DeviceSource(ABC):
         """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
 
     @property
-    def distributions(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Masked logits [num_rows, gamma, vocab_size] and logsumexp [num_rows, gamma] of what was
-        drafted; None where each token was certain."""
+    def distributions(self) -> Distributions | None:
+        """Of what was drafted, ``gamma`` places; None where each token was certain."""
         return None
 
     def capture(self, mode) -> None:  # noqa: B027

@@ -21,7 +21,7 @@ def read_batch(
         request_ids=[input_batch.req_ids[row] for row in rows],
         batch_rows=rows,
         states=states,
-        most_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
+        max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
         reserved=reserved.min(0),
         limits=limits,
         sampling=_sampling(runner, facts, states, on_device),
