@@ -11,7 +11,7 @@ from tests.generation import generate
 from tests.models import make_llama
 from tests.v2.calibration import frequency_p_value, processed, transform_p_value
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
-from vllm_triforce.device import triforce as loop
+from vllm_triforce.device import levels as loop
 
 VOCAB_SIZE = 8
 PROMPT_LENGTHS = (400, 300, 350, 390)
