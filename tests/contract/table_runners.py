@@ -185,7 +185,7 @@ BUILDING: list[Surface] = [
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/window_rebuild.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/sources/draft_model.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/selections.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/triforce.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/levels.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING
