@@ -2,7 +2,6 @@
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
@@ -15,22 +14,6 @@ from vllm_triforce.vllm_patches import swaps
 def attention_layers(vllm_config) -> dict[str, Attention]:
     """All attention layers loaded so far, by name, in the order of their construction."""
     return get_layers_from_vllm_config(vllm_config, Attention)
-
-
-def attention_backend():
-    """The platform's module of ``attention/``: its retrieval attention and its draft attention."""
-    if current_platform.is_cpu():
-        from vllm_triforce.attention import cpu
-
-        return cpu.CPURetrievalAttention, cpu.CPUDraftAttention
-    if current_platform.is_cuda_alike():
-        from vllm_triforce.attention import gpu
-
-        return gpu.GPURetrievalAttention, gpu.GPUDraftAttention
-    raise ValueError(
-        f"TriForce has no sparse attention for platform {current_platform.device_name!r} yet; "
-        "use vLLM on CUDA, ROCm or a CPU, or another speculative method"
-    )
 
 
 def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):

@@ -2,7 +2,10 @@
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
 
+from vllm_triforce.attention.backends import backend_for
+from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.kv_groups import group_layers
@@ -20,7 +23,7 @@ from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.worker.layers import attention_backend, private_cache
+from vllm_triforce.worker.layers import private_cache
 
 
 class DeviceBuild:
@@ -44,7 +47,8 @@ class DeviceBuild:
         draft_logits: torch.Tensor,
         device: torch.device,
     ) -> None:
-        retrieval_attention, draft_attention = attention_backend()
+        backend = backend_for(current_platform)
+        retrieval_attention = backend.retrieval()
         block_sizes = runner.block_tables.block_sizes
         groups, layers, builder = group_layers(
             kv_cache_config,
@@ -97,10 +101,9 @@ class DeviceBuild:
             cache, builder = private_cache(
                 draft_layers, vllm_config, config, self.num_slots, device
             )
-            attention = draft_attention(draft_layers, builder)
             level1 = self._streaming(
                 draft,
-                attention,
+                backend.draft()(draft_layers, builder),
                 cache,
                 vllm_config,
                 config,
@@ -113,7 +116,16 @@ class DeviceBuild:
         self.triforce = DeviceTriForce(config, level1, level2, rows, self.slots, draft_logits, race)
 
     def _streaming(
-        self, draft, attention, cache, vllm_config, config, draft_logits, race, device, cleaner
+        self,
+        draft,
+        attention: DraftAttention,
+        cache,
+        vllm_config,
+        config,
+        draft_logits,
+        race,
+        device,
+        cleaner,
     ) -> DeviceStreaming:
         draft_config = vllm_config.speculative_config.draft_model_config
         capacity = cache.blocks_per_slot * cache.block_size
