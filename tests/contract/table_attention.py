@@ -8,10 +8,10 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
-OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu.py", "vllm_triforce/attention/gpu.py"
-IMPL_CPU = "vllm_triforce/attention/cpu_impl.py"
-IMPL_GPU = "vllm_triforce/attention/gpu_impl.py"
-KERNELS, PASS = "vllm_triforce/attention/paged_kernels.py", "vllm_triforce/host/model_pass.py"
+OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu/retrieval.py", "vllm_triforce/attention/gpu/retrieval.py"
+DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/backends"
+IMPL_CPU, IMPL_GPU = "vllm_triforce/attention/cpu/impl.py", "vllm_triforce/attention/gpu/impl.py"
+KERNELS, PASS = "vllm_triforce/attention/gpu/paged_kernels.py", "vllm_triforce/host/model_pass.py"
 FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, "
     "output_block_scale="
@@ -23,7 +23,7 @@ METADATA = "num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens
 TABLE: list[Surface] = [
     # CPU.
     overrides(CPU, "CPUAttentionBackendImpl.forward", FORWARD, IMPL_CPU),
-    overrides(CPU, "CPUAttentionMetadataBuilder.build", BUILD, OURS_CPU),
+    overrides(CPU, "CPUAttentionMetadataBuilder.build", BUILD, DRAFT_CPU),
     has(CPU, "CPUAttentionBackendImpl", "num_heads num_kv_heads head_size scale sliding_window alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype", IMPL_CPU),
     has(CPU, "CPUAttentionMetadata", METADATA + " scheduler_metadata", OURS_CPU),
     has(CPU, "CPUAttentionMetadataBuilder", "head_dim dtype isa kv_cache_dtype", OURS_CPU),
@@ -53,9 +53,13 @@ TABLE: list[Surface] = [
     has(FLASHINFER, "FlashInferImpl", "num_heads num_kv_heads head_size scale sliding_window window_left alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype", IMPL_GPU),
     has(FLASHINFER, "FlashInferMetadata", "num_actual_tokens slot_mapping num_decodes num_decode_tokens num_prefills num_prefill_tokens", OURS_GPU),
     # Shared by all of them.
+    has("platforms/interface.py", "Platform", "device_name", f"{BACKENDS}/__init__.py"),
+    has("platforms/interface.py", "Platform", "is_cpu", f"{BACKENDS}/cpu.py"),
+    has("platforms/interface.py", "Platform", "is_cuda_alike", f"{BACKENDS}/gpu.py"),
     has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", PASS),
+    has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
     has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/worker/layers.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/worker/layers.py"),
     calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "vllm_triforce/device/retrieval.py"),

@@ -12,14 +12,13 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
-from vllm_triforce.attention.gpu import UniformStarts
-from vllm_triforce.attention.gpu_impl import SparseMetadata, _RetrievalImpl
-from vllm_triforce.attention.paged_kernels import (
+from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl
+from vllm_triforce.attention.gpu.paged_kernels import (
     PagedSequences,
+    UniformStarts,
     flash_attention,
     triton_attention,
 )
-from vllm_triforce.attention.sequence_rows import sequence_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 ON_GPU = DEVICE.type == "cuda"
@@ -33,9 +32,9 @@ SEQ_LENS = [70, 3, 33]
 class Case:
     """Three requests with a table per KV head over a paged cache of one layer."""
 
-    def __init__(self, layout, group, kv_heads, dim, block_size, query_lens) -> None:
+    def __init__(self, layout, group, kv_heads, dim, block_size, query_len) -> None:
         torch.manual_seed(group * dim + block_size)
-        self.query_lens, self.block_size = query_lens, block_size
+        self.query_len, self.block_size = query_len, block_size
         num_blocks, width = 40, -(-max(SEQ_LENS) // block_size)
         shape = (num_blocks, kv_heads, block_size, 2 * dim)
         if layout == "token-major":
@@ -45,8 +44,7 @@ class Case:
         self.tables = torch.stack(
             [torch.randperm(num_blocks)[:width] for _ in range(3 * kv_heads)]
         ).view(3, kv_heads, width)
-        num_tokens = sum(query_lens)
-        self.query = torch.randn(num_tokens, kv_heads * group, dim).to(DTYPE).to(DEVICE)
+        self.query = torch.randn(3 * query_len, kv_heads * group, dim).to(DTYPE).to(DEVICE)
         self.impl = SimpleNamespace(
             num_heads=kv_heads * group,
             num_kv_heads=kv_heads,
@@ -68,27 +66,17 @@ class Case:
         blocks = OneHeadBlocks.of(keys, values)
         names = self.tables * blocks.per_block
         names = names + (torch.arange(heads) * blocks.per_head)[:, None]
-        lens = torch.tensor(self.query_lens, dtype=torch.int32)
-        uniform = len(set(self.query_lens)) == 1
-        if uniform:
-            starts = UniformStarts()(3 * heads, self.query_lens[0], DEVICE)
-        else:
-            starts = torch.cat([torch.zeros(1), lens.repeat_interleave(heads).cumsum(0)])
         sequences = PagedSequences(
-            starts.to(torch.int32).to(DEVICE),
+            UniformStarts()(3 * heads, self.query_len, DEVICE),
             torch.tensor(SEQ_LENS, dtype=torch.int32).repeat_interleave(heads).to(DEVICE),
             names.flatten(0, 1).to(torch.int32).to(DEVICE),
-            max(self.query_lens),
+            self.query_len,
             names.shape[2] * self.block_size,
         )
-        rows = None if uniform else sequence_rows(lens, heads)
-        metadata = SparseMetadata(
-            sequences,
-            self.query_lens[0] if uniform else None,
-            None if rows is None else rows.to(DEVICE),
-        )
         output = torch.zeros_like(self.query)
-        impl._forward_sparse(self.layer, self.query, cache, metadata, output)
+        impl._forward_sparse(
+            self.layer, self.query, cache, SparseMetadata(sequences, self.query_len), output
+        )
         return output
 
     def gathered(self, request: int, head: int):
@@ -97,9 +85,10 @@ class Case:
         return own[: SEQ_LENS[request]].split(self.impl.head_size, dim=-1)
 
     def expected(self) -> torch.Tensor:
-        output, start = torch.zeros_like(self.query), 0
+        output, count = torch.zeros_like(self.query), self.query_len
         group = self.impl.num_heads // self.impl.num_kv_heads
-        for request, count in enumerate(self.query_lens):
+        for request in range(3):
+            start = request * count
             for head in range(self.impl.num_heads):
                 key, value = self.gathered(request, head // group)
                 query = self.query[start : start + count, head].float()
@@ -108,31 +97,30 @@ class Case:
                 later = torch.arange(SEQ_LENS[request], device=DEVICE) > ends[:, None]
                 probs = scores.masked_fill(later, -torch.inf).softmax(-1)
                 output[start : start + count, head] = (probs @ value.float()).to(output.dtype)
-            start += count
         return output
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
 @pytest.mark.parametrize(
-    ("group", "kv_heads", "dim", "block_size", "query_lens"),
+    ("group", "kv_heads", "dim", "block_size", "query_len"),
     [
-        (1, 2, 64, 16, [1, 1, 1]),
-        (1, 3, 128, 32, [3, 3, 3]),
-        (4, 2, 64, 16, [3, 3, 3]),
-        (8, 1, 128, 16, [2, 2, 2]),
-        (4, 2, 64, 32, [1, 3, 2]),
+        (1, 2, 64, 16, 1),
+        (1, 3, 128, 32, 3),
+        (4, 2, 64, 16, 3),
+        (8, 1, 128, 16, 2),
+        (4, 2, 64, 32, 2),
     ],
 )
-def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_lens):
-    case = Case(layout, group, kv_heads, dim, block_size, query_lens)
+def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_len):
+    case = Case(layout, group, kv_heads, dim, block_size, query_len)
     torch.testing.assert_close(case.attend(kernel), case.expected(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
 def test_fp8_kv_cache(layout):
     """Keys and values are stored in fp8 with scales; level 2 reads what level 3 would."""
-    case = Case(layout, 4, 2, 64, 16, [3, 3, 3])
+    case = Case(layout, 4, 2, 64, 16, 3)
     k_scale, v_scale = 0.5, 2.0
     scales = torch.tensor([k_scale] * 64 + [v_scale] * 64, device=DEVICE)
     stored = (case.cache.float() / scales).to(torch.float8_e4m3fn)
@@ -153,7 +141,7 @@ def test_fp8_kv_cache(layout):
 def test_against_flash_attn(kernel):
     from flash_attn import flash_attn_func
 
-    case = Case("head-major", 4, 2, 64, 16, [3, 3, 3])
+    case = Case("head-major", 4, 2, 64, 16, 3)
     found = case.attend(kernel)
     for request in range(3):
         heads = [case.gathered(request, head) for head in range(2)]
@@ -171,7 +159,7 @@ def test_against_flash_attn(kernel):
 def test_against_xformers(kernel):
     from xformers.ops import fmha
 
-    case = Case("head-major", 1, 2, 64, 16, [3, 3, 3])
+    case = Case("head-major", 1, 2, 64, 16, 3)
     found = case.attend(kernel)
     for request in range(3):
         heads = [case.gathered(request, head) for head in range(2)]

@@ -30,6 +30,56 @@ class OldestPolicy(SelectionPolicy):
         return -places.expand(*query.shape[:-2], 1, num_chunks)
 '''
 
+BACKEND = '''
+"""Attention on an abacus: a CPU that counts what it is asked for."""
+
+from collections import Counter
+
+from vllm_triforce.attention.backends.cpu import CPUBackend
+
+ASKED: Counter[str] = Counter()
+
+
+class AbacusBackend(CPUBackend):
+    """Over the CPU's kernels, in the place of the CPU's own."""
+
+    name = "abacus"
+    platforms = ("an abacus",)
+
+    @staticmethod
+    def retrieval():
+        from vllm_triforce.attention.cpu.retrieval import CPURetrievalAttention
+
+        class AbacusRetrievalAttention(CPURetrievalAttention):
+            def build(self, query_lens, seq_lens, block_tables):
+                ASKED["build"] += 1
+                return super().build(query_lens, seq_lens, block_tables)
+
+        return AbacusRetrievalAttention
+'''
+FITS = """
+    @staticmethod
+    def fits(platform):
+        return platform.is_out_of_tree()
+"""
+CHOSEN = """
+from tests.unit.test_attention import backend_for, platform
+print("chosen:", backend_for(platform("CPU")).name, backend_for(platform("OOT")).name)
+backend_for(platform("TPU"))
+"""
+ENGINE = """
+from pathlib import Path
+from tests.conftest import Engines, triforce
+from tests.generation import generate
+from tests.models import make_llama
+from tests.unit.test_attention import backend_for, current_platform
+from vllm_triforce.attention.backends.abacus import ASKED
+print("chosen:", backend_for(current_platform).name)
+llm = Engines().get(make_llama(Path("model")), triforce(retrieval_budget=256), max_model_len=1024)
+generate(llm, [[*range(2, 50)] * 12], max_tokens=16)
+print("asked:", ASKED["build"])
+"""
+
 
 SOURCE = '''
 """Repeat: the newest token, again and again."""
@@ -153,6 +203,21 @@ def test_without_its_files_a_source_is_nowhere(copy):
     assert re.search(r"SKIPPED .*test_prompt_lookup", found)
     collected = run(copy, "-m", "pytest", "--collect-only", "-q", *NO_CACHE)
     assert "error" not in collected.lower().split("tests/")[-1]
+
+
+def test_an_attention_backend_is_one_file(copy):
+    """It takes the CPU's place, level 2 of an engine asks it, and the tests of all backends run on
+    it; for a platform that there is none of here, it leaves the CPU's in place."""
+    file = copy / "vllm_triforce" / "attention" / "backends" / "abacus.py"
+    file.write_text(BACKEND.lstrip())
+    said = run(copy, "-c", ENGINE)
+    asked = re.search(r"asked: (\d+)", said)
+    assert "chosen: abacus" in said and asked and int(asked[1]) > 2
+    tests = ["tests/unit/test_attention.py", "-k", "abacus", "-p", "no:cacheprovider"]
+    assert re.search(r"\b2\d passed", run(copy, "-m", "pytest", "-v", *tests))
+    file.write_text(BACKEND.lstrip() + FITS)
+    with pytest.raises(AssertionError, match=r"chosen: cpu abacus[^$]*, a CPU or an abacus, or"):
+        run(copy, "-c", CHOSEN)
 
 
 def test_a_swap_is_a_line_and_its_ledger_is_made(copy):

@@ -168,8 +168,6 @@ BY_HAND = {
     "scheduler/draft_carrier.py": {"output"},
     "scheduler/async_scheduler.py": {"request.spec_token_ids"},
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
-    "attention/cpu_impl.py": {"impl.layer_index", "impl.recorder"},  # our subclass's
-    "attention/gpu_impl.py": {"impl.layer_index", "impl.recorder"},
     "worker/v2/request_facts.py": {"complete.__dict__"},
 }
 

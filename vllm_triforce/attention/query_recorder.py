@@ -2,8 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+
+
+class Recorder(Protocol):
+    """What a layer's implementation tells the queries of each full pass."""
+
+    paused: bool
+
+    def record(
+        self,
+        layer: int,  # place among the layers that retrieve
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        metadata: Any,  # the backend's own, of a full pass
+    ) -> None: ...
 
 
 class QueryRecorder:

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.model_pass import ModelPass
@@ -29,7 +30,7 @@ class DeviceRetrieval:
         model: torch.nn.Module,
         vllm_config,
         groups: list[KVGroup],
-        attention,
+        attention: RetrievalAttention,
         selections: DeviceSelections,
         rows: Rows,
         max_position: int,

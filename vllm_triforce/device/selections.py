@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
@@ -36,7 +37,7 @@ class DeviceSelections:
     def __init__(
         self,
         config: ResolvedConfig,
-        attention,
+        attention: RetrievalAttention,
         queries: torch.Tensor,
         num_blocks: int,
         num_kv_heads: int,

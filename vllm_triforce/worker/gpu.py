@@ -1,5 +1,7 @@
 """TriForce on vLLM's GPU worker."""
 
+from typing import Any
+
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -27,6 +29,7 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
 
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)
-        manager = getattr(self.model_runner, "cudagraph_manager", None)
-        if self.use_v2_model_runner and manager is not None:
+        runner: Any = self.model_runner  # of V2: config/checks.py refuses V1 on a GPU
+        manager = runner.cudagraph_manager
+        if manager is not None:
             add_plain_decode_graphs(manager)

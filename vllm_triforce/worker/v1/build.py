@@ -1,5 +1,9 @@
 """Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
 
+from vllm.platforms import current_platform
+
+from vllm_triforce.attention.backends import backend_for
+from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.cache.chunk_summaries import ChunkSummaries
@@ -15,7 +19,6 @@ from vllm_triforce.host.triforce import TriForceSpeculator
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.selection import POLICIES
 from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.worker.layers import attention_backend
 
 
 class BuiltSpeculator:
@@ -42,14 +45,14 @@ class BuiltSpeculator:
     ) -> None:
         self.counters = LevelCounters()
         self.config = config
-        backend, _ = attention_backend()
+        retrieval_attention = _ragged_attention()
         groups, sparse_layers, sparse_builder = group_layers(
-            kv_cache_config, attn_groups, block_sizes, target_layers, backend, config
+            kv_cache_config, attn_groups, block_sizes, target_layers, retrieval_attention, config
         )
         self.recorder = QueryRecorder(
             len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
         )
-        attention = backend(sparse_layers, sparse_builder, self.recorder)
+        attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
         policy = POLICIES[config.selection]()
         summaries = _chunk_summaries(
             policy,
@@ -81,6 +84,21 @@ class BuiltSpeculator:
             ),
             self.counters,
         )
+
+
+def _ragged_attention() -> type[RaggedRetrievalAttention]:
+    """
+    Raises:
+        ValueError: the platform's backend has passes of fixed shapes only.
+    """
+    backend = backend_for(current_platform)
+    retrieval = backend.retrieval()
+    if not issubclass(retrieval, RaggedRetrievalAttention):
+        raise ValueError(
+            f"use_v2_model_runner=False: attention backend {backend.name!r} has passes of fixed "
+            "shapes, for Model Runner V2 only; unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    return retrieval
 
 
 def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:

@@ -2,7 +2,9 @@
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
 
+from vllm_triforce.attention.backends import backend_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
@@ -14,7 +16,6 @@ from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.worker.layers import attention_backend
 
 
 class DeviceBuild:
@@ -38,7 +39,8 @@ class DeviceBuild:
         draft_logits: torch.Tensor,
         device: torch.device,
     ) -> None:
-        retrieval_attention, draft_attention = attention_backend()
+        backend = backend_for(current_platform)
+        retrieval_attention = backend.retrieval()
         block_sizes = runner.block_tables.block_sizes
         groups, layers, builder = group_layers(
             kv_cache_config,
@@ -93,7 +95,7 @@ class DeviceBuild:
                 config,
                 draft,
                 draft_layers,
-                draft_attention,
+                backend.draft(),
                 rows,
                 self.num_slots,
                 draft_logits.shape[2],

@@ -21,6 +21,20 @@ class PagedSequences:
     max_seq_len: int
 
 
+class UniformStarts:
+    """Query start locations of equally long sequences: buffers that graphs can rely on."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, num_seqs: int, query_len: int, device) -> torch.Tensor:  # [num_seqs + 1]
+        key = (num_seqs, query_len)
+        if key not in self._kept:
+            starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+            self._kept[key] = starts * query_len
+        return self._kept[key]
+
+
 class PagedKernel(Protocol):
     """Attention of a layer over the paged cache, as vLLM's own kernels compute it."""
 

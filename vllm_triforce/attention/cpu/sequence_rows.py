@@ -21,4 +21,4 @@ def sequence_rows(
         tokens = np.arange(start, start + n)
         rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).ravel())
         start += n
-    return torch.from_numpy(np.concatenate(rows)).to(query_lens.device)
+    return torch.from_numpy(np.concatenate(rows))

@@ -6,8 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_triforce.attention.query_recorder import QueryRecorder
-from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.attention.query_recorder import Recorder
 
 # Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
@@ -37,16 +36,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's implementation, which also records queries and understands sparse metadata."""
 
     layer_index: int
-    recorder: QueryRecorder
-
-    @classmethod
-    def attach(cls, layer, layer_index: int, recorder: QueryRecorder) -> None:
-        """Replaces a layer's implementation; its settings are taken over unchanged."""
-        impl = object.__new__(cls)
-        impl.__dict__.update(layer.impl.__dict__)
-        impl.layer_index = layer_index
-        impl.recorder = recorder
-        swaps.LAYER_IMPL.set(layer, impl)
+    recorder: Recorder
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if isinstance(attn_metadata, SparseCPUMetadata):

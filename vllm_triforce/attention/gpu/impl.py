@@ -6,14 +6,15 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_triforce.attention.paged_kernels import (
+from vllm_triforce.attention.base import replace_impl
+from vllm_triforce.attention.gpu.paged_kernels import (
     PagedKernel,
     PagedSequences,
     flash_attention,
     triton_attention,
 )
+from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.vllm_patches import swaps
 
 
 @dataclass
@@ -21,11 +22,8 @@ class SparseMetadata:
     """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
 
     sequences: PagedSequences
-    query_len: int | None = None
-    """Tokens of every request where all have as many."""
-    rows: torch.Tensor | None = None
-    """Otherwise, [num_tokens * num_kv_heads]: rows of the query in the order of the sequences;
-    None where that is the order they have."""
+    query_len: int
+    """Tokens of every request."""
 
 
 @dataclass
@@ -39,8 +37,11 @@ class _RetrievalImpl:
     """Goes over a backend's implementation; ``attach`` makes the subclass."""
 
     layer_index: int | None
-    recorder: object
+    recorder: Recorder | None
     kernel: PagedKernel
+    num_heads: int  # these three are the backend's
+    num_kv_heads: int
+    head_size: int
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if isinstance(attn_metadata, SparseMetadata):
@@ -59,28 +60,23 @@ class _RetrievalImpl:
     def _forward_sparse(self, layer, query, kv_cache, metadata: SparseMetadata, output):
         num_tokens, heads = query.shape[0], self.num_kv_heads
         group = self.num_heads // heads
+        length = metadata.query_len
         blocks = OneHeadBlocks.of(*key_and_value(kv_cache, self))
         result = output.view(num_tokens * heads, group, self.head_size)
-        grouped = query.reshape(num_tokens * heads, group, self.head_size)
-        length = metadata.query_len
-        if length == 1 or (length is None and metadata.rows is None):
-            ordered, target = grouped, result
-        elif length is None:
-            ordered = grouped[metadata.rows]
-            target = torch.empty_like(ordered, dtype=output.dtype)
-        else:
-            ordered = grouped.unflatten(0, (-1, length, heads)).transpose(1, 2)
+        ordered = query.reshape(num_tokens * heads, group, self.head_size)
+        target = result
+        if length > 1:
+            # A sequence's tokens lie together: [num_reqs, heads, length] from
+            # [num_reqs, length, heads].
+            ordered = ordered.unflatten(0, (-1, length, heads)).transpose(1, 2)
             ordered = ordered.reshape(num_tokens * heads, group, self.head_size)
             target = torch.empty_like(ordered, dtype=output.dtype)
         type(self).kernel(
             layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
         )
-        if target is not result:
-            if length is None:
-                result[metadata.rows] = target
-            else:
-                back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
-                result.unflatten(0, (-1, length, heads)).copy_(back)
+        if length > 1:
+            back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
+            result.unflatten(0, (-1, length, heads)).copy_(back)
         return output
 
 
@@ -117,11 +113,12 @@ def kernel_for(impl) -> PagedKernel | None:
     return kernel
 
 
-def attach(layer, layer_index: int | None, recorder) -> None:
+def attach(layer, layer_index: int | None, recorder: Recorder | None) -> None:
     """Replaces a layer's implementation by a subclass of it; its settings stay as they are.
 
     Args:
-        layer_index: place among the layers that retrieve; None for a draft's layer.
+        layer_index: place among the layers that retrieve; None for a draft's layer, of which
+            nothing is recorded.
 
     Raises:
         ValueError: the attention backend is not one that TriForce knows.
@@ -136,7 +133,4 @@ def attach(layer, layer_index: int | None, recorder) -> None:
     subclass = type(
         f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
     )
-    impl = object.__new__(subclass)
-    impl.__dict__.update(layer.impl.__dict__)
-    impl.layer_index, impl.recorder = layer_index, recorder
-    swaps.LAYER_IMPL.set(layer, impl)
+    replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder)

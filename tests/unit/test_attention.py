@@ -1,0 +1,326 @@
+"""Promise: each platform has its attention backend, found by its file, and loads no other's; level
+2 and the draft attend over what they are given, whoever computes it.
+
+The matrix runs every backend in ``BACKENDS`` that fits this machine; one added is tested here.
+"""
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.platforms import Platform, PlatformEnum, current_platform
+
+from tests.models import ROOT, make_llama
+from vllm_triforce.attention.backends import BACKENDS, backend_for
+from vllm_triforce.attention.base import (
+    DraftAttention,
+    RaggedRetrievalAttention,
+    RetrievalAttention,
+)
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.selection import Summary
+
+BLOCK = 32
+HERE = [name for name, backend in BACKENDS.items() if backend.fits(current_platform)]
+ON_CPU = current_platform.is_cpu()
+TOLERANCE = dict(rtol=1e-4, atol=1e-4) if ON_CPU else dict(rtol=2e-2, atol=2e-2)
+# Query heads, KV heads, numbers in a head.
+GEOMETRIES = [(4, 2, 64), (3, 3, 32), (8, 1, 128)]
+# Tokens that each of three requests reads, the new ones included.
+SEQ_LENS = [70, 3, 33]
+
+
+def platform(kind: str) -> Platform:
+    return type("Some", (Platform,), {"_enum": PlatformEnum[kind], "device_name": kind.lower()})()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu"), ("ROCM", "gpu")])
+def test_a_platform_has_its_backend(kind, name):
+    """Or one that takes its place, as its subclass."""
+    assert issubclass(backend_for(platform(kind)), BACKENDS[name])
+
+
+def test_a_platform_without_one_is_told_which_have():
+    with pytest.raises(ValueError, match=r"platform 'tpu' yet; use vLLM on CUDA, .* or a CPU, or"):
+        backend_for(platform("TPU"))
+
+
+def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
+    general = BACKENDS["gpu"]
+    special = type("Special", (general,), {"name": "special"})
+    other = type("Other", (general,), {"name": "other"})
+    found = {"gpu": general, "special": special}
+    monkeypatch.setattr("vllm_triforce.attention.backends.BACKENDS", found)
+    assert backend_for(platform("CUDA")) is special
+    found["other"] = other
+    with pytest.raises(ValueError, match="several attention backends, 'special' and 'other'"):
+        backend_for(platform("CUDA"))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_has_what_the_runners_ask_for(name):
+    backend = BACKENDS[name]
+    assert backend.platforms
+    retrieval, draft = backend.retrieval(), backend.draft()
+    assert issubclass(retrieval, RetrievalAttention) and not inspect.isabstract(retrieval)
+    assert issubclass(draft, DraftAttention) and not inspect.isabstract(draft)
+    if backend.fits(platform("CPU")):
+        assert issubclass(retrieval, RaggedRetrievalAttention), "Runner V1 asks for ragged passes"
+
+
+LOADED = """
+import sys
+from tests.unit.test_attention import BACKENDS, backend_for, platform
+backend = backend_for(platform({kind!r}))
+def loaded():
+    return {{m.split(".")[2] for m in sys.modules if m.startswith("vllm_triforce.attention.")}}
+assert not loaded() & {{"cpu", "gpu"}}, loaded()
+backend.retrieval(), backend.draft()
+assert loaded() & {{"cpu", "gpu"}} == {{{name!r}}}, loaded()
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu")])
+def test_only_the_platforms_own_is_loaded(kind, name):
+    code = LOADED.format(kind=kind, name=name)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
+    from vllm_triforce.worker.v1 import build
+
+    monkeypatch.setattr(build, "current_platform", platform("CUDA"))
+    with pytest.raises(ValueError, match=r"'gpu' has passes of fixed shapes.*unset VLLM_USE_V2"):
+        build._ragged_attention()
+
+
+def test_on_a_gpu_runner_v1_is_refused(monkeypatch):
+    """Before anything is loaded: this is why GPUs have no ragged passes."""
+    from vllm_triforce.config import checks
+
+    config = TriForceConfig().resolve(BLOCK)
+    vllm_config = SimpleNamespace(
+        parallel_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        use_v2_model_runner=False,
+    )
+    monkeypatch.setattr(checks, "is_cpu", lambda: False)
+    with pytest.raises(ValueError, match="on a GPU TriForce runs on Model Runner V2 only; unset"):
+        checks.check_vllm_config(vllm_config, config)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = make_llama(tmp_path_factory.mktemp("attention") / "model")
+    made = EngineArgs(
+        model,
+        dtype="float32" if ON_CPU else "bfloat16",
+        block_size=BLOCK,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    ).create_engine_config()
+    made.cache_config.kv_cache_layout = "LBHNC"  # head-major; the engine's core chooses it
+    return made
+
+
+class Recorder:
+    """Keeps what it is told: (place of the layer, query)."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.told: list[tuple[int, torch.Tensor]] = []
+
+    def record(self, layer, query, metadata) -> None:
+        self.told.append((layer, query))
+
+
+class Case:
+    """Two layers whose caches are full of known keys and values, and three requests."""
+
+    def __init__(self, vllm_config, geometry) -> None:
+        from vllm.config import set_current_vllm_config
+
+        from vllm_triforce.core.private_cache import private_cache
+
+        torch.manual_seed(sum(geometry))
+        self.num_heads, self.heads, self.dim = geometry
+        vllm_config.compilation_config.static_forward_context.clear()
+        self.device = torch.device(current_platform.device_type)
+        self.dtype = vllm_config.model_config.dtype
+        with set_current_vllm_config(vllm_config):
+            layers = {
+                f"model.layers.{i}.attn": self.layer(f"model.layers.{i}.attn") for i in (0, 1)
+            }
+            config = TriForceConfig(num_recent_tokens=512).resolve(BLOCK)
+            cache, self.builder = private_cache(layers, vllm_config, config, 3, self.device)
+        self.by_name, self.layers = layers, list(layers.values())
+        self.num_blocks = cache.num_blocks
+        shape = (2, 2, self.num_blocks * BLOCK, self.heads, self.dim)
+        self.keys, self.values = torch.randn(shape, dtype=self.dtype, device=self.device)
+        """[num_layers, num_slots, num_kv_heads, head_dim]"""
+        slots = torch.arange(self.num_blocks * BLOCK, device=self.device)
+        for layer, keys, values in zip(self.layers, self.keys, self.values):
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+    def layer(self, name: str, **settings):
+        from vllm.model_executor.layers.attention import Attention
+
+        scale = self.dim**-0.5
+        return Attention(
+            self.num_heads, self.dim, scale, num_kv_heads=self.heads, prefix=name, **settings
+        )
+
+    def tables(self, *shape: int) -> torch.Tensor:
+        """[*shape, width], int32, other blocks for each."""
+        width = -(-max(SEQ_LENS) // BLOCK)
+        drawn = [torch.randperm(self.num_blocks)[:width] for _ in range(torch.Size(shape).numel())]
+        return torch.stack(drawn).view(*shape, width).to(torch.int32).to(self.device)
+
+    def query(self, num_tokens: int) -> torch.Tensor:
+        shape = (2, num_tokens, self.num_heads, self.dim)
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    def attend(self, query, metadata: list) -> torch.Tensor:
+        """What the layers' implementations make of it, [num_layers, num_tokens, ...]."""
+        output = torch.zeros_like(query)
+        for i, layer in enumerate(self.layers):
+            arguments = (self.keys[i, : query.shape[1]], self.values[i, : query.shape[1]])
+            layer.impl.forward(layer, query[i], *arguments, layer.kv_cache, metadata[i], output[i])
+        return output
+
+    def expected(
+        self,
+        query: torch.Tensor,  # [num_layers, num_tokens, num_heads, head_dim]
+        query_lens: list[int],
+        tables: torch.Tensor,  # [num_layers, num_reqs, num_kv_heads, width]
+    ) -> torch.Tensor:
+        """Attention spelled out, in float32."""
+        output, group = torch.zeros_like(query), self.num_heads // self.heads
+        for layer in range(2):
+            start = 0
+            for request, (count, length) in enumerate(zip(query_lens, SEQ_LENS)):
+                for head in range(self.num_heads):
+                    blocks = tables[layer, request, head // group].long()
+                    slots = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=self.device)
+                    slots = slots.flatten()[:length]
+                    key, value = (
+                        x[layer, slots, head // group].float() for x in (self.keys, self.values)
+                    )
+                    asked = query[layer, start : start + count, head].float()
+                    scores = asked @ key.T * self.dim**-0.5
+                    ends = length - count + torch.arange(count, device=self.device)
+                    later = torch.arange(length, device=self.device) > ends[:, None]
+                    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+                    output[layer, start : start + count, head] = (probs @ value).to(self.dtype)
+                start += count
+        return output
+
+    def ints(self, numbers) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+
+@pytest.fixture(params=HERE)
+def backend(request):
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=GEOMETRIES, ids=str)
+def case(request, vllm_config):
+    return Case(vllm_config, request.param)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [1, 3, 2]], ids=str)
+def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
+    """In ragged passes too, where the backend has them."""
+    retrieval = backend.retrieval()
+    assert all(map(retrieval.can_retrieve, case.layers))
+    recorder = Recorder()
+    attention = retrieval(case.layers, case.builder, recorder)
+    assert attention.query_shape == (2, case.num_heads, case.dim)
+    per_block, per_head = attention.head_strides()
+    tables = case.tables(2, 3, case.heads)
+    heads = torch.arange(case.heads, dtype=torch.int32, device=case.device)[:, None]
+    named = (tables * per_block + heads * per_head).flatten(1, 2)
+    passes = []
+    if len(set(query_lens)) == 1:
+        lens = case.ints(SEQ_LENS).repeat_interleave(case.heads)
+        passes.append(attention.uniform(3, query_lens[0], lens, named))
+    if isinstance(attention, RaggedRetrievalAttention):
+        passes.append(attention.build(case.ints(query_lens), case.ints(SEQ_LENS), named))
+    query = case.query(sum(query_lens))
+    expected = case.expected(query, query_lens, tables)
+    for metadata in passes:
+        torch.testing.assert_close(case.attend(query, metadata), expected, **TOLERANCE)
+    assert not recorder.told, "only the full pass's queries are kept"
+
+
+def test_the_full_pass_is_vllms_own_and_tells_its_queries(backend, case):
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    recorder = Recorder()
+    backend.retrieval()(case.layers, case.builder, recorder)
+    tables, starts = case.tables(3), torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.to(case.device),
+        query_start_loc_cpu=starts,
+        seq_lens=case.ints(SEQ_LENS),
+        num_reqs=3,
+        num_actual_tokens=6,
+        max_query_len=3,
+        max_seq_len=max(SEQ_LENS),
+        block_table_tensor=tables,
+        slot_mapping=torch.zeros(6, dtype=torch.int64, device=case.device),
+        causal=True,
+    )
+    query = case.query(6)
+    found = case.attend(query, [case.builder.build(0, common)] * 2)
+    every = tables[None, :, None].expand(2, -1, case.heads, -1)
+    torch.testing.assert_close(found, case.expected(query, [1, 3, 2], every), **TOLERANCE)
+    assert [index for index, _ in recorder.told] == [0, 1]
+    assert all(torch.equal(told, query[index]) for index, told in recorder.told)
+
+
+def test_full_blocks_are_summarised(backend, case):
+    """Each kind, of the blocks from the first to before the last of each request, and no other."""
+    attention = backend.retrieval()(case.layers, case.builder, Recorder())
+    tables = torch.randperm(case.num_blocks)[:15].view(3, 5).to(torch.int32).to(case.device)
+    first, last = [0, 2, 4], [3, 2, 5]
+    shape = (2, case.heads, case.num_blocks, case.dim)
+    summaries = {kind: torch.zeros(shape, device=case.device) for kind in Summary}
+    attention.update_summaries(summaries, tables, case.ints(first), case.ints(last), 3)
+    blocks = [int(b) for table, a, z in zip(tables, first, last) for b in table[a:z]]
+    keys = case.keys.float().unflatten(1, (-1, BLOCK))[:, blocks]
+    for kind, found in summaries.items():
+        expected = torch.zeros_like(found)
+        expected[:, :, blocks] = kind.of(keys, 2).transpose(1, 2)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], SEQ_LENS], ids=str)
+def test_the_draft_reads_its_windows(backend, case, query_lens):
+    attention = backend.draft()(case.by_name, case.builder)
+    assert attention.layer_names == list(case.by_name)
+    tables, lens = case.tables(3), case.ints(SEQ_LENS)
+    if query_lens == SEQ_LENS:
+        starts = [0, 70, 73, 106]
+        made = attention.ragged(case.ints(starts), lens, tables, max(SEQ_LENS))
+    else:
+        made = attention.uniform(3, query_lens[0], lens, tables, max(SEQ_LENS))
+    query = case.query(sum(query_lens))
+    found = case.attend(query, [made[name] for name in case.by_name])
+    every = tables[None, :, None].expand(2, -1, case.heads, -1)
+    torch.testing.assert_close(found, case.expected(query, query_lens, every), **TOLERANCE)
+
+
+def test_a_layer_with_a_window_cannot_retrieve(backend, case, vllm_config):
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        layer = case.layer("model.layers.2.attn", per_layer_sliding_window=64)
+    assert not backend.retrieval().can_retrieve(layer)

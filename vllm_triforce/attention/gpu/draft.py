@@ -1,0 +1,48 @@
+"""Level 1's draft on a GPU: all heads of a request are one sequence."""
+
+import torch
+
+from vllm_triforce.attention.base import DraftAttention
+from vllm_triforce.attention.gpu.impl import DirectMetadata, attach
+from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
+
+
+class GPUDraftAttention(DraftAttention):
+    """Over vLLM's paged kernels, which are called without a backend's metadata."""
+
+    def __init__(self, layers: dict, builder) -> None:
+        super().__init__(layers, builder)
+        self._starts = UniformStarts()
+        for name, layer in layers.items():
+            impl = layer.impl
+            if impl.alibi_slopes is not None or impl.sinks is not None:
+                raise ValueError(
+                    f"draft layer {name!r} has ALiBi or attention sinks, which level 1's window "
+                    "does not fit; use another draft"
+                )
+            attach(layer, None, None)
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,  # [num_rows], int32
+        block_table: torch.Tensor,  # [num_rows, blocks per window], int32
+        max_seq_len: int,
+    ) -> dict[str, DirectMetadata]:
+        starts = self._starts(num_rows, query_len, seq_lens.device)
+        return self._of(PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len))
+
+    def ragged(
+        self,
+        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+        block_table: torch.Tensor,  # [num_reqs, blocks per window], int32
+        max_seq_len: int,
+    ) -> dict[str, DirectMetadata]:
+        """Each request feeds its whole window, so that no query is longer than a sequence."""
+        longest = max_seq_len, max_seq_len
+        return self._of(PagedSequences(query_start_loc, seq_lens, block_table, *longest))
+
+    def _of(self, sequences: PagedSequences) -> dict[str, DirectMetadata]:
+        return dict.fromkeys(self.layer_names, DirectMetadata(sequences))

@@ -1,0 +1,78 @@
+"""Level 2's attention on a GPU, on the buffers of a pass of a fixed shape."""
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_triforce.attention.base import RetrievalAttention
+from vllm_triforce.attention.gpu.impl import SparseMetadata, attach, kernel_for, key_and_value
+from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
+from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
+from vllm_triforce.selection import Summary
+
+# fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
+_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
+
+
+class GPURetrievalAttention(RetrievalAttention):
+    """Over vLLM's paged kernels, which are called without a backend's metadata."""
+
+    def __init__(self, layers: list, builder, recorder: Recorder) -> None:
+        super().__init__(layers, builder, recorder)
+        self._keys: KeyPointers | None = None
+        self._starts = UniformStarts()
+
+    @staticmethod
+    def can_retrieve(layer) -> bool:
+        impl = layer.impl
+        return (
+            kernel_for(impl) is not None
+            and tuple(impl.sliding_window) == (-1, -1)
+            and impl.alibi_slopes is None
+            and impl.sinks is None
+            and impl.kv_sharing_target_layer_name is None
+            and getattr(impl, "chunk_lookback", -1) == -1
+            and impl.kv_cache_dtype in _KV_CACHE_DTYPES
+        )
+
+    def attach(self, layer, index: int, recorder: Recorder) -> None:
+        attach(layer, index, recorder)
+
+    def head_strides(self) -> tuple[int, int]:
+        """All layers are laid out alike."""
+        first = self._layers[0]
+        blocks = OneHeadBlocks.of(*key_and_value(first.kv_cache, first.impl))
+        return blocks.per_block, blocks.per_head
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
+        block_tables: torch.Tensor,  # [num_layers, num_rows * num_kv_heads, width], int32
+    ) -> list[SparseMetadata]:
+        starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
+        most = block_tables.shape[2] * self._layers[0].kv_cache.shape[2]
+        return [
+            SparseMetadata(PagedSequences(starts, seq_lens, table, query_len, most), query_len)
+            for table in block_tables
+        ]
+
+    def update_summaries(
+        self,
+        summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, dim]
+        tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+        first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
+        last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+        max_blocks: int,
+    ) -> None:
+        if self._keys is None:
+            layers = self._layers
+            keys = [key_and_value(layer.kv_cache, layer.impl)[0] for layer in layers]
+            is_quantized = keys[0].dtype.itemsize == 1
+            scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
+            self._keys = KeyPointers(keys, scales)
+        for kind, written in summaries.items():
+            update_chunk_summaries(self._keys, kind, written, tables, first, last, max_blocks)
