@@ -1,0 +1,58 @@
+"""Promise: the device finds the room that the host would: one rule for both runners."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from tests.kernels.tensors import integers
+from vllm_triforce.core.eligibility import room
+from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.rows import Rows
+
+BLOCK_SIZE, NUM_TOKENS, NUM_ROWS = 16, 6, 64
+
+
+@pytest.mark.parametrize("min_context", [0, 40, 300])
+def test_room_is_the_hosts(min_context):
+    draw = torch.Generator().manual_seed(min_context)
+
+    def numbers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (NUM_ROWS,), generator=draw)
+
+    computed = numbers(NUM_TOKENS, 600)
+    reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
+    limits = computed + numbers(0, 20)
+    rows = Rows(NUM_ROWS, NUM_TOKENS, gamma=2, num_slots=NUM_ROWS, device=DEVICE)
+    states = list(range(NUM_ROWS))
+    table = stack_columns(
+        {
+            RowColumn.BATCH_ROW: states,
+            RowColumn.STATE: states,
+            RowColumn.SLOT: states,
+            RowColumn.REFRESH: [Refresh.NEW_OWNER] * NUM_ROWS,
+            RowColumn.RESERVED: reserved.tolist(),
+            RowColumn.LIMIT: limits.tolist(),
+            RowColumn.WINDOW_START: [0] * NUM_ROWS,
+        }
+    )
+    rows.begin(
+        torch.from_numpy(table).to(DEVICE),
+        integers(computed.tolist()),
+        integers([1] * NUM_ROWS),
+        integers([[0]] * NUM_ROWS, torch.int64),
+        min_context,
+        BLOCK_SIZE,
+        recent_blocks=2,
+        max_selected=4,
+        width=100,
+    )
+    wanted = [
+        max(0, room(n, NUM_TOKENS, r, limit, min_context))
+        for n, r, limit in zip(computed.tolist(), reserved.tolist(), limits.tolist())
+    ]
+    assert rows.room.tolist() == wanted
+    assert 0 in wanted and NUM_TOKENS in wanted and len(set(wanted)) > 4
