@@ -6,7 +6,7 @@
 
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
-MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/worker/layers.py"
+MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
 CACHE = "vllm_triforce/core/private_cache.py"
 V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
 OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
@@ -39,8 +39,8 @@ WORKERS: list[Surface] = [
     overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
     overrides(CPU_WORKER, "CPUWorker.compile_or_warm_up_model", "self", MIXIN),
     overrides(WORKER, "Worker.compile_or_warm_up_model", "self", MIXIN),
-    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/worker/ranks.py"),
-    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/worker/ranks.py"),
+    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/worker/calibration.py"),
+    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/worker/calibration.py"),
     derives(CPU_WORKER, "CPUWorker", "Worker", "vllm_triforce/worker/cpu.py"),
     has(WORKER, "Worker", "_make_model_runner", "vllm_triforce/worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),

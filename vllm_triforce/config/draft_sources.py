@@ -45,8 +45,11 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
                 "there is nothing to draft from without a draft model; name one with 'model', or "
                 f"one of {SOURCES.names} with 'draft_sources'"
             )
-        return tuple(usual) if can_choose else (usual[0],)
-    names = parse_sources(asked)
+        names = tuple(usual) if can_choose else (usual[0],)
+    else:
+        names = parse_sources(asked)
+    if asked is None and not model:
+        return names
     with_model = [name for name in names if SOURCES[name].needs_model]
     if with_model and not model:
         raise ValueError(
@@ -56,7 +59,7 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
     if model and not with_model:
         needing = [name for name in SOURCES.names if SOURCES[name].needs_model]
         raise ValueError(
-            f"draft_sources={asked!r} does not use the draft model {model!r}; add one of "
+            f"draft_sources={','.join(names)!r} does not use the draft model {model!r}; add one of "
             f"{needing}, or leave 'model' out"
         )
     if len(names) > 1 and not can_choose:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
 
 @dataclass
 class KVGroup:
@@ -12,6 +15,11 @@ class KVGroup:
     dense_layer_names: list[str]
     """Layers that retrieval does not fit (sliding windows): at level 2 as at level 3."""
     dense_builder: object | None = None
+
+
+def attention_layers(vllm_config) -> dict[str, Attention]:
+    """All attention layers loaded so far, by name, in the order of their construction."""
+    return get_layers_from_vllm_config(vllm_config, Attention)
 
 
 def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):

@@ -118,17 +118,18 @@ class DeviceLevels:
     def verify(self, rows: Rows, drafted: Distributions | None, logits: torch.Tensor) -> None:
         parts, sampling, count = self._parts, self._batch.sampling, rows.num_rows
         top, best = logits.max(-1)
-        target = LevelLogits(best, top, None)
+        distributions = None
         if not sampling.all_greedy:
             length = logits.shape[1]
             masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
-            target.distributions = Distributions(masked.view(logits.shape), lse.view(count, length))
+            distributions = Distributions(masked.view(logits.shape), lse.view(count, length))
+        target = LevelLogits(best, top, distributions)
         verify_drafts(rows, target, drafted, sampling, parts.race, parts.counters)
-        if target.distributions is not None:
+        if distributions is not None:
             export_distributions(
                 parts.handed_up,
                 rows,
-                target.distributions.logits,
+                distributions.logits,
                 sampling.temperature,
                 sampling.is_certain,
             )

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
@@ -263,3 +264,10 @@ class Calibration:
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
         return batch, Proposal.empty(num_rows, greedy=True)
+
+
+def broadcast_from_first_rank(value):
+    """The first rank's value, on every rank of the tensor-parallel group: ranks decide by one
+    clock."""
+    group = get_tp_group()
+    return value if group.world_size == 1 else group.broadcast_object(value, src=0)

@@ -14,14 +14,13 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.report import describe
+from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.calibration import Calibration
+from vllm_triforce.worker.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.worker.draft_loading import loading_draft, warm_up
-from vllm_triforce.worker.layers import attention_layers
-from vllm_triforce.worker.ranks import broadcast_from_first_rank
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
 from vllm_triforce.worker.v1.batch import RunnerBatch
 from vllm_triforce.worker.v1.build import BuiltSpeculator

@@ -15,11 +15,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.disabled_requests import DisabledRequests
+from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.draft_loading import loading_draft, warm_up
-from vllm_triforce.worker.layers import attention_layers
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
 from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
