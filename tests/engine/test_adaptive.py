@@ -13,8 +13,8 @@ from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.engine.test_level2 import built
-from tests.engine.test_sampling import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from tests.generation import assert_same_tokens, generate
+from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from tests.models import held_out_tokens
 from vllm_triforce.controller.choice import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
@@ -86,7 +86,7 @@ def test_random_decisions_greedy(engines, pair, with_draft):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_random_decisions_sampled(engines, models, prompt, exact, setting):
-    """The exact joint distribution of two tokens, as in tests/engine/test_sampling.py."""
+    """The exact joint distribution of two tokens, as in tests/joint.py."""
     keys = triforce(
         model=models["draft"],
         adaptive=True,

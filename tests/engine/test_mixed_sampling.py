@@ -1,6 +1,6 @@
 """Promise: sampled requests keep the target's distribution, whatever is in the batch beside them.
 
-Oracle and power as in tests/engine/test_sampling.py. The requests that are in the way are of
+Oracle and power as in tests/joint.py. The requests that are in the way are of
 another kind: greedy ones, whose proposals have no distributions, and ones with a grammar, whose
 proposals the scheduler cuts at the first token that the grammar forbids.
 """
@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.engine.test_sampling import (  # noqa: F401, exact, models and prompt are fixtures
+from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
     VOCAB,
     exact,

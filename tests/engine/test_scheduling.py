@@ -121,35 +121,6 @@ def test_second_turn_of_a_conversation(stock, llm, text):
     assert_same_outputs(stock, wanted, found)
 
 
-def test_crossing_the_context_gate(stock, llm, text):
-    """No proposal before the request has min_context tokens, proposals after, the same output."""
-    prompt = text[3000 : 3000 + MIN_CONTEXT - 20]
-    before = counters_of(llm)
-    wanted = run(stock, [prompt], [greedy(15, ignore_eos=True)])
-    assert_same_outputs(stock, wanted, run(llm, [prompt], [greedy(15, ignore_eos=True)]))
-    assert counters_of(llm).since(before).num_proposals == 0
-
-    wanted = run(stock, [prompt], [greedy(80, ignore_eos=True)])
-    with speculating(llm, rejections=False):
-        assert_same_outputs(stock, wanted, run(llm, [prompt], [greedy(80, ignore_eos=True)]))
-
-
-def test_ends_inside_a_proposal(engines, pair, stock, llm, text):
-    """max_model_len and max_tokens cut proposals short, with stock's finish reason and usage."""
-    ends = engines.get(pair["target"], None, max_model_len=1024)
-    prompts = [text[:n] for n in (960, 1001, 1017, 1020, 1022)]
-    for max_tokens in (None, 1, 2, 5):
-        params = [greedy(max_tokens, ignore_eos=True)] * len(prompts)
-        with speculating(llm, rejections=False) if max_tokens is None else _nothing():
-            found = run(llm, prompts, params)
-        assert_same_outputs(ends, run(ends, prompts, params), found)
-
-
-@contextmanager
-def _nothing():
-    yield
-
-
 def test_abort_between_proposal_and_full_pass(stock, llm, text):
     """Aborted requests leave nothing behind, and a new one of the same name starts afresh."""
     engine = llm.llm_engine

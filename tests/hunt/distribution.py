@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.calibration import chi_square_tail
 from tests.hunt.drive import Answer
 from tests.hunt.models import target_of, token_of_character, tokens_of
 from tests.hunt.streams import END
-from tests.v2.calibration import chi_square_tail
 
 # How far rounding may move a probability that a parameter cuts at.
 EDGE = 1e-3

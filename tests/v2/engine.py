@@ -37,23 +37,6 @@ def speculator_of(llm):
 
 
 @contextmanager
-def watch(owner, name: str):
-    """Yields a list that gets the (arguments, result) of each call of a method."""
-    original, calls = getattr(owner, name), []
-
-    def watched(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls.append((args, result))
-        return result
-
-    setattr(owner, name, watched)
-    try:
-        yield calls
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
 def uninformed_scheduler(llm):
     """The scheduler verifies ``num_speculative_tokens`` of every request, as an asynchronous one
     does, which the CPU cannot have: vLLM's own handler announces that many placeholders."""

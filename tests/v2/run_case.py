@@ -1,6 +1,6 @@
-"""Runs one group of cases on Model Runner V2 and prints what it saw as JSON.
+"""Runs ``cases.py`` on Model Runner V2 and prints what it saw as JSON.
 
-``python -m tests.v2.run_case greedy|sampling|faults|source NAME``, as test_runner_v2.py does.
+``python -m tests.v2.run_case`` in ``v2_environment()``, with the models and prompts on stdin.
 """
 
 import json
@@ -10,19 +10,9 @@ MARKER = "RESULTS "
 
 
 def main() -> None:
-    if sys.argv[1] == "greedy":
-        from tests.v2.greedy_cases import run
-    elif sys.argv[1] == "source":
-        from tests.v2 import source_cases
+    from tests.v2.cases import run
 
-        def run():
-            return source_cases.run(sys.argv[2])
-
-    elif sys.argv[1] == "faults":
-        from tests.v2.fault_cases import run
-    else:
-        from tests.v2.sampling_cases import run
-    print(MARKER + json.dumps(run()), flush=True)
+    print(MARKER + json.dumps(run(json.load(sys.stdin))), flush=True)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def sampling(args, folder: Path) -> list[dict]:
 def _sampled(llm, target: str, prompts, num_tokens: int, own: dict) -> dict:
     from transformers import LlamaForCausalLM
 
-    from tests.v2.calibration import frequency_p_value, processed, transform_p_value
+    from tests.calibration import frequency_p_value, processed, transform_p_value
 
     found = decode(llm, prompts, num_tokens, **own)
     model = LlamaForCausalLM.from_pretrained(target).double()

@@ -1,4 +1,4 @@
-"""Were these tokens drawn from these distributions? Two chi-square tests.
+"""Were these tokens drawn from these distributions? Two chi-square tests and one of the surprise.
 
 The distributions may differ from token to token and depend on the tokens before them, so
 long sequences test every place of every proposal at once.
@@ -39,6 +39,17 @@ def transform_p_value(probs: torch.Tensor, tokens: torch.Tensor, num_bins: int =
     counts = torch.bincount((places * num_bins).long(), minlength=num_bins).double()
     expected = len(tokens) / num_bins
     return chi_square_tail(float(((counts - expected) ** 2 / expected).sum()), num_bins - 1)
+
+
+def surprise_p_value(probs: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Compares how surprising the tokens are, in nats, with how surprising they should be: one
+    number, so that a few hundred tokens show what lets through tokens that the target does not
+    say, or too few of those that it seldom says."""
+    logs = probs.clamp(min=1e-300).log()
+    mean = (probs * logs).sum(1)
+    variance = (probs * logs**2).sum(1) - mean**2
+    surplus = (logs.gather(1, tokens[:, None])[:, 0] - mean).sum()
+    return float(torch.special.erfc(surplus.abs() / (2 * variance.sum()).sqrt()))
 
 
 def processed(

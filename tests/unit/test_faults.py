@@ -6,28 +6,13 @@ import pytest
 import torch
 
 from tests.conftest import triforce
-from tests.engine.test_level2 import built
-from tests.generation import assert_same_tokens, generate
-from tests.models import held_out_tokens, make_llama
+from tests.models import make_llama
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
-from vllm_triforce.config import TriForceConfig
-from vllm_triforce.core import disabled_requests
-from vllm_triforce.core.private_cache import private_cache
-from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.verification.inner import verify
 from vllm_triforce.verification.noise import InnerNoise
 from vllm_triforce.verification.sampling_rows import SamplingRows
 from vllm_triforce.worker.draft_loading import loading_draft
-from vllm_triforce.worker.v1 import build
-
-
-@pytest.fixture(scope="module")
-def nan_engines(engines, pair):
-    stock = engines.get(pair["target"], enable_prefix_caching=False)
-    keys = triforce(model=pair["draft"], retrieval_budget=256)
-    return stock, engines.get(pair["target"], keys, enable_prefix_caching=False)
-
 
 # The draft's files.
 
@@ -112,66 +97,7 @@ def test_failed_allocation_names_size_and_remedy():
         raise AssertionError("refused before anything is allocated")
 
 
-@pytest.mark.engine
-def test_private_caches_are_allocated_with_care(nan_engines, monkeypatch):
-    """Both of ours: the mean keys of level 2 and the windows of level 1."""
-    _, llm = nan_engines
-    parts = built(llm)
-    level1, level2 = parts.speculator.level1.model, parts.speculator.level2
-    memory = type("Memory", (), {"available": 1 << 10})
-    monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
-    device = torch.device("cpu")
-    with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        build._chunk_summaries(
-            level2.cache.policy, level2._attention._layers, torch.float32, device, []
-        )
-    config = llm.llm_engine.vllm_config
-    keys = TriForceConfig().fill(can_adapt=True).resolve(32)
-    with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
-        private_cache(level1._layers, config, keys, 8, device)
-
-
 # NaN.
-
-
-class Poison:
-    """Makes a NaN of one row of a layer's input, in the passes of one level only.
-
-    The row is a token of the first request of the batch. All of the model that follows is NaN
-    for it, keys and values in the cache too, as where a kernel or an overflow is at fault.
-    """
-
-    def __init__(self, level, layer: torch.nn.Module, at_pass: int) -> None:
-        self._level, self._layer, self._at_pass = level, layer, at_pass
-        self.model = level._model
-        self.num_passes = 0
-
-    def __call__(self, **inputs):
-        self.num_passes += 1
-        if self.num_passes != self._at_pass:
-            return self.model(**inputs)
-        handle = self._layer.register_forward_pre_hook(self._hook)
-        try:
-            return self.model(**inputs)
-        finally:
-            handle.remove()
-
-    @staticmethod
-    def _hook(module, args):
-        positions, hidden, *rest = args
-        hidden = hidden.clone()
-        hidden[0] = float("nan")
-        return positions, hidden, *rest
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def __enter__(self):
-        self._level._model = self
-        return self
-
-    def __exit__(self, *_):
-        self._level._model = self.model
 
 
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
@@ -211,7 +137,7 @@ def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
     """So there is nothing to clean: vLLM's kernel stores the largest number in its place."""
     from vllm import _custom_ops as ops
 
-    from vllm_triforce.attention.cpu.impl import FP8
+    from vllm_triforce.attention.cpu_impl import FP8
 
     cache = torch.zeros(1, 1, 64, 32, dtype=torch.uint8)
     keys, values = cache.chunk(2, dim=2)
@@ -229,58 +155,3 @@ def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
     )
     stored = cache.view(FP8[kv_cache_dtype]).float()
     assert bool(stored.isfinite().all()) and bool((stored > 400).all())
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("at_pass", [1, 6])
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "mixed"])
-def test_nan_costs_a_request_its_speculation_and_nothing_else(
-    nan_engines, monkeypatch, level, at_pass, kind
-):
-    """Tokens stay stock's, also of the requests beside it and of those that come after it.
-
-    Sampled requests have top_k=1, so that there is one right answer.
-    """
-    stock, llm = nan_engines
-    speculator = built(llm).speculator
-    text = held_out_tokens(stock.get_tokenizer(), 1500)
-    prompts = [text[:700], text[300:1400], text[50:90]]
-    wanted = generate(stock, prompts, max_tokens=60)
-    params = {"temperature": 1.0, "top_k": 1} if kind != "greedy" else {}
-    before = counters_of(llm)
-    speculator.disabled_requests._has_warned = False
-    warnings: list[str] = []
-    logger = disabled_requests.logger
-    monkeypatch.setattr(logger, "warning", lambda *a: warnings.append(a[0] % a[1:]))
-    broken = speculator.level1.model if level == 1 else speculator.level2
-    layer = broken._model.model.layers[0 if level == 1 else 2]
-    with Poison(broken, layer, at_pass) as poison:
-        found = generate_mixed(llm, prompts, params, kind)
-    assert poison.num_passes > at_pass
-    counted = counters_of(llm).since(before)
-    assert counted.num_nan_requests == 1
-    assert len(warnings) == 1 and f"NaN in level {level}'s" in warnings[0]
-    for prompt, w, f in zip(prompts, wanted, found):
-        assert_same_tokens(stock, prompt, w, f)
-    # The other two went on, and what comes after is as if nothing had been.
-    assert counted.num_level2_accepted > 2 * 25
-    before = counters_of(llm)
-    for prompt, w, f in zip(prompts, wanted, generate_mixed(llm, prompts, params, kind)):
-        assert_same_tokens(stock, prompt, w, f)
-    counted = counters_of(llm).since(before)
-    assert counted.num_nan_requests == 0 and counted.num_level2_accepted > 3 * 30
-    assert max(llm.collective_rpc("triforce_held_requests")[0].values()) <= 3
-
-
-def generate_mixed(llm, prompts, params, kind) -> list[list[int]]:
-    """The first request greedy, those beside it sampled, where the kind is mixed."""
-    from vllm import SamplingParams
-
-    common = dict(max_tokens=60, ignore_eos=True, detokenize=False)
-    rows = [SamplingParams(**{"temperature": 0, **common, **params}) for _ in prompts]
-    if kind == "mixed":
-        rows[0] = SamplingParams(temperature=0, **common)
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(inputs, rows, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,146 @@
+"""The exact joint distribution of two speculated tokens, for tests of sampled output.
+
+The oracle is independent: transformers' Llama gives the exact joint distribution of the first
+tokens over a vocabulary of ``VOCAB``. Power: 6,000 completions; a chi-square test at p < 1e-4
+over the joint of two tokens finds a total variation of about 0.06 between them, and the
+reference's mistake (recovering from p2), put into the engine, must fail the same test.
+"""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tests.conftest import triforce
+from tests.models import make_llama
+from tests.unit.test_inner_verification import readable_distribution
+
+VOCAB = 12
+NUM_SAMPLES = 6000
+NUM_TOKENS = 4
+SETTINGS = {"T=1": dict(temperature=1.0), "T=0.6": dict(temperature=0.6, top_p=0.9)}
+
+
+def make_models(folder: Path) -> dict[str, str]:
+    shape = dict(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_kv_heads=2, std=0.09)
+    target = make_llama(folder / "target", num_layers=2, query_scale=6, seed=3, **shape)
+    draft = make_llama(folder / "draft", num_layers=1, seed=4, **shape)
+    return {"target": target, "draft": draft}
+
+
+def make_prompt() -> list[int]:
+    return torch.randint(2, VOCAB, (300,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def exact_logits(target: str, prompt: list[int]) -> dict[tuple[int, ...], np.ndarray]:
+    """Of the target after the prompt and after every continuation, by transformers."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    logits = {}
+    with torch.no_grad():
+        for depth in range(3):
+            rests = list(itertools.product(range(VOCAB), repeat=depth))
+            batch = torch.tensor([prompt + list(rest) for rest in rests])
+            for chunk in range(0, len(rests), 48):
+                out = model(batch[chunk : chunk + 48]).logits[:, -1].double().numpy()
+                logits |= dict(zip(rests[chunk : chunk + 48], out))
+    return logits
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("sampling"))
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return make_prompt()
+
+
+@pytest.fixture(scope="module")
+def exact(models, prompt):
+    return exact_logits(models["target"], prompt)
+
+
+def exact_joint(exact, temperature, top_p=1.0) -> np.ndarray:
+    """[VOCAB, VOCAB], distribution of the second and third token (which are speculated)."""
+
+    def after(prefix):
+        return readable_distribution(exact[prefix], temperature, VOCAB, top_p, 0.0)
+
+    return _joint(lambda prefix: after(prefix))
+
+
+def asked_joint(exact, prompt: list[int], asked: Mapping) -> np.ndarray:
+    """The same, of any request: see ``readable_request``."""
+    return _joint(lambda prefix: readable_request(exact[prefix], prompt, list(prefix), asked))
+
+
+def _joint(after) -> np.ndarray:
+    joint = np.zeros((VOCAB, VOCAB))
+    for a, p in enumerate(after(())):
+        for b, q in enumerate(after((a,))):
+            if p * q > 0:
+                joint[b] += p * q * after((a, b))
+    return joint
+
+
+def readable_request(logits: np.ndarray, prompt, sampled: list[int], asked: Mapping) -> np.ndarray:
+    """The distribution that a request asks for, written down as vLLM documents it."""
+    logits = logits.copy()
+    for token, bias in asked.get("logit_bias", {}).items():
+        logits[token] += bias
+    for token in range(VOCAB):
+        count = sampled.count(token)
+        if count or token in prompt:
+            penalty = asked.get("repetition_penalty", 1.0)
+            logits[token] = (
+                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            )
+        logits[token] -= asked.get("frequency_penalty", 0.0) * count
+        logits[token] -= asked.get("presence_penalty", 0.0) * bool(count)
+    if allowed := asked.get("allowed_token_ids"):
+        logits[[token for token in range(VOCAB) if token not in allowed]] = -np.inf
+    settings = (asked.get("top_k", VOCAB), asked.get("top_p", 1.0), asked.get("min_p", 0.0))
+    return readable_distribution(logits, asked["temperature"], *settings)
+
+
+def sample(llm, prompt, count=NUM_SAMPLES, **params) -> np.ndarray:
+    """[count, NUM_TOKENS] completions of one prompt."""
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt}] * count,
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **params),
+        use_tqdm=False,
+    )
+    return np.array([output.outputs[0].token_ids for output in outputs])
+
+
+def pvalue(samples: np.ndarray, joint: np.ndarray) -> float:
+    counts = np.zeros_like(joint)
+    np.add.at(counts, (samples[:, 1], samples[:, 2]), 1)
+    expected = joint * len(samples)
+    assert counts[joint == 0].sum() == 0, "sampled what top-p excludes"
+    rare = expected < 5
+    found = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    return stats.chisquare(found[wanted > 0], wanted[wanted > 0]).pvalue
+
+
+def speculating(engines, models, with_draft: bool):
+    keys = triforce(
+        num_speculative_tokens=3,
+        retrieval_budget=96,
+        retrieval_recent_tokens=32,
+        num_sink_tokens=4,
+        num_recent_tokens=28,
+    )
+    if with_draft:
+        keys["model"] = models["draft"]
+    return engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)

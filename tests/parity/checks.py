@@ -1,0 +1,283 @@
+"""What must come out of a case: the same code for both runners.
+
+A check gets the case's job, what was seen, and ``By``, which knows the right answers: stock
+vLLM's own, or an oracle's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests import joint
+from tests.calibration import frequency_p_value, processed, surprise_p_value, transform_p_value
+from tests.outputs import assert_same_outputs
+from tests.parity.cases import Case
+from tests.parity.models import Exact
+from tests.parity.running import Job, Seen
+from tests.parity.stock import Stock, has_one_answer
+
+# Of a right distribution, once in ten thousand runs; the runs are seeded, so it is never or ever.
+LEAST_P_VALUE = 1e-4
+
+
+@dataclass(frozen=True)
+class By:
+    """What is compared with."""
+
+    stock: Stock
+    exact: Exact
+
+
+CHECKS: dict[str, Callable[[Case, Job, Seen, By], None]] = {}
+
+
+def check(name: str):
+    def registered(function):
+        CHECKS[name] = function
+        return function
+
+    return registered
+
+
+def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert len(seen.batches) == len(job.rounds)
+    for batch, requests in zip(seen.batches, job.rounds):
+        assert len(batch.outputs) == len(requests)
+        for output, (_, params) in zip(batch.outputs, requests):
+            assert output.finished
+            assert [o.index for o in output.outputs] == list(range(params.get("n", 1)))
+            limit = params["max_tokens"]
+            assert limit is None or all(len(o.token_ids) <= limit for o in output.outputs)
+    for name, least in case.at_least.items():
+        count = sum(getattr(batch.counted, name) for batch in seen.batches)
+        assert count >= least, f"{name} is {count}: nothing was tested"
+    for name in case.checks:
+        CHECKS[name](case, job, seen, by)
+
+
+@check("stock")
+def _equals_stock(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Tokens, text, reasons, usage and log-probabilities of requests with one right answer."""
+    identical = asked = 0
+    for number, batch in enumerate(seen.batches):
+        wanted = by.stock.answers(job)[number]
+        chosen = [i for i, answer in enumerate(wanted) if answer is not None]
+        identical += assert_same_outputs(
+            by.stock.engine(job) if case.ties else None,
+            [wanted[i] for i in chosen],
+            [batch.outputs[i] for i in chosen],
+        )
+        asked += len(chosen)
+    assert asked
+    assert identical >= (1 - case.ties) * asked
+
+
+@check("gate")
+def _gate(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """The first round is of short requests, the last of both kinds."""
+    first, last = seen.batches[0], seen.batches[-1]
+    is_long = [len(prompt) >= case.keys["min_context"] for prompt, _ in job.rounds[-1]]
+    assert not any(len(p) >= case.keys["min_context"] for p, _ in job.rounds[0])
+    assert 0 < sum(is_long) < len(is_long)
+    assert first.counted.num_proposals == 0
+    most = sum(len(o.outputs[0].token_ids) for o, long in zip(last.outputs, is_long) if long)
+    assert 0 < last.counted.num_proposals <= most
+
+
+@check("crossed")
+def _crossed(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """The first round ends before the gate, the second goes on behind it."""
+    before, behind = seen.batches
+    assert before.counted.num_proposals == 0
+    assert behind.counted.num_level2_accepted > 0
+
+
+@check("policy")
+def _policy(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert seen.policy == case.keys["selection"]
+
+
+@check("always right")
+def _always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
+    for batch in seen.batches:
+        assert batch.counted.num_level2_accepted == batch.counted.num_level2_drafted > 0
+
+
+@check("nan")
+def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
+    first, again = seen.batches
+    assert first.disturbed["struck"] and first.counted.num_nan_requests == 1
+    assert first.disturbed["warned"], "the log says so once"
+    rows, together = first.disturbed["rows"], len(job.rounds[0])
+    assert together in rows and rows[-1] < together, "it is disabled, the others are not"
+    assert first.counted.num_level2_accepted > 0
+    assert first.disturbed["finite"], "what it may have reached is cleaned"
+    # What comes after is as if nothing had been.
+    assert again.counted.num_nan_requests == 0
+    assert again.counted.num_level2_accepted > first.counted.num_level2_accepted
+    assert max(seen.held.values()) <= len(job.rounds[1])
+    assert seen.held["disabled"] == 0
+
+
+@check("preempted")
+def _preempted(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert seen.batches[0].num_preempted > 0
+
+
+@check("nothing kept")
+def _nothing_kept(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """But for the last round's requests, until the next one comes."""
+    assert seen.num_blocks_held == 0
+    assert max(seen.held.values()) <= len(job.rounds[-1])
+
+
+@check("prefix")
+def _prefix(case: Case, job: Job, seen: Seen, by: By) -> None:
+    for output in seen.batches[1].outputs:
+        assert output.num_cached_tokens >= min(330, len(output.prompt_token_ids)) // 32 * 32 - 32
+    assert all(output.num_cached_tokens == 0 for output in seen.batches[0].outputs)
+
+
+@check("stopped")
+def _stopped(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert seen.batches[0].outputs[0].outputs[0].finish_reason == "stop"
+
+
+@check("ended after min_tokens")
+def _ended_after_min_tokens(case: Case, job: Job, seen: Seen, by: By) -> None:
+    for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
+        assert len(output.outputs[0].token_ids) == params["min_tokens"] + 1
+
+
+@check("named")
+def _named(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Who names tokens gets their log-probabilities ("stock" compares them), nobody else any."""
+    for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
+        tables = output.outputs[0].logprobs or []
+        named = params.get("logprob_token_ids")
+        assert len(tables) == (params["max_tokens"] if named else 0)
+        assert all(set(named) <= set(table) for table in tables)
+
+
+@check("obeyed")
+def _obeyed(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Sampled requests whose tokens are restricted."""
+    restricted = 0
+    for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
+        if has_one_answer(params):
+            continue
+        if allowed := params.get("allowed_token_ids"):
+            restricted += 1
+            assert set(output.outputs[0].token_ids) <= set(allowed)
+        if "structured_outputs" in params:
+            restricted += 1
+            assert set(output.outputs[0].text) <= set(" abcdefghijklm")
+            assert len(output.outputs[0].text) >= 6
+    assert restricted == 2
+
+
+@check("seeded")
+def _seeded(case: Case, job: Job, seen: Seen, by: By) -> None:
+    first, again = (
+        [list(output.outputs[0].token_ids) for output in batch.outputs] for batch in seen.batches
+    )
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == len(first)
+
+
+def p_values(
+    target: str, answered: list[tuple[list[int], dict, list[int]]], exact: Exact
+) -> list[float]:
+    """Of all sampled tokens together, by each test of ``calibration``.
+
+    Args:
+        answered: prompt, parameters and completion of each request.
+    """
+    probs, sampled = [], []
+    for prompt, params, new in answered:
+        if params.get("temperature", 0) == 0:
+            continue
+        own = {k: params[k] for k in ("temperature", "top_k", "top_p") if k in params}
+        probs.append(processed(exact.logits(target, prompt, new), **own))
+        sampled.append(torch.tensor(new))
+    probs, sampled = torch.cat(probs), torch.cat(sampled)
+    assert len(sampled) >= 100
+    excluded = float(probs.gather(1, sampled[:, None]).min()) == 0
+    assert not excluded, "a token that the target's sampling parameters exclude"
+    tests = (frequency_p_value, transform_p_value, surprise_p_value)
+    return [test(probs, sampled) for test in tests]
+
+
+def _p_values(job: Job, seen: Seen, by: By) -> list[float]:
+    answered = [
+        (prompt, params, list(output.outputs[0].token_ids))
+        for batch, requests in zip(seen.batches, job.rounds)
+        for output, (prompt, params) in zip(batch.outputs, requests)
+    ]
+    return p_values(job.target, answered, by.exact)
+
+
+@check("calibrated")
+def _calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Every token at once, against the target's distribution after the tokens before it. Greedy
+    requests beside them: the oracle's best token, wherever two are not as good."""
+    found = _p_values(job, seen, by)
+    assert min(found) > LEAST_P_VALUE, found
+    for output, (prompt, params) in zip(seen.batches[0].outputs, job.rounds[0]):
+        if params.get("temperature", 0) == 0:
+            new = list(output.outputs[0].token_ids)
+            logits = by.exact.logits(job.target, prompt, new)
+            assert bool((logits.amax(-1) - logits[range(len(new)), new] < 1e-4).all())
+
+
+@check("not calibrated")
+def _not_calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
+    found = _p_values(job, seen, by)
+    assert min(found) < LEAST_P_VALUE, found
+
+
+@check("both accepted and rejected")
+def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert 0.2 < seen.batches[0].counted.level2_acceptance_rate < 0.8
+
+
+@check("rejected by level 3")
+def _rejected_by_level_3(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert 0.05 < seen.batches[0].counted.level2_acceptance_rate < 0.98
+
+
+@check("rejected at both levels")
+def _rejected_at_both_levels(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Or nothing was tested."""
+    _rejected_by_level_3(case, job, seen, by)
+    assert 0.01 < seen.batches[0].counted.level1_acceptance_rate < 0.98
+
+
+def _joint_p_values(job: Job, seen: Seen) -> list[float]:
+    """Of each kind of request: of the joint of its second and third token."""
+    (batch,), (requests,) = seen.batches, job.rounds
+    logits = joint.exact_logits(job.target, requests[0][0])
+    samples: dict[str, list] = {}
+    asked = {}
+    for output, (_, params) in zip(batch.outputs, requests):
+        asked[repr(params)] = params
+        samples.setdefault(repr(params), []).extend(o.token_ids for o in output.outputs)
+    assert all(len(own) >= 1500 for own in samples.values())
+    prompt = requests[0][0]
+    return [
+        joint.pvalue(np.array(own), joint.asked_joint(logits, prompt, asked[kind]))
+        for kind, own in samples.items()
+    ]
+
+
+@check("joint")
+def _joint(case: Case, job: Job, seen: Seen, by: By) -> None:
+    found = _joint_p_values(job, seen)
+    assert min(found) > LEAST_P_VALUE, found
+
+
+@check("not joint")
+def _not_joint(case: Case, job: Job, seen: Seen, by: By) -> None:
+    assert max(_joint_p_values(job, seen)) < 1e-6

@@ -1,0 +1,167 @@
+"""The matrix on Model Runner V2, in a process of its own: Triton's interpreter, which stands in
+for a GPU, must be in place before vLLM is imported.
+
+``python -m tests.parity.device FOLDER`` runs the jobs that lie there and leaves what it saw.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.parity.running import Job, Seen, run
+from tests.v2.environment import v2_environment
+
+JOBS = "jobs.pickle"
+
+
+class Device:
+    """All jobs in one child process, one after the other, each awaited when it is asked for."""
+
+    name = "device"
+
+    def __init__(self, jobs: list[Job], folder: Path) -> None:
+        self._folder = folder
+        self._numbers = {job.name: number for number, job in enumerate(jobs)}
+        (folder / JOBS).write_bytes(pickle.dumps(jobs))
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parity.device", str(folder)],
+            cwd=Path(__file__).parents[2],
+            env=v2_environment(),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def outcome(self, job: Job) -> Seen:
+        path = _result(self._folder, self._numbers[job.name])
+        while not path.exists():
+            try:
+                self._process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            if not path.exists():
+                raise RuntimeError(f"it ended: {(self._folder / 'log').read_text()[-5000:]}")
+        seen = pickle.loads(path.read_bytes())
+        if isinstance(seen, str):
+            raise RuntimeError(seen)
+        return seen
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._log.close()
+
+
+def _result(folder: Path, number: int) -> Path:
+    return folder / f"{number}.pickle"
+
+
+class _Inside:
+    """The driver, in the child."""
+
+    name = "device"
+
+    def __init__(self) -> None:
+        from tests.conftest import Engines
+
+        self._engines = Engines(keep=1)
+        self._has_warned: set[int] = set()
+
+    def engine(self, job: Job):
+        from vllm.v1.sample.ops import topk_topp_sampler
+
+        from tests.v2.engine import worker_of
+
+        # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
+        topk_topp_sampler.HAS_TRITON = False
+        llm = self._engines.get(job.target, job.triforce, **job.engine)
+        assert worker_of(llm).use_v2_model_runner
+        return llm
+
+    def policy(self, llm) -> str:
+        return self._built(llm).triforce.level2.selections._policy.name
+
+    def held(self, llm) -> dict[str, int]:
+        built = self._built(llm)
+        held = llm.collective_rpc("triforce_held_requests")[0]
+        return {**held, "slots that are not free": built.num_slots - built.slots.num_free}
+
+    @contextmanager
+    def disturbed(self, llm, kind: str, *how):
+        from tests.parity.disturbing import replaced
+        from vllm_triforce.device import levels
+
+        if kind == "nan":
+            with self._with_nan(llm, *how) as said:
+                yield said
+        elif kind == "sharpened":
+            exact = levels.export_distributions
+
+            def sharpened(handed_up, rows, target, *rest):
+                exact(handed_up, rows, target * 5, *rest)
+
+            with replaced(levels, "export_distributions", sharpened):
+                yield {}
+        else:
+            raise ValueError(kind)
+
+    @contextmanager
+    def _with_nan(self, llm, level: int, at_pass: int):
+        from tests.parity.disturbing import Poison, are_finite, replaced, watch
+        from vllm_triforce.core.disabled_requests import logger
+
+        built = self._built(llm)
+        triforce, rows = built.triforce, built.rows
+        owner = triforce.level2._pass if level == 2 else triforce.level1._step
+        layer = owner._model.model.layers[2 if level == 2 else 0]
+
+        def is_due(number: int) -> bool:
+            """Some pass later, if the first request does not take part in that one."""
+            return number >= at_pass and bool(rows.length[0] < rows.room[0] - 1)
+
+        poison = Poison(owner._model, layer, is_due)
+        warnings: list[str] = []
+        said: dict = {}
+        with (
+            replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
+            replaced(owner, "_model", poison),
+            watch(triforce, "propose") as proposals,
+        ):
+            yield said
+        # Of an engine, the first is logged.
+        is_first = id(llm) not in self._has_warned
+        self._has_warned.add(id(llm))
+        said |= {
+            "struck": poison.has_struck,
+            "warned": [w.startswith("NaN in level 1's or level 2's") for w in warnings]
+            == [True] * is_first,
+            "rows": [len(args[0]) for args, _ in proposals],
+            "finite": are_finite(llm),
+        }
+
+    @staticmethod
+    def _built(llm):
+        from tests.v2.engine import speculator_of
+
+        return speculator_of(llm)._built
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    driver = _Inside()
+    for number, job in enumerate(pickle.loads((folder / JOBS).read_bytes())):
+        try:
+            seen = run(job, driver)
+        except Exception:
+            seen = traceback.format_exc()
+        path = _result(folder, number)
+        path.with_suffix(".part").write_bytes(pickle.dumps(seen))
+        os.replace(path.with_suffix(".part"), path)
+
+
+if __name__ == "__main__":
+    main()

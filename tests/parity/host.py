@@ -1,0 +1,76 @@
+"""The matrix on Model Runner V1: engines in this process."""
+
+from contextlib import contextmanager
+
+from tests.engine.test_level2 import built
+from tests.parity.disturbing import Poison, are_finite, replaced, watch
+from tests.parity.running import Job, Seen, run
+
+
+class Host:
+    name = "host"
+
+    def __init__(self, engines) -> None:
+        self._engines = engines
+
+    def outcome(self, job: Job) -> Seen:
+        return run(job, self)
+
+    def engine(self, job: Job):
+        return self._engines.get(job.target, job.triforce, **job.engine)
+
+    def policy(self, llm) -> str:
+        return built(llm).speculator.level2.cache.policy.name
+
+    def held(self, llm) -> dict[str, int]:
+        return llm.collective_rpc("triforce_held_requests")[0]
+
+    @contextmanager
+    def disturbed(self, llm, kind: str, *how):
+        from vllm_triforce.host import levels
+        from vllm_triforce.verification import inner
+
+        if kind == "nan":
+            with self._with_nan(llm, *how) as said:
+                yield said
+        elif kind == "sharpened":
+            with replaced(levels, "verify", _sharpened(levels.verify)):
+                yield {}
+        elif kind == "recovered from the whole":
+            with replaced(inner, "residual", lambda target, draft, token: target):
+                yield {}
+        else:
+            raise ValueError(kind)
+
+    @contextmanager
+    def _with_nan(self, llm, level: int, at_pass: int):
+        from vllm_triforce.core.disabled_requests import logger
+
+        speculator = built(llm).speculator
+        speculator.disabled_requests._has_warned = False
+        warnings: list[str] = []
+        broken = speculator.level1.model if level == 1 else speculator.level2
+        layer = broken._model.model.layers[0 if level == 1 else 2]
+        poison = Poison(broken._model, layer, lambda number: number == at_pass)
+        said: dict = {}
+        with (
+            replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
+            replaced(broken, "_model", poison),
+            watch(speculator, "propose") as proposals,
+        ):
+            yield said
+        said |= {
+            "struck": poison.has_struck and poison.num_passes > at_pass,
+            "warned": len(warnings) == 1 and f"NaN in level {level}'s" in warnings[0],
+            "rows": [len(args[0]) for args, _ in proposals],
+            "finite": are_finite(llm),
+        }
+
+
+def _sharpened(verify):
+    def verified(*args):
+        result = verify(*args)
+        result.probs = [[probs**5 / (probs**5).sum() for probs in row] for row in result.probs]
+        return result
+
+    return verified

@@ -1,0 +1,173 @@
+"""A case, made ready for a runner, and what was seen when it ran: the same for both runners."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from tests.parity.cases import Case
+from vllm_triforce.config.draft_sources import SOURCES
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case with models, tokens and parameters in the place of what stands for them."""
+
+    name: str
+    target: str
+    triforce: dict
+    engine: dict
+    rounds: list[list[tuple[list[int], dict]]]
+    """Of each batch, each request's prompt and parameters."""
+    every: int
+    disturbance: tuple
+
+
+@dataclass
+class Batch:
+    """What was seen of one round."""
+
+    outputs: list
+    """vLLM's ``RequestOutput``, as the requests came."""
+    counted: object
+    """``LevelCounters``, of this round."""
+    num_preempted: int | None
+    """None where the case does not ask for statistics."""
+    disturbed: dict
+    """What the disturbance said; empty without one."""
+
+
+@dataclass
+class Seen:
+    batches: list[Batch]
+    policy: str
+    held: dict[str, int]
+    """How many requests something is kept for, when all have ended."""
+    num_blocks_held: int
+    """KV blocks that are not free then."""
+
+
+class Driver(Protocol):
+    """A runner, and how to reach into it."""
+
+    name: str
+
+    def engine(self, job: Job): ...
+
+    def policy(self, llm) -> str: ...
+
+    def held(self, llm) -> dict[str, int]: ...
+
+    @contextmanager
+    def disturbed(self, llm, kind: str, *how) -> Iterator[dict]:
+        """Breaks something meanwhile; the dictionary says what came of it.
+
+        ``nan LEVEL PASS``: a NaN in the first request's hidden state, keys and values too, in one
+        pass of a level. ``sharpened``: level 2's distributions are handed up sharper than they
+        are. ``recovered from the whole``: the published code's mistake.
+        """
+        ...
+
+
+def run(job: Job, driver: Driver) -> Seen:
+    llm = driver.engine(job)
+    batches = []
+    for number, requests in enumerate(job.rounds):
+        kind = job.disturbance if number == 0 else ()
+        before, preempted = _counters(llm), _num_preempted(llm, job)
+        with driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({}) as said:
+            outputs = _outputs(llm, requests, job.every)
+        now = _num_preempted(llm, job)
+        batches.append(
+            Batch(
+                outputs,
+                _counters(llm).since(before),
+                None if now is None else now - preempted,
+                dict(said),
+            )
+        )
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
+    return Seen(batches, driver.policy(llm), driver.held(llm), held)
+
+
+def sampling_params(params: dict):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = {"temperature": 0, "ignore_eos": True, **params}
+    if "structured_outputs" in params:
+        params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+    return SamplingParams(**params)
+
+
+def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [sampling_params(params) for _, params in requests],
+        use_tqdm=False,
+    )
+
+
+def _outputs(llm, requests, every: int) -> list:
+    if not every:
+        return generate(llm, requests)
+    engine, found, step = llm.llm_engine, {}, 0
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_unfinished_requests():
+        if waiting and step % every == 0:
+            number, (prompt, params) = waiting.pop(0)
+            inputs = {"prompt_token_ids": prompt}
+            engine.add_request(str(number), inputs, sampling_params(params))
+        found |= {int(o.request_id): o for o in engine.step() if o.finished}
+        step += 1
+    return [found[number] for number in range(len(requests))]
+
+
+def _counters(llm):
+    from vllm_triforce.metrics.report import counters_of
+
+    return counters_of(llm)
+
+
+def _num_preempted(llm, job: Job) -> int | None:
+    if job.engine.get("disable_log_stats", True):
+        return None
+    return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def make_job(case: Case, models, usual) -> Job:
+    """
+    Args:
+        usual: gives what stock vLLM says to a prompt of a model.
+    """
+    from tests.conftest import triforce
+
+    model = models[case.model]
+    keys = dict(case.keys)
+    keys["draft_sources"] = case.source
+    if SOURCES[case.source].needs_model:
+        keys["model"] = model.draft
+    completion = None
+    rounds = []
+    for batch in case.rounds:
+        requests = []
+        for request in batch:
+            prompt = model.text[request.start : request.start + request.length]
+            assert len(prompt) == request.length, case.name
+            params = request.params
+            if callable(params):
+                completion = completion or usual(model)
+                params = params(completion)
+            requests.append((prompt, {"detokenize": model.has_tokenizer, **params}))
+        rounds.append(requests)
+    return Job(
+        case.name,
+        model.target,
+        triforce(**keys),
+        {**case.engine, "skip_tokenizer_init": not model.has_tokenizer},
+        rounds,
+        case.every,
+        case.disturbance,
+    )

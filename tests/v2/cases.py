@@ -1,0 +1,139 @@
+"""What Model Runner V2 does in its own way; run by run_case.py, judged by test_runner_v2.py."""
+
+import dataclasses
+import gc
+
+from tests.generation import generate
+from tests.parity.cases import DRAFT, EIGHT, LOOKUP
+from tests.parity.disturbing import watch
+from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, worker_of
+
+NUM_TOKENS = 14
+
+
+def run(asked: dict) -> dict:
+    """
+    Args:
+        asked: models and prompts, by name.
+    """
+    target, draft = asked["target"], asked["draft"]
+    llm = make_engine(target, DRAFT | {"model": draft}, skip_tokenizer_init=False)
+    results = {"draft": _verified(llm, asked["mixed"])}
+    results["draft"] |= _draft_layers(llm)
+    results["grammar"] = _grammar(llm, asked["third"])
+    results["invented"] = _invented(llm, asked["third"][0][:321])
+    del llm
+    gc.collect()
+    llm = make_engine(target, LOOKUP)
+    results["lookup"] = _verified(llm, asked["mixed"])
+    del llm
+    gc.collect()
+    llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
+    results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
+    return results
+
+
+def _verified(llm, prompts) -> dict:
+    """What the scheduler is told to verify, by request and step; and what comes out where it has
+    everything verified."""
+    announced: dict[str, list[int]] = {}
+    handler = worker_of(llm).model_runner.draft_tokens_handler
+    with watch(handler, "get_draft_tokens") as calls:
+        informed = generate(llm, prompts, max_tokens=NUM_TOKENS)
+    for _, drafts in calls:
+        for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids):
+            announced.setdefault(name, []).append(len(tokens))
+    by_age = [announced[name] for name in sorted(announced, key=lambda n: int(n.split("-")[0]))]
+    with uninformed_scheduler(llm):
+        padded = generate(llm, prompts, max_tokens=NUM_TOKENS)
+    return {"informed": informed, "padded": padded, "announced": by_age}
+
+
+def _draft_layers(llm) -> dict:
+    names = speculator_of(llm).draft_layer_names
+    groups = worker_of(llm).model_runner.kv_cache_config.kv_cache_groups
+    return {
+        "num_draft_layers": len(names),
+        "draft_layers_in_kv_cache": sum(
+            name in group.layer_names for group in groups for name in names
+        ),
+    }
+
+
+def _sampled_beside_padding(llm, prompts) -> dict:
+    """Most requests pass min_context on the way: what comes before is all padding."""
+    limited = dataclasses.replace(speculator_of(llm).config, min_context=400)
+    speculator_of(llm).config = limited
+    params = [dict(temperature=t, max_tokens=60) for t in (1.0, 1.0, 0.6, 1.0)]
+    with uninformed_scheduler(llm):
+        outputs = _outputs(llm, prompts, params)
+    return {
+        "params": params,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "level2_acceptance_rate": speculator_of(llm).counters.level2_acceptance_rate,
+    }
+
+
+def _outputs(llm, prompts, params: list[dict]):
+    from vllm import SamplingParams
+
+    common = dict(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    rows = [SamplingParams(**{**common, **own}) for own in params]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(inputs, rows, use_tqdm=False)
+
+
+def _grammar(llm, prompts) -> dict:
+    """What the outer test is handed for sampled requests, of which the first has a grammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammar = dict(structured_outputs=StructuredOutputsParams(regex="[ a-m]{6,}"))
+    params = [dict(temperature=1.0) | grammar, dict(temperature=1.0), grammar]
+    speculator = speculator_of(llm)
+    runner = worker_of(llm).model_runner
+    original = speculator.propose
+    handed_up: dict[int, list[float]] = {}
+
+    def propose(input_batch, *args, **kwargs):
+        tokens = original(input_batch, *args, **kwargs)
+        for row, name in enumerate(input_batch.req_ids):
+            state = input_batch.idx_mapping_np[row]
+            length = int(speculator._built.triforce.num_proposed[state])
+            if length and runner.sampler.sampling_states.temperature.np[state] > 0:
+                probs = speculator.draft_logits[state, :length].float().softmax(-1)
+                own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
+                handed_up.setdefault(int(name.split("-")[0]), []).extend(own)
+        return tokens
+
+    speculator.propose = propose
+    try:
+        found = _outputs(llm, prompts, params)
+    finally:
+        del speculator.propose
+    decode = llm.get_tokenizer().decode
+    return {
+        "probs": [handed_up[number] for number in sorted(handed_up)],
+        "texts": [decode(output.outputs[0].token_ids) for output in found],
+    }
+
+
+def _invented(llm, prompt) -> list[int]:
+    """A request whose prompt is cached but for its last token takes the state of one that had a
+    proposal: which drafts the outer test is told of in its first step."""
+    assert len(prompt) % 32 == 1
+    sampler = type(worker_of(llm).model_runner.rejection_sampler)
+    # It ends inside a proposal, so that the last is never verified.
+    _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=30, seed=0)])
+    steps = []
+    original = sampler._verify
+
+    def verify(self, logits, draft_logits, draft_sampled, *rest):
+        steps.append(draft_sampled[1:].tolist())
+        return original(self, logits, draft_logits, draft_sampled, *rest)
+
+    sampler._verify = verify
+    try:
+        _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=2, seed=1)])
+    finally:
+        sampler._verify = original
+    return steps[0]
