@@ -12,6 +12,7 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
+from vllm_triforce.attention.gpu.draft import GPUDraftAttention
 from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl
 from vllm_triforce.attention.gpu.paged_kernels import (
     PagedSequences,
@@ -19,7 +20,9 @@ from vllm_triforce.attention.gpu.paged_kernels import (
     flash_attention,
     triton_attention,
 )
+from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"
 KERNELS = [triton_attention] + ([flash_attention] if ON_GPU else [])
@@ -79,6 +82,18 @@ class Case:
         )
         return output
 
+    def vllm_layer(self) -> SimpleNamespace:
+        """As vLLM would have it under TRITON_ATTN."""
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+        impl = object.__new__(TritonAttentionImpl)
+        plain = dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
+        impl.__dict__.update(vars(self.impl), **plain)
+        sizes = {name: vars(impl)[name] for name in ("num_heads", "num_kv_heads", "head_size")}
+        return SimpleNamespace(
+            impl=impl, kv_cache=self.cache, _k_scale_float=1.0, **sizes, **vars(self.layer)
+        )
+
     def gathered(self, request: int, head: int):
         """What one KV head of one request reads: keys and values [tokens, dim]."""
         own = self.cache[self.tables[request, head].to(DEVICE), head].flatten(0, 1)
@@ -115,6 +130,49 @@ class Case:
 def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_len):
     case = Case(layout, group, kv_heads, dim, block_size, query_len)
     torch.testing.assert_close(case.attend(kernel), case.expected(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major"])
+def test_level_2_of_the_gpu(layout):
+    """The backend's classes around the kernels: attached to a layer, by Runner V2's calls."""
+    case = Case(layout, 4, 2, 64, 16, 3)
+    layer = case.vllm_layer()
+    assert GPURetrievalAttention.can_retrieve(layer)
+    attention = GPURetrievalAttention([layer], None, recorder=None)
+    assert attention.query_shape == (1, 8, 64)
+    per_block, per_head = attention.head_strides()
+    tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
+    lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
+    tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
+    (metadata,) = attention.uniform(3, 3, lens, tables)
+    output = torch.zeros_like(case.query)
+    layer.impl.forward(layer, case.query, None, None, case.cache, metadata, output)
+    torch.testing.assert_close(output, case.expected(), **TOLERANCE)
+
+    found = {Summary.MEAN: torch.zeros(1, 2, 40, 64, dtype=DTYPE, device=DEVICE)}
+    blocks = torch.arange(40, dtype=torch.int32, device=DEVICE)[None]
+    ends = torch.tensor([[0], [40]], dtype=torch.int32, device=DEVICE)
+    attention.update_summaries(found, blocks, *ends, 40)
+    means = case.cache[..., :64].float().mean(2).transpose(0, 1)
+    torch.testing.assert_close(found[Summary.MEAN][0].float(), means, **TOLERANCE)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_draft_on_the_gpu(is_ragged):
+    case = Case("head-major", 4, 2, 64, 16, 3)
+    case.tables = case.tables[:, :1].expand(-1, 2, -1)  # a sequence has all heads
+    layer = case.vllm_layer()
+    attention = GPUDraftAttention({"a layer": layer}, None)
+    lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE)
+    tables = case.tables[:, 0].to(torch.int32).to(DEVICE)
+    if is_ragged:
+        starts = torch.arange(0, 12, 3, dtype=torch.int32, device=DEVICE)
+        made = attention.ragged(starts, lens, tables, max(SEQ_LENS))
+    else:
+        made = attention.uniform(3, 3, lens, tables, max(SEQ_LENS))
+    output = torch.zeros_like(case.query)
+    layer.impl.forward(layer, case.query, None, None, case.cache, made["a layer"], output)
+    torch.testing.assert_close(output, case.expected(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
