@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
@@ -27,7 +28,7 @@ class RetrievalLevel:
         model: torch.nn.Module,
         vllm_config,
         groups: list[KVGroup],
-        attention,
+        attention: RaggedRetrievalAttention,
         cache: RetrievalCache,
         device: torch.device,
     ) -> None:
