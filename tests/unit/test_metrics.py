@@ -1,0 +1,130 @@
+"""Promise: the per-level figures are right, in the log at an interval and from Python."""
+
+import logging
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+
+from vllm_triforce.metrics import carrier
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.prometheus import TriForcePrometheus
+from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.vllm_patches import counters as counter_patches
+
+
+def test_rates_and_lengths():
+    counters = LevelCounters()
+    counters.add_inner_round([[1, 2], [], [3]], [1, 0, 1])
+    counters.add_proposal([[1, 2, 3], [4]])
+    counters.add_full_pass(6, 6)
+    counters.add_full_pass(6, 2)
+    assert counters.level1_acceptance_rate == pytest.approx(2 / 3)
+    assert counters.level2_acceptance_rate == pytest.approx(8 / 12)
+    assert counters.level2_acceptance_per_test == pytest.approx(8 / 9)
+    assert counters.mean_acceptance_length == pytest.approx(5)
+    assert (counters.num_proposals, counters.num_proposed) == (2, 4)
+
+
+def test_since_subtracts_everything():
+    counters = LevelCounters(num_proposals=3, time_seconds={"level 1": 1.0})
+    later = LevelCounters(num_proposals=5, time_seconds={"level 1": 1.5, "level 2": 2.0})
+    recent = later.since(counters)
+    assert recent.num_proposals == 2
+    assert recent.time_seconds == {"level 1": 0.5, "level 2": 2.0}
+    assert counters.plus(recent) == later
+    assert LevelCounters().level2_acceptance_rate == 0  # nothing drafted: no division by zero
+
+
+def test_log_line_at_an_interval(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr("vllm_triforce.metrics.report.time.monotonic", lambda: now[0])
+    logger = logging.getLogger("test")
+    caplog.set_level(logging.INFO, logger="test")
+    report, counters = IntervalReport(10), LevelCounters()
+    counters.add_proposal([[1, 2]])
+    counters.add_full_pass(2, 1)
+    report.log_if_due(lambda: counters, logger)
+    assert not caplog.records
+    now[0] = 11
+    report.log_if_due(lambda: counters, logger)
+    assert "Level 2: 1 of 2 tokens accepted (50.0%)" in caplog.text
+    now[0] = 30  # nothing happened since: no line
+    report.log_if_due(lambda: counters, logger)
+    assert len(caplog.records) == 1
+    silent = IntervalReport(0)
+    now[0] = 1000
+    silent.log_if_due(lambda: counters, logger)
+    assert len(caplog.records) == 1
+
+
+def to_front(output):
+    """What arrives in the front process: through pickle, the scheduler, and vLLM's messages."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    def scheduler(self, scheduler_output, model_runner_output):
+        return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))}
+
+    outputs = counter_patches._into_scheduler_stats(scheduler)(None, None, pickle.loads(output))
+    message = MsgpackEncoder().encode(outputs[0])
+    return MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
+
+
+def test_counters_travel_with_vllms_messages():
+    """Deltas, each once, under the label of the engine they come from; vLLM's own are untouched."""
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+    registry = prometheus_client.CollectorRegistry()
+    prometheus = TriForcePrometheus(
+        partial(prometheus_client.Counter, registry=registry),
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+    )
+    seen_by_vllm = []
+    record = counter_patches._out_of_scheduler_stats(
+        lambda self, stats, *args, **kwargs: seen_by_vllm.append(stats)
+    )
+    front = SimpleNamespace(triforce_prometheus=prometheus)
+
+    def output():
+        return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+
+    def value(name: str, engine: str, **labels) -> float | None:
+        labels |= {"model_name": "m", "engine": engine}
+        return registry.get_sample_value(f"vllm:triforce_{name}_total", labels)
+
+    for engine in (0, 1):
+        counters = LevelCounters()
+        sender = carrier.CounterSender(counters)
+        for step in range(3):
+            counters.add_full_pass(6, 4 + engine)
+            counters.add_time("level 1", 0.25)
+            assert sender.attach(EMPTY_MODEL_RUNNER_OUTPUT) is EMPTY_MODEL_RUNNER_OUTPUT
+            made = output()
+            if step == 2:  # as an asynchronous runner gives it
+                later = sender.attach(SimpleNamespace(get_output=lambda made=made: made))
+                assert later.get_output() is made
+            else:
+                sender.attach(made)
+            stats = to_front(pickle.dumps(made))
+            record(front, stats, None, mm_cache_stats=None, engine_idx=engine)
+        record(front, to_front(pickle.dumps(sender.attach(output()))), None, engine_idx=engine)
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, carrier._ATTRIBUTE)
+    assert value("level2_accepted_tokens", "0") == 12
+    assert value("level2_accepted_tokens", "1") == 15
+    assert value("level3_steps", "1") == 3
+    assert value("propose_seconds", "0", part="level_1") == pytest.approx(0.75)
+    assert value("level1_draft_tokens", "0") == 0  # there from the start, for rate()
+    assert len(seen_by_vllm) == 8
+    assert all(stats.num_running_reqs == 1 for stats in seen_by_vllm)
+    assert not any(stats.num_kv_fetch_reqs_by_stage for stats in seen_by_vllm)
+
+
+def test_every_counter_has_a_metric():
+    from vllm_triforce.metrics import prometheus
+
+    assert carrier.flat(LevelCounters()).keys() == prometheus._COUNTERS.keys()
