@@ -6,6 +6,7 @@ from vllm_triforce import cli
 from vllm_triforce_bench.compare import command, grid, methods, prompts, store, summary
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.page import render
+from vllm_triforce_bench.compare.pass_times import Mark, outside_passes
 
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
@@ -306,3 +307,11 @@ def test_every_method_named_in_the_help_has_a_colour():
 
     assert len({colour_of(name) for name in methods.METHODS}) == len(methods.METHODS)
     assert command.add_arguments.__module__ in {c.module for c in cli.COMMANDS.values()}
+
+
+def test_what_is_beside_passes_is_the_rest_of_the_steps():
+    """Three steps of a second each, a quarter and then half of it in passes."""
+    marks = [Mark(1.0, 5.0, 10), Mark(2.0, 5.25, 11), Mark(3.0, 5.75, 13)]
+    found = outside_passes(marks)
+    assert found == {"share": 0.625, "ms_a_step": 625.0, "passes_a_step": 1.5}
+    assert outside_passes(marks[:1]) is None

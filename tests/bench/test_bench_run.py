@@ -99,7 +99,7 @@ def measured(pair, tmp_path_factory):
     """One run of the command, as a user gives it."""
     folder = tmp_path_factory.mktemp("bench")
     more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
-    more += ["--budgets", "128", "--triforce", '{"min_context": 0}', "--output", str(folder)]
+    more += ["--pass-times", "--budgets", "128", "--triforce", '{"min_context": 0}', "--output", str(folder)]
     given = arguments(pair, *more, "--engine", '{"enforce_eager": true, "block_size": 32}')
     done = subprocess.run(
         [sys.executable, "-m", "vllm_triforce.cli", *given],
@@ -126,6 +126,10 @@ def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measure
     assert f"{ours['decode_tokens_per_second']:.1f}" in shown
     assert f"{ours['ratio']:.2f}x" in (folder / "report.html").read_text()
     assert len((folder / "results.csv").read_text().splitlines()) == 1 + 6
+    # Stock vLLM runs its target once a step; TriForce its two models, more often.
+    assert rows[0]["outside_passes_passes_a_step"] == 1 < ours["outside_passes_passes_a_step"]
+    assert all(0 < row["outside_passes_share"] < 1 for row in rows)
+    assert "ms a step" in shown
 
 
 @pytest.mark.engine

@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--kv-cache-gib", type=float, help="of each engine; default: what cells need")
     run.add_argument("--engines-at-once", type=int, help="default: what fits into free memory")
+    run.add_argument(
+        "--pass-times",
+        action="store_true",
+        help="time the models' passes too, and say what is beside them",
+    )
     serve_arguments.add_arguments(parser)
 
 

@@ -17,6 +17,7 @@ from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.methods import Variant
 from vllm_triforce_bench.compare.model_facts import ModelFacts, kv_cache_bytes
+from vllm_triforce_bench.compare.pass_times import PassTimes
 from vllm_triforce_bench.compare.settings import Settings
 
 # Of an engine beside its weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
@@ -82,6 +83,7 @@ class Engine:
     recorder: SpeculationRecorder
     memory_bytes: int
     """That the process grew by while it was made (CPU), or that the device allocated (GPU)."""
+    passes: PassTimes | None = None
 
     def levels(self) -> LevelCounters | None:
         return counters_of(self.llm) if self.variant.is_triforce else None
@@ -122,7 +124,10 @@ def start(
     recorder = SpeculationRecorder()
     loggers: Any = llm.llm_engine.logger_manager
     loggers.stat_loggers.append(recorder)
-    return Engine(variant, llm, recorder, max(0, _memory_bytes() - before))
+    passes = PassTimes() if settings.pass_times else None
+    if passes is not None:
+        passes.watch(llm)
+    return Engine(variant, llm, recorder, max(0, _memory_bytes() - before), passes)
 
 
 def _check_budget(variant: Variant, vllm_config) -> None:

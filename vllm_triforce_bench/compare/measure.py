@@ -11,6 +11,7 @@ from vllm_triforce_bench.compare.engines import Engine, SpeculationStats, end, s
 from vllm_triforce_bench.compare.grid import PairedSet
 from vllm_triforce_bench.compare.methods import Variant
 from vllm_triforce_bench.compare.model_facts import ModelFacts
+from vllm_triforce_bench.compare.pass_times import outside_passes
 from vllm_triforce_bench.compare.prompts import cut
 from vllm_triforce_bench.compare.settings import Settings
 from vllm_triforce_bench.compare.store import Store
@@ -147,7 +148,13 @@ class Measurement:
         device = DevicePeak()
         levels_before, speculation_before = engine.levels(), engine.recorder.sums
         streamed = stream(
-            engine.llm, texts, settings.tokens, cell.temperature, settings.top_p, seed
+            engine.llm,
+            texts,
+            settings.tokens,
+            cell.temperature,
+            settings.top_p,
+            seed,
+            engine.passes,
         )
         levels = engine.levels()
         if levels is not None and levels_before is not None:
@@ -201,6 +208,7 @@ def measured(
         "num_tokens": sum(map(len, streamed.token_ids)),
         "num_steps": streamed.num_steps,
         "seconds": streamed.seconds,
+        "outside_passes": outside_passes(streamed.marks),
         "speculation": asdict(speculation),
         "levels": None if levels is None else asdict(levels),
         "greedy": None,

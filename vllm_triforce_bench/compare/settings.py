@@ -42,6 +42,7 @@ class Settings:
     """A user's engine arguments, for every method alike."""
     kv_cache_gib: float | None
     engines_at_once: int | None
+    pass_times: bool
 
     @property
     def max_model_len(self) -> int:
@@ -81,6 +82,7 @@ def read(args: argparse.Namespace) -> Settings:
         engine_keys=json_object("--engine", args.engine),
         kv_cache_gib=args.kv_cache_gib,
         engines_at_once=args.engines_at_once,
+        pass_times=args.pass_times,
     )
     _check(settings)
     return settings

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_triforce_bench.compare.pass_times import Mark, PassTimes
+
 
 @dataclass
 class Streamed:
@@ -19,6 +21,8 @@ class Streamed:
     """Prompt tokens that were in the prefix cache."""
     num_steps: int = 0
     seconds: float = 0.0
+    marks: list[Mark] = field(default_factory=list)
+    """Of each step after the first tokens, where passes are timed."""
 
     @property
     def time_to_first_token_s(self) -> list[float]:
@@ -50,7 +54,13 @@ class Streamed:
 
 
 def stream(
-    llm, prompts: list[list[int]], num_tokens: int, temperature: float, top_p: float, seed: int
+    llm,
+    prompts: list[list[int]],
+    num_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    passes: PassTimes | None = None,
 ) -> Streamed:
     """Decodes a batch past any end-of-sequence token.
 
@@ -88,5 +98,7 @@ def stream(
                 found.token_ids[i] += new
                 found.arrivals[i].append((now, len(new)))
             found.num_cached_tokens[i] = output.num_cached_tokens or 0
+        if passes is not None and any(found.arrivals):
+            found.marks.append(Mark(now, passes.seconds, passes.num_passes))
     found.seconds = now
     return found

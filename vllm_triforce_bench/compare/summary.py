@@ -59,7 +59,19 @@ def _row(repetitions: list[dict]) -> dict:
     row["inter_token_latency_p50_ms"] = 1e3 * float(numpy.percentile(between, 50))
     row["inter_token_latency_p99_ms"] = 1e3 * float(numpy.percentile(between, 99))
     row["memory_mib"] = float(numpy.median([r["memory_bytes"] for r in repetitions])) / (1 << 20)
+    row |= _outside_passes(repetitions)
     return row | _speculation(repetitions) | _levels(repetitions) | _greedy(repetitions)
+
+
+def _outside_passes(repetitions: list[dict]) -> dict:
+    """Medians, where passes were timed (``--pass-times``)."""
+    if not all(record.get("outside_passes") for record in repetitions):
+        return {}
+    found = [record["outside_passes"] for record in repetitions]
+    return {
+        f"outside_passes_{name}": float(numpy.median([one[name] for one in found]))
+        for name in found[0]
+    }
 
 
 def _speculation(repetitions: list[dict]) -> dict:

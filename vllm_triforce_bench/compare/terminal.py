@@ -63,6 +63,7 @@ def time_left(seconds: float | None) -> str:
 
 def table(rows: list[dict]) -> Table:
     found = Table(box=box.SIMPLE, pad_edge=False)
+    has_passes = any("outside_passes_share" in row for row in rows)
     for name in (
         "",
         "tokens/s",
@@ -73,6 +74,7 @@ def table(rows: list[dict]) -> Table:
         "p99",
         "length",
         "greedy",
+        *(["beside passes"] if has_passes else []),
     ):
         found.add_column(name, justify="right" if name not in ("", "greedy") else "left")
     last = None
@@ -83,7 +85,7 @@ def table(rows: list[dict]) -> Table:
                 found.add_section()
             found.add_row(f"[bold]{cell}")
         last = cell
-        found.add_row(*_values(row))
+        found.add_row(*_values(row), *([_beside_passes(row)] if has_passes else []))
     return found
 
 
@@ -91,6 +93,13 @@ def cell_text(row: dict) -> str:
     return (
         f"{row['batch_size']} x {row['context']:,} tokens, T={row['temperature']:g}, {row['dtype']}"
     )
+
+
+def _beside_passes(row: dict) -> str:
+    if "outside_passes_share" not in row:
+        return ""
+    share, milliseconds = row["outside_passes_share"], row["outside_passes_ms_a_step"]
+    return f"{share:.0%}, {milliseconds:.1f} ms a step"
 
 
 def _values(row: dict) -> list[str]:

@@ -18,6 +18,7 @@ _WITHOUT_SERVE = {
     "--ngram": "stock vLLM runs without speculation",
     "--suffix": "stock vLLM runs without speculation",
     "--engines-at-once": "two servers run at a time",
+    "--pass-times": "a server's models are in processes of its own",
 }
 _WITH_SERVE = (
     *("--concurrencies", "--request-rates", "--input-lens", "--output-lens", "--texts"),
