@@ -18,10 +18,18 @@ class SourceTraits:
     hopes: tuple[float, ...]
     takes_passes: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.hopes or not all(0 <= hope <= 1 for hope in self.hopes):
+            raise ValueError(
+                f"draft source {self.name!r} has hopes={self.hopes!r}; give a share from 0 to 1 "
+                "for each class of confidence, one at least"
+            )
+
     def confidence(self, found: Mapping[str, int]) -> int | None:
-        """Of its tokens for a request; None where it has none.
+        """Class of its tokens for a request, an index into ``hopes``; None where it has none.
 
         Args:
             found: of the sources that have tokens, those left out that always have.
         """
-        return found.get(self.name, 0 if self.takes_passes else None)
+        given = found.get(self.name, 0 if self.takes_passes else None)
+        return None if given is None else max(0, min(given, len(self.hopes) - 1))

@@ -42,11 +42,15 @@ class Level1:
 
     Args:
         sources: the preferred one first; the others are asked where the controller chooses.
+        vocab_size: the target's.
     """
 
-    def __init__(self, sources: Sequence[DraftSource], controller: Controller) -> None:
+    def __init__(
+        self, sources: Sequence[DraftSource], controller: Controller, vocab_size: int
+    ) -> None:
         self.sources = {source.name: source for source in sources}
         self._controller = controller
+        self._vocab_size = vocab_size
 
     def offers(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Offers:
         """What the sources have that may be used."""
@@ -93,8 +97,18 @@ class Level1:
                 continue
             found = offers.by_source[name]
             part = source.draft(batch, proposal, rows, wanted, found, sampling, noise)
-            whole.take(part, [i for i, count in enumerate(wanted) if count])
+            asked = [i for i, count in enumerate(wanted) if count]
+            for i in asked:
+                part.token_ids[i] = self._usable(part.token_ids[i], wanted[i])
+            whole.take(part, asked)
         return whole
+
+    def _usable(self, token_ids: list[int], count: int) -> list[int]:
+        """Whatever a source says: no more than there are slots for, and none that is no token."""
+        for place, token in enumerate(token_ids[:count]):
+            if not 0 <= token < self._vocab_size:
+                return token_ids[:place]
+        return token_ids[:count]
 
     @property
     def model(self) -> DraftSource | None:

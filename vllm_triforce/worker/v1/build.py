@@ -74,7 +74,7 @@ class BuiltSpeculator:
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
         self.speculator = TriForceSpeculator(
-            Level1(sources, controller),
+            Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
             RetrievalLevel(target, vllm_config, groups, attention, cache, device),
             controller,
             InnerNoise(
