@@ -36,6 +36,7 @@ def run(asked: dict) -> dict:
 def _verified(llm, prompts) -> dict:
     """What the scheduler is told to verify, by request and step; and what comes out where it has
     everything verified."""
+    generate(llm, prompts[:1], max_tokens=1)  # all prompts are cached from now on
     announced: dict[str, list[int]] = {}
     handler = worker_of(llm).model_runner.draft_tokens_handler
     with watch(handler, "get_draft_tokens") as calls:
@@ -64,7 +65,7 @@ def _sampled_beside_padding(llm, prompts) -> dict:
     """Most requests pass min_context on the way: what comes before is all padding."""
     limited = dataclasses.replace(speculator_of(llm).config, min_context=400)
     speculator_of(llm).config = limited
-    params = [dict(temperature=t, max_tokens=60) for t in (1.0, 1.0, 0.6, 1.0)]
+    params = [dict(temperature=t, max_tokens=45) for t in (1.0, 1.0, 0.6, 1.0)]
     with uninformed_scheduler(llm):
         outputs = _outputs(llm, prompts, params)
     return {

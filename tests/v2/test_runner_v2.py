@@ -34,7 +34,7 @@ def asked(pair, tmp_path_factory) -> dict:
     draw, lengths = torch.Generator().manual_seed(3), (400, 300, 350, 390)
     return {
         **pair,
-        "mixed": [text[:700], text[:90], text[:400]],
+        "mixed": [text[:520], text[:90], text[:400]],
         "third": [text[:400], text[100:370], text[300:618]],
         "eight": make_llama(folder / "target", vocab_size=8, **shape),
         "draft of eight": make_llama(folder / "draft", vocab_size=8, num_layers=1, std=0.1, seed=1),
@@ -60,7 +60,7 @@ def found(asked) -> dict:
 
 @pytest.mark.parametrize("level1", ["draft", "lookup"])
 def test_only_long_requests_are_verified(found, level1):
-    """What the scheduler is told after each step, for requests of 700, 90 and 400 tokens."""
+    """What the scheduler is told after each step, for requests of 520, 90 and 400 tokens."""
     long, short, middle = found[level1]["announced"]
     assert long[0] == 6 and middle[0] == 6
     assert len(long) < NUM_TOKENS and len(middle) < NUM_TOKENS
