@@ -29,9 +29,13 @@ class Registry(Mapping[str, Any]):
     @cached_property
     def names(self) -> tuple[str, ...]:
         spec = importlib.util.find_spec(self._package)
-        assert spec is not None
+        if spec is None:
+            raise ModuleNotFoundError(f"{self._package} is missing: install vllm-triforce anew")
         modules = pkgutil.iter_modules(spec.submodule_search_locations)
         return tuple(sorted(m.name for m in modules if m.name not in self._shared))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.names:

@@ -1,15 +1,22 @@
 """Promise: whatever a source of drafts says, no proposal has more tokens than there are slots for,
 and none that is no token."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from vllm_triforce.controller.choice import Choice
 from vllm_triforce.controller.source_traits import SourceTraits
 from vllm_triforce.host.draft_batch import Proposal
-from vllm_triforce.host.level1 import Level1
-from vllm_triforce.host.sources.source import Offer, TokenSource
+from vllm_triforce.host.level1 import Level1, Offers
+from vllm_triforce.host.sources.source import Drafted, Offer, TokenSource
+from vllm_triforce.host.triforce import TriForceSpeculator
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.verification.noise import InnerNoise
+from vllm_triforce.verification.sampling_rows import SamplingRows
 
 
 class Careless(TokenSource):
@@ -45,6 +52,42 @@ def test_drafts_are_cut_to_what_can_be_verified(given, drafted):
     offers = level1.offers(batch, proposal, [0])
     found = level1.draft_from([("careless", 3)], offers, batch, proposal, [0], None, None)
     assert found.token_ids == [drafted]
+
+
+class Model(Careless):
+    """Says what it was called with."""
+
+    name, needs_model = "model", True
+
+    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise):
+        self.called = rows, sampling.all_greedy
+        return Drafted([[1] * count for count in wanted])
+
+
+def test_each_source_has_the_sampling_of_its_own_rows():
+    """A greedy request asks the model beside a sampled one that looks up: nothing is drawn."""
+    model = Model([])
+    level1 = Level1([model, Careless([2])], SimpleNamespace(chooses={"gamma"}), vocab_size=8)
+    batch = SimpleNamespace(
+        request_ids=["greedy", "sampled"],
+        sampling=SamplingRows(torch.tensor([0.0, 1.0])),
+        num_computed_tokens=[5, 5],
+        context=lambda proposal, row: np.array([1, 2], np.int32),
+    )
+    noise = InnerNoise(0, torch.device("cpu"))
+    before = noise._shared.get_state()
+    speculator = SimpleNamespace(
+        level1=level1, noise=noise, counters=LevelCounters(), controller=None
+    )
+    speculator._add_drafted = partial(TriForceSpeculator._add_drafted, speculator)
+    proposal = Proposal.empty(2, greedy=False)
+    choices = [Choice("model", 3, 0), Choice("careless", 2, 0)]
+    offers = Offers({"model": [Offer()] * 2, "careless": [Offer()] * 2})
+    TriForceSpeculator._propose_directly(speculator, batch, proposal, choices, offers)
+    assert model.called == ([0], True)
+    assert proposal.token_ids == [[1, 1, 1], [2]]
+    assert proposal.probs == [[None] * 3, [None]]
+    assert torch.equal(noise._shared.get_state(), before)
 
 
 def test_a_class_of_confidence_is_one_that_there_is():

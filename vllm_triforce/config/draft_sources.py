@@ -40,16 +40,15 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
     """
     if asked is None:
         usual = [n for n in (_WITH_MODEL if model else _WITHOUT_MODEL) if n in SOURCES]
-        if not usual:
+        if not usual or (model and _WITH_MODEL[0] not in usual):
             raise ValueError(
-                "there is nothing to draft from without a draft model; name one with 'model', or "
-                f"one of {SOURCES.names} with 'draft_sources'"
+                f"there is nothing to draft from {'with' if model else 'without'} a draft model; "
+                f"{'leave out' if model else 'name one with'} 'model', or name one of "
+                f"{SOURCES.names} with 'draft_sources'"
             )
-        names = tuple(usual) if can_choose else (usual[0],)
-    else:
-        names = parse_sources(asked)
-    if asked is None and not model:
-        return names
+        return tuple(usual) if can_choose else (usual[0],)
+    names = parse_sources(asked)
+    # Loads them, which takes seconds where one brings a model's layers.
     with_model = [name for name in names if SOURCES[name].needs_model]
     if with_model and not model:
         raise ValueError(
@@ -59,7 +58,7 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
     if model and not with_model:
         needing = [name for name in SOURCES.names if SOURCES[name].needs_model]
         raise ValueError(
-            f"draft_sources={','.join(names)!r} does not use the draft model {model!r}; add one of "
+            f"draft_sources={asked!r} does not use the draft model {model!r}; add one of "
             f"{needing}, or leave 'model' out"
         )
     if len(names) > 1 and not can_choose:

@@ -25,6 +25,10 @@ class DisabledRequests:
             return
         self._names.add(request_id)
         self.num_disabled += 1
+        self.warn(request_id, whose)
+
+    def warn(self, request_id: str, whose: str) -> None:
+        """Logs the first one."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -21,7 +21,8 @@ class Levels(Protocol[Rows, Drafted, Logits, Verified]):
         ...
 
     def unfinished(self) -> Rows | None:
-        """The rows whose proposals are shorter than planned; None where there are none."""
+        """The rows whose proposals are shorter than planned, ready for another round; None where
+        there are none."""
         ...
 
     def draft(self, rows: Rows) -> Drafted:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from vllm_triforce.controller import Controller
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.host.sources.source import Drafted, DraftSource, Offer
+from vllm_triforce.verification.noise import InnerNoise
 
 
 @dataclass
@@ -18,12 +20,6 @@ class Offers:
         """Of the sources that have tokens for the ``i``-th row."""
         found = {name: offers[i] for name, offers in self.by_source.items()}
         return {name: offer.confidence for name, offer in found.items() if offer is not None}
-
-    def take(self, rows: Sequence[int]) -> "Offers":
-        """Of some of the rows."""
-        return Offers(
-            {name: [offers[row] for row in rows] for name, offers in self.by_source.items()}
-        )
 
 
 @dataclass
@@ -97,18 +93,36 @@ class Level1:
                 continue
             found = offers.by_source[name]
             part = source.draft(batch, proposal, rows, wanted, found, sampling, noise)
-            asked = [i for i, count in enumerate(wanted) if count]
-            for i in asked:
-                part.token_ids[i] = self._usable(part.token_ids[i], wanted[i])
-            whole.take(part, asked)
+            self._cut(source, part, wanted)
+            whole.take(part, [i for i, count in enumerate(wanted) if count])
         return whole
 
-    def _usable(self, token_ids: list[int], count: int) -> list[int]:
+    def draft_directly(
+        self,
+        name: str,
+        batch: DraftBatch,
+        proposal: Proposal,
+        rows: list[int],
+        wanted: list[int],
+        offers: Sequence[Offer | None],  # of ``rows``
+        noise: InnerNoise,
+    ) -> Drafted:
+        """Drafts ``wanted[i]`` tokens for ``rows[i]``, all from one source."""
+        source, sampling = self.sources[name], None
+        if source.needs_model:
+            begin_noise(noise, batch, proposal, rows)
+            sampling = batch.sampling.take(rows)
+        drafted = source.draft(batch, proposal, rows, wanted, offers, sampling, noise)
+        self._cut(source, drafted, wanted)
+        return drafted
+
+    def _cut(self, source: DraftSource, drafted: Drafted, wanted: Sequence[int]) -> None:
         """Whatever a source says: no more than there are slots for, and none that is no token."""
-        for place, token in enumerate(token_ids[:count]):
-            if not 0 <= token < self._vocab_size:
-                return token_ids[:place]
-        return token_ids[:count]
+        if source.needs_model:
+            return
+        for i, (token_ids, count) in enumerate(zip(drafted.token_ids, wanted)):
+            good = takewhile(lambda token: 0 <= token < self._vocab_size, token_ids[:count])
+            drafted.token_ids[i] = list(good)
 
     @property
     def model(self) -> DraftSource | None:
@@ -130,3 +144,9 @@ class Level1:
     def release(self, request_id: str) -> None:
         for source in self.sources.values():
             source.release(request_id)
+
+
+def begin_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
+    """Each row's noise, by its place in the sequence."""
+    seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
+    noise.begin(seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows])

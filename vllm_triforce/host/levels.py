@@ -2,7 +2,7 @@
 
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
-from vllm_triforce.host.level1 import Level1, SourcedDraft
+from vllm_triforce.host.level1 import Level1, SourcedDraft, begin_noise
 from vllm_triforce.host.retrieval import RetrievalLevel
 from vllm_triforce.verification.inner import Verified, verify
 from vllm_triforce.verification.noise import InnerNoise
@@ -40,15 +40,17 @@ class HostLevels:
             for row in range(len(names))
             if self._missing(row) > 0 and names[row] not in self._disabled
         ]
-        return rows or None
-
-    def draft(self, rows: list[int]) -> SourcedDraft:
+        if not rows:
+            return None
         # Each pass of level 2 adds a token of its own, hence one less to draft.
-        most = [self._missing(row) - 1 for row in rows]
+        self._max_drafts = [self._missing(row) - 1 for row in rows]
         self._sampling = self.batch.sampling.take(rows)
         begin_noise(self._noise, self.batch, self.proposal, rows)
+        return rows
+
+    def draft(self, rows: list[int]) -> SourcedDraft:
         return self._level1.draft(
-            self.batch, self.proposal, rows, most, self._sampling, self._noise
+            self.batch, self.proposal, rows, self._max_drafts, self._sampling, self._noise
         )
 
     def forward(self, rows: list[int], drafted: SourcedDraft):
@@ -73,9 +75,3 @@ class HostLevels:
 
     def _missing(self, row: int) -> int:
         return self.batch.max_num_tokens[row] - len(self.proposal.token_ids[row])
-
-
-def begin_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
-    """Each row's noise, by its place in the sequence."""
-    seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
-    noise.begin(seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows])

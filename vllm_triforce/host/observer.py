@@ -13,7 +13,12 @@ from vllm_triforce.verification.inner import Verified
 
 
 class HostObserver:
-    """Of one proposal of levels 1 and 2: ``core/propose.py``'s observer."""
+    """Of one proposal of levels 1 and 2: ``core/propose.py``'s observer.
+
+    Args:
+        began: when it began, by ``time.perf_counter()``: what comes before the loop is counted with
+            selection.
+    """
 
     def __init__(
         self,
@@ -21,26 +26,28 @@ class HostObserver:
         level2: RetrievalLevel,
         controller: Controller,
         counters: LevelCounters,
+        began: float,
     ) -> None:
         self._batch = batch
         self._controller = controller
         self._counters = counters
         self._seconds: dict[str, float] = {}
+        self._began = began
         # Level 2 looks through a prompt once: what that takes is no measure of later proposals.
         self._is_first = not all(level2.knows(name) for name in batch.request_ids)
         self._is_usual, self._num_read = not self._is_first, 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._began if name == "selection" else time.perf_counter()
         yield
-        end = time.perf_counter()
-        self._seconds[name] = end - start
-        self._counters.add_time(name, end - start)
+        seconds = time.perf_counter() - start
+        self._seconds[name] = seconds
+        self._counters.add_time(name, seconds)
         if name == "selection":
-            self._began = end
             if self._controller.measured is not None and not self._is_first:
-                self._controller.measured.observe_begin(len(self._batch), end - start)
+                self._controller.measured.observe_begin(len(self._batch), seconds)
+            self._began = time.perf_counter()
 
     def round_ended(self, rows: list[int], sourced: SourcedDraft, verified: Verified) -> None:
         drafted = sourced.drafted

@@ -8,9 +8,10 @@ from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.propose import propose
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.host.level1 import Level1, Offers
-from vllm_triforce.host.levels import HostLevels, begin_noise
+from vllm_triforce.host.levels import HostLevels
 from vllm_triforce.host.observer import HostObserver
 from vllm_triforce.host.retrieval import RetrievalLevel
+from vllm_triforce.host.sources.source import Drafted
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.verification.noise import InnerNoise
 
@@ -77,12 +78,13 @@ class TriForceSpeculator:
         self, whole: DraftBatch, whole_proposal: Proposal, rows: list[int], lengths: list[int]
     ) -> None:
         """Levels 1 and 2, for some of the requests."""
+        began = time.perf_counter()
         batch = whole.take(rows, lengths)
         greedy = whole_proposal.probs is None
         levels = HostLevels(
             batch, greedy, self.level1, self.level2, self.noise, self.disabled_requests
         )
-        observer = HostObserver(batch, self.level2, self.controller, self.counters)
+        observer = HostObserver(batch, self.level2, self.controller, self.counters, began)
         propose(levels, observer)
         observer.proposal_ended(lengths)
         whole_proposal.put(rows, levels.proposal)
@@ -91,20 +93,25 @@ class TriForceSpeculator:
         self, batch: DraftBatch, proposal: Proposal, choices: list[Choice], offers: Offers
     ) -> None:
         """Level 1 alone, for the requests that level 2 is not worth its time for."""
-        rows = [row for row, c in enumerate(choices) if c.route not in (LEVELS, PLAIN_ROUTE)]
-        if not rows:
+        by_source: dict[str, list[int]] = {}
+        for row, choice in enumerate(choices):
+            if choice.route not in (LEVELS, PLAIN_ROUTE):
+                by_source.setdefault(choice.route, []).append(row)
+        if not by_source:
             return
         start = time.perf_counter()
-        begin_noise(self.noise, batch, proposal, rows)
-        drafted = self.level1.draft_from(
-            [(choices[row].route, choices[row].num_tokens) for row in rows],
-            offers.take(rows),
-            batch,
-            proposal,
-            rows,
-            batch.sampling.take(rows),
-            self.noise,
-        )
+        for name, rows in by_source.items():
+            wanted = [choices[row].num_tokens for row in rows]
+            found = offers.by_source[name]
+            drafted = self.level1.draft_directly(
+                name, batch, proposal, rows, wanted, [found[row] for row in rows], self.noise
+            )
+            self._add_drafted(batch, proposal, rows, drafted)
+        self.counters.add_time("level 1", time.perf_counter() - start)
+
+    def _add_drafted(
+        self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafted: Drafted
+    ) -> None:
         if drafted.is_first:
             self.controller.forget_plan()
         elif drafted.num_read:
@@ -116,7 +123,6 @@ class TriForceSpeculator:
         for i in drafted.nan_rows:
             self.level1.clean(batch.request_ids[rows[i]])
             self.disabled_requests.add(batch.request_ids[rows[i]], "level 1's (the draft's)")
-        self.counters.add_time("level 1", time.perf_counter() - start)
 
     def release(self, request_id: str) -> None:
         """Forgets a request that has left the engine."""

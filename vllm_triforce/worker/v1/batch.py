@@ -35,7 +35,7 @@ class RunnerBatch:
 
     def room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
-        if self.is_never_speculated_on(row):
+        if num_computed < self._config.min_context or self.is_never_speculated_on(row):
             return 0
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
@@ -46,7 +46,7 @@ class RunnerBatch:
         params, limit = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + params.max_tokens)
-        most = room(num_computed, most, slots, limit, self._config.min_context)
+        most = room(num_computed, most, slots, limit)
         emitted = num_computed + 1 - request.num_prompt_tokens
         if emitted < params.min_tokens:
             # vLLM masks stop tokens of the bonus token by what was emitted before the step, so

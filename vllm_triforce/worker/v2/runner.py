@@ -205,7 +205,10 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         """
         self._num_faults = num_faults
         slots = self._built.slots
-        for request_id in slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist()):
+        owners = slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
+        if not owners:  # the request has left before the host heard of it
+            self._disabled_requests.warn("that has left", "level 1's or level 2's")
+        for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
             slots.release(request_id)
 
