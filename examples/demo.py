@@ -10,6 +10,7 @@ second, from the first token to the last (prefill is the same work for both and 
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -37,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gamma", type=int, help="default: chosen while running")
     parser.add_argument("--num-speculative-tokens", type=int, help="default: chosen while running")
     parser.add_argument("--fixed", action="store_true", help="choose nothing while running")
+    parser.add_argument("--keys", type=json.loads, default={}, help="more of TriForce's, JSON")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32")
@@ -110,6 +112,7 @@ def main() -> None:
         keys["adaptive"] = False
     if args.draft:
         keys["model"] = args.draft
+    keys |= args.keys
     began = time.perf_counter()
     print(f"target {args.target}, {args.dtype}; speculative_config {keys}")
     stock, triforce = start_engine(args, None), start_engine(args, keys)

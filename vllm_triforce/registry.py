@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
@@ -60,6 +61,9 @@ class Registry(Mapping[str, Any]):
         for found in vars(module).values():
             is_one = isinstance(found, type) and issubclass(found, base)
             if is_one and vars(found).get("name") == name:
+                if inspect.isabstract(found):
+                    lacks = sorted(found.__abstractmethods__)
+                    raise ValueError(f"{module.__file__}: {found.__name__} lacks {lacks}")
                 return found
         raise ValueError(
             f"{module.__file__} has no class over {self._base[1]} with name = {name!r}; name the "

@@ -89,6 +89,10 @@ def _by_source(source: str) -> list[Case]:
     small = _small(source)
     if source not in DEVICE_SOURCES:
         small["skip"] = {"device": f"V2 drafts on the device, and {source!r} has no side there"}
+
+    def skipped(why: str) -> dict:
+        return {} if "skip" in small else {"skip": {"device": why}}
+
     return [
         Case(
             f"greedy-{source}",
@@ -105,7 +109,7 @@ def _by_source(source: str) -> list[Case]:
             ),
             ("stock", "gate"),
             **small,
-            at_least={"num_level2_accepted": 1, "num_level3_steps": 1},
+            at_least={"num_level2_accepted": 1, "num_level1_drafted": 1, "num_level3_steps": 1},
         ),
         Case(
             f"ends-{source}",
@@ -113,6 +117,22 @@ def _by_source(source: str) -> list[Case]:
             "it inside a proposal as they end stock vLLM's, and stop nobody else.",
             tuple(requests(1002, 1017, 1019, 1022, max_tokens=m) for m in (1, 2, 5, None)),
             **small,
+        ),
+        Case(
+            f"straight to the full pass-{source}",
+            "Level 1's tokens may go straight to the full pass; it makes no difference.",
+            (requests(90, 700, 400, max_tokens=32),),
+            **{**small, "keys": {"retrieval_budget": 128, "levels": "1,3"}},
+            at_least={"num_direct_proposals": 2},
+            **skipped("Model Runner V2 has no levels switched off"),
+        ),
+        Case(
+            f"chosen while running-{source}",
+            "Whatever the controller chooses from what it measured, greedy output is stock vLLM's.",
+            (requests(90, 700, 400, max_tokens=32), requests(700, max_tokens=48)),
+            **{**small, "keys": {"retrieval_budget": 128, "adaptive": True}},
+            at_least={},
+            **skipped("Model Runner V2 has no controller"),
         ),
         Case(
             f"crossing the gate-{source}",

@@ -181,7 +181,7 @@ def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     (package / "host" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
     run(copy, "-c", asked)
     found = run(copy, "-m", "pytest", "-rA", ON_HOST, ON_DEVICE, *NO_CACHE, "-k", "repeat")
-    assert len(re.findall(r"PASSED .*-repeat\]", found)) == 3
+    assert len(re.findall(r"PASSED .*-repeat\]", found)) == 5
     assert "V2 drafts on the device, and 'repeat' has no side there" in found
     (package / "device" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
     found = run(copy, "-m", "pytest", "-rA", ON_DEVICE, *NO_CACHE, "-k", "repeat")

@@ -56,10 +56,9 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
             "'model', or leave it out of draft_sources"
         )
     if model and not with_model:
-        needing = [name for name in SOURCES.names if SOURCES[name].needs_model]
         raise ValueError(
-            f"draft_sources={asked!r} does not use the draft model {model!r}; add one of "
-            f"{needing}, or leave 'model' out"
+            f"draft_sources={asked!r} does not use the draft model {model!r}; add a source that "
+            f"does, as {_WITH_MODEL[0]!r}, or leave 'model' out"
         )
     if len(names) > 1 and not can_choose:
         raise ValueError(

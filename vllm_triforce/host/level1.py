@@ -122,7 +122,7 @@ class Level1:
             return
         for i, (token_ids, count) in enumerate(zip(drafted.token_ids, wanted)):
             good = takewhile(lambda token: 0 <= token < self._vocab_size, token_ids[:count])
-            drafted.token_ids[i] = list(good)
+            drafted.token_ids[i] = [int(token) for token in good]
 
     @property
     def model(self) -> DraftSource | None:

@@ -57,5 +57,11 @@ class SelectionPolicy(ABC):
     ) -> torch.Tensor:  # [num_layers, num_kv_heads, num_selected], indices of chunks
         """The best ``num_selected <= num_chunks`` candidates of each layer and KV head."""
         grouped = query.unflatten(1, (num_kv_heads, -1))
-        votes = self.votes(self.score(grouped, summaries, num_chunks), query.shape[-1])
+        scores = self.score(grouped, summaries, num_chunks)
+        if scores.dim() != grouped.dim() or scores.shape[-1] != num_chunks:
+            raise ValueError(
+                f"selection policy {self.name!r}: score() gave {tuple(scores.shape)}; it has to be "
+                f"[..., {num_kv_heads}, {grouped.shape[-2]} or 1, {num_chunks}]"
+            )
+        votes = self.votes(scores, query.shape[-1])
         return votes.topk(num_selected, dim=-1, sorted=False).indices

@@ -52,9 +52,17 @@ class DeviceSource(ABC):
 
     @abstractmethod
     def draft(self, batch: DeviceBatch, rows: Rows, is_first: bool) -> None:
-        """Writes ``rows.drafted`` and ``rows.num_drafted`` (``rows.gamma`` at most).
+        """Writes ``rows.drafted`` and ``rows.num_drafted`` of the first ``rows.num_rows`` rows.
+
+        A row's newest token has the index ``rows.computed + rows.length``. Those up to
+        ``rows.computed`` are in ``batch.all_token_ids``, by the row's state
+        (``rows.column(RowColumn.STATE)``); those behind are ``rows.proposal``, of which
+        ``rows.length`` count. ``token_at`` in ``kernels/feeding.py`` reads either.
 
         Args:
+            rows: ``drafted`` is [max_rows, gamma], int32, token ids of the vocabulary;
+                ``num_drafted`` [max_rows], int32, ``rows.gamma`` at most: neither is looked
+                through again.
             is_first: whether it is the first round of the proposal.
         """
 

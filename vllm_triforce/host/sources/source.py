@@ -94,7 +94,7 @@ class DraftSource(ABC):
     @classmethod
     def traits(cls) -> SourceTraits:
         """What the controller needs to know of it."""
-        return SourceTraits(cls.name, cls.hopes, cls.needs_model)
+        return SourceTraits(cls.name, getattr(cls, "hopes", ()), cls.needs_model)
 
     @abstractmethod
     def offers(
