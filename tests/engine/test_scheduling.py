@@ -195,10 +195,10 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
     assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
     rest = built(llm).speculator.controller.backoff
     rest.begin(10**6)
-    begun, rest.wake = rest.wake, lambda: None
+    begun, rest.reset = rest.reset, lambda: None
     try:
         run(llm, [text[:100]], [greedy(4, ignore_eos=True)])
     finally:
-        rest.wake = begun
-        rest.wake()
+        rest.reset = begun
+        rest.reset()
     assert not any(adapter.held_requests().values())

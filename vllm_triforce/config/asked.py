@@ -171,6 +171,19 @@ class TriForceConfig:
         Raises:
             ValueError: the sources of drafts that are asked for do not fit these.
         """
+        filled = self._with_lengths(can_adapt)
+        if filled is self:
+            return self
+        sources = choose_sources(self.draft_sources, model, "gamma" in filled.choices)
+        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max}: level 1 takes its tokens from "
+                f"{' and '.join(sources)} here; leave it out, or add 'prompt_lookup' to "
+                "draft_sources"
+            )
+        return dataclasses.replace(filled, draft_sources=",".join(sources))
+
+    def _with_lengths(self, can_adapt: bool) -> "TriForceConfig":
         if self.adapts is not None:
             return self
         open_ = {
@@ -184,20 +197,8 @@ class TriForceConfig:
             length = _MOST_LENGTH if "length" in adapts else FIXED_LENGTH
         if gamma is None:
             gamma = _MOST_GAMMA if "gamma" in adapts else FIXED_GAMMA
-        sources = choose_sources(self.draft_sources, model, "gamma" in adapts)
-        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
-            raise ValueError(
-                f"prompt_lookup_max={self.prompt_lookup_max}: level 1 takes its tokens from "
-                f"{' and '.join(sources)} here; leave it out, or add 'prompt_lookup' to "
-                "draft_sources"
-            )
         return dataclasses.replace(
-            self,
-            num_speculative_tokens=length,
-            gamma=gamma,
-            adapts=",".join(adapts),
-            draft_sources=",".join(sources),
-            prompt_lookup_max=self.prompt_lookup_max or _MAX_NGRAM,
+            self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
         )
 
     @property
@@ -238,7 +239,7 @@ class TriForceConfig:
                 f"({block_size} tokens); use at least {least}"
             )
         budget = max(budget, least)
-        filled = self.fill(can_adapt=False)
+        filled = self._with_lengths(can_adapt=False)
         context = filled.min_context
         if context is None:
             context = 0 if "context" in filled.choices else 2 * budget
@@ -248,6 +249,9 @@ class TriForceConfig:
             "retrieval_budget": budget,
             "retrieval_recent_tokens": recent,
             "min_context": context,
+            # Chosen by fill(); what is not run has none.
+            "draft_sources": filled.draft_sources or "",
+            "prompt_lookup_max": filled.prompt_lookup_max or _MAX_NGRAM,
         }
         del values["adaptive"]
         return ResolvedConfig(**values)
@@ -255,7 +259,7 @@ class TriForceConfig:
     @property
     def window_tokens(self) -> int:
         """Tokens of level 1's private cache."""
-        filled = self.fill(can_adapt=True)
+        filled = self._with_lengths(can_adapt=True)
         assert filled.num_speculative_tokens is not None and filled.gamma is not None
         return window_tokens(
             self.num_sink_tokens,

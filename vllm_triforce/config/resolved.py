@@ -48,7 +48,7 @@ class ResolvedConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """Of level 1's tokens, the preferred one first."""
-        return tuple(self.draft_sources.split(","))
+        return tuple(filter(None, self.draft_sources.split(",")))
 
     @property
     def budget_blocks(self) -> int:
