@@ -199,7 +199,7 @@ def test_without_its_files_a_source_is_nowhere(copy):
     named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
     with pytest.raises(AssertionError, match="use 'draft_model'"):
         run(copy, "-c", named)
-    collected = run(copy, "-m", "pytest", "--collect-only", "-qq", "tests", *NO_CACHE)
+    collected = run(copy, "-m", "pytest", "--collect-only", "tests", *NO_CACHE)
     assert "draft_model" in collected and "prompt_lookup]" not in collected
     tests = ["tests/unit/test_controller.py", "tests/unit/test_prompt_lookup.py", ON_HOST]
     chosen = "-k", "not test_host or greedy-draft_model"
