@@ -92,3 +92,15 @@ def engines():
 def triforce(**keys) -> dict:
     """Speculates on everything, by fixed lengths: what a test counts must not depend on times."""
     return {"method": "triforce", "min_context": 0, "adaptive": False, **keys}
+
+
+@pytest.fixture(scope="module")
+def ranks_without_compiler():
+    """vLLM compiles the ranks of log-probabilities, which takes 20 s and changes nothing."""
+    from vllm.v1.sample import sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = sampler.batched_count_greater_than
+        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        patch.setattr(sampler, "batched_count_greater_than", plain)
+        yield

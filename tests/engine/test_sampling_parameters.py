@@ -11,21 +11,9 @@ from tests.conftest import triforce
 from tests.models import held_out_tokens
 from tests.outputs import run, speculating
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ranks_without_compiler")]
 
 GREEDY = dict(temperature=0, max_tokens=40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks_without_compiler():
-    """vLLM compiles the ranks of log-probabilities, which takes 20 s and changes nothing."""
-    from vllm.v1.sample import sampler
-
-    with pytest.MonkeyPatch.context() as patch:
-        compiled = sampler.batched_count_greater_than
-        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-        patch.setattr(sampler, "batched_count_greater_than", plain)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,8 @@ from tests.parity.stock import Stock
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ranks_without_compiler():
-    """vLLM compiles the ranks of log-probabilities, which takes 20 s and changes nothing."""
-    from vllm.v1.sample import sampler
-
-    with pytest.MonkeyPatch.context() as patch:
-        compiled = sampler.batched_count_greater_than
-        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-        patch.setattr(sampler, "batched_count_greater_than", plain)
-        yield
+def _without_compiler(ranks_without_compiler):
+    """For every case."""
 
 
 @pytest.fixture(scope="session")

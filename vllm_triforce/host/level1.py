@@ -45,6 +45,7 @@ class Level1:
         self, sources: Sequence[DraftSource], controller: Controller, vocab_size: int
     ) -> None:
         self.sources = {source.name: source for source in sources}
+        self._traits = {source.name: source.traits() for source in sources}
         self._controller = controller
         self._vocab_size = vocab_size
 
@@ -71,7 +72,10 @@ class Level1:
         return SourcedDraft(
             drafted,
             sources,
-            [None if name is None else of.get(name) for name, of in zip(sources, confidences)],
+            [
+                None if name is None else self._traits[name].confidence(of)
+                for name, of in zip(sources, confidences)
+            ],
             [name is not None and self.sources[name].needs_model for name in sources],
         )
 
