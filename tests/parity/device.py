@@ -110,7 +110,7 @@ class _Inside:
             raise ValueError(kind)
 
     @contextmanager
-    def _with_nan(self, llm, level: int, at_pass: int):
+    def _with_nan(self, llm, level: int, at_pass: int, together: int):
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
         from vllm_triforce.core.disabled_requests import logger
 
@@ -120,8 +120,9 @@ class _Inside:
         layer = owner._model.model.layers[2 if level == 2 else 0]
 
         def is_due(number: int) -> bool:
-            """Some pass later, if the first request does not take part in that one."""
-            return number >= at_pass and bool(rows.length[0] < rows.room[0] - 1)
+            """Some pass later, if not all requests propose yet, or the first does not take part."""
+            takes_part = bool(rows.length[0] < rows.room[0] - 1)
+            return number >= at_pass and rows.num_rows == together and takes_part
 
         poison = Poison(owner._model, layer, is_due)
         warnings: list[str] = []

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from tests.engine.test_level2 import built
-from tests.parity.disturbing import Poison, are_finite, replaced, watch
+from tests.parity.disturbing import Poison, are_finite, replaced
 from tests.parity.running import Job, Seen, run
 
 
@@ -43,7 +43,7 @@ class Host:
             raise ValueError(kind)
 
     @contextmanager
-    def _with_nan(self, llm, level: int, at_pass: int):
+    def _with_nan(self, llm, level: int, at_pass: int, together: int):
         from vllm_triforce.core.disabled_requests import logger
 
         speculator = built(llm).speculator
@@ -51,18 +51,31 @@ class Host:
         warnings: list[str] = []
         broken = speculator.level1.model if level == 1 else speculator.level2
         layer = broken._model.model.layers[0 if level == 1 else 2]
-        poison = Poison(broken._model, layer, lambda number: number == at_pass)
+        batches: list[int] = []
+
+        def is_due(number: int) -> bool:
+            """Some pass later, if not all requests propose yet: how many steps it takes to read
+            their prompts depends on what is cached."""
+            return number >= at_pass and batches[-1] == together
+
+        poison = Poison(broken._model, layer, is_due)
+        original = speculator.propose
+
+        def propose(batch):
+            batches.append(len(batch))
+            return original(batch)
+
         said: dict = {}
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(broken, "_model", poison),
-            watch(speculator, "propose") as proposals,
+            replaced(speculator, "propose", propose),
         ):
             yield said
         said |= {
             "struck": poison.has_struck and poison.num_passes > at_pass,
             "warned": len(warnings) == 1 and f"NaN in level {level}'s" in warnings[0],
-            "rows": [len(args[0]) for args, _ in proposals],
+            "rows": batches,
             "finite": are_finite(llm),
         }
 

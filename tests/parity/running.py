@@ -63,9 +63,10 @@ class Driver(Protocol):
     def disturbed(self, llm, kind: str, *how) -> Iterator[dict]:
         """Breaks something meanwhile; the dictionary says what came of it.
 
-        ``nan LEVEL PASS``: a NaN in the first request's hidden state, keys and values too, in one
-        pass of a level. ``sharpened``: level 2's distributions are handed up sharper than they
-        are. ``recovered from the whole``: the published code's mistake.
+        ``nan LEVEL PASS REQUESTS``: a NaN in the first request's hidden state, keys and values
+        too, in one pass of a level in which so many requests take part. ``sharpened``: level 2's
+        distributions are handed up sharper than they are. ``recovered from the whole``: the
+        published code's mistake.
         """
         ...
 

@@ -7,7 +7,8 @@ from vllm_triforce.worker.v1.runner import TriForceProposer
 class RegisteredProposer(TriForceProposer):
     def __init__(self, vllm_config, device, runner) -> None:
         keys = vllm_config.speculative_config.method_config
-        config = TriForceConfig(**keys).resolve(vllm_config.cache_config.block_size)
+        config = TriForceConfig(**keys).fill(can_adapt=False)
+        config = config.resolve(vllm_config.cache_config.block_size)
         super().__init__(vllm_config, device, runner, config, draft_model=None)
 
     def on_kv_cache_initialized(self, kv_cache_config) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.models import ROOT
 
+pytestmark = pytest.mark.slow
+
 POLICY = '''
 """Oldest: the chunks that come first."""
 
