@@ -369,7 +369,7 @@ def _calibrated() -> list[Case]:
         Case(
             "sampled-various",
             distribution.format("different parameters, and greedy requests, in one batch"),
-            _eight(VARIOUS, 50),
+            _eight(VARIOUS, 40),
             ("stock", *wrong_at_times),
             source="prompt_lookup",
             keys=EIGHT,
@@ -596,7 +596,7 @@ NUM_PROMPTS = 40
 LENGTHS = [round(50 * 160 ** (i / (NUM_PROMPTS - 1))) for i in range(NUM_PROMPTS)]
 
 
-def _long(length: int, max_tokens: int = 32) -> Request:
+def _long(length: int, max_tokens: int = 24) -> Request:
     """Somewhere in the text, the same for every case: stock vLLM is asked once."""
     return Request(7919 * length % (16000 - length), length, {"max_tokens": max_tokens})
 
