@@ -59,9 +59,10 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
         keys["prompt_lookup_max"] = draw(st.sampled_from([1, 3, 8]))
     if draw(st.integers(0, 4)) == 0:
         keys["selection"] = draw(st.sampled_from(sorted(POLICIES)))
+    keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", "1,3", "2,3"]))
+    keys["adaptive"] = False  # on V2 it would measure passes in Triton's interpreter
     if runner == "v1":
         keys["adaptive"] = draw(st.integers(0, 2)) == 0
-        keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", "1,3", "2,3"]))
         if keys["adaptive"] and draw(st.booleans()):
             del keys["min_context"]
     elif draw(st.integers(0, 2)) == 0:

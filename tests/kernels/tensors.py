@@ -31,6 +31,7 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
     rows = Rows(num_rows + 1, num_speculative_tokens, gamma, num_rows, DEVICE)
     rows.num_rows = num_rows
     rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
+    rows.rounds_left.fill_(100)
     for name, values in fields.items():
         getattr(rows, name)[:num_rows] = torch.as_tensor(values).to(DEVICE)
     return rows

@@ -11,9 +11,10 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from tests.kernels.tensors import counted, integers, new_counters
 from vllm_triforce.kernels import counters as counter_places
-from vllm_triforce.kernels import row_metadata
+from vllm_triforce.kernels import outcomes, row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
+from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import PassInputs, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -27,13 +28,19 @@ TABLE = {
     RowColumn.RESERVED: [640, 112, 160],
     RowColumn.LIMIT: [4096, 4096, 102],
     RowColumn.WINDOW_START: [0, 40, 20],
+    RowColumn.MAX_TOKENS: [6, 6, 6],
+    RowColumn.MAX_ROUNDS: [2, 3, 1],
 }
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
 
 
-def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
-    """Three rows of five, before the first round."""
+def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
+    """Three rows of five, before the first round.
+
+    Args:
+        table: columns that are other than ``TABLE``'s.
+    """
     rows = Rows(5, num_speculative_tokens=6, gamma=2, num_slots=5, device=DEVICE)
     rows.slot_tail.copy_(integers([4, 0, 0, 1, 0]))
     rows.slot_known.copy_(integers([6, 30, 0, 5, 0]))
@@ -43,14 +50,19 @@ def begun(num_sampled=NUM_SAMPLED, **changes) -> Rows:
     arguments = dict(
         min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
     )
-    table = torch.from_numpy(stack_columns(TABLE)).to(DEVICE)
-    rows.begin(table, num_computed, integers(num_sampled), last, **(arguments | changes))
+    columns = torch.from_numpy(stack_columns(TABLE | (table or {}))).to(DEVICE)
+    rows.begin(columns, num_computed, integers(num_sampled), last, **(arguments | changes))
     return rows
 
 
 @pytest.mark.parametrize(
     "module, names",
-    [(row_metadata, RowColumn), (row_metadata, Refresh), (counter_places, DeviceCounter)],
+    [
+        (row_metadata, RowColumn),
+        (row_metadata, Refresh),
+        (outcomes, OutcomeColumn),
+        (counter_places, DeviceCounter),
+    ],
 )
 def test_kernels_have_the_hosts_names(module, names):
     for member in names:
@@ -72,12 +84,27 @@ def test_rows_begin_with_what_the_full_pass_left():
     assert rows.last_newly_full.tolist()[:3] == [37, 0, 6]
     assert rows.slot_known.tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
+    assert rows.rounds_left.tolist() == [2, 3, 1, 0, 0]
 
 
 def test_rows_that_cannot_propose_have_no_room():
     assert begun(num_sampled=[0, 1, 2]).room.tolist()[:3] == [6, 0, 1], "in a prefill"
     assert begun(min_context=105).room.tolist()[:3] == [6, 5, 0]
     assert begun(width=14).room.tolist()[:3] == [0, 5, 1], "the tail does not fit the table"
+    of_rounds = begun(table={RowColumn.MAX_ROUNDS: [1, 0, 1]})
+    assert of_rounds.room.tolist()[:3] == [6, 0, 1], "in no round"
+
+
+def test_rows_that_level_2_takes_no_part_in_need_no_selection():
+    rows = begun(width=14, table={RowColumn.REFRESH: [Refresh.UNUSED] * 3})
+    assert rows.room.tolist()[:3] == [6, 5, 1], "there is no table to fit into"
+    assert rows.slot_tail.tolist() == [4, 0, 0, 1, 0], "what is kept stays"
+    assert rows.slot_known.tolist() == [6, 30, 0, 5, 0]
+
+
+def test_a_row_proposes_what_was_planned_for_it():
+    rows = begun(table={RowColumn.MAX_TOKENS: [4, 6, 0]})
+    assert rows.room.tolist() == [4, 5, 0, 0, 0]
 
 
 def tokens_of(rows: Rows, row: int) -> tuple[list[int], torch.Tensor]:
@@ -160,13 +187,14 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
 
 
-def test_proposals_are_handed_up_in_the_batchs_order():
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
     rows = begun()
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
-    tokens = integers([[-1] * 6] * 4, torch.int64)
+    tokens = integers([[PAD_TOKEN] * 6] * 4, torch.int64)
     proposed, counters = integers([9] * 8), new_counters()
-    rows.finish(tokens, integers([1, 2, 0, -1]), integers([1, 3, 5, 7]), proposed, counters)
+    rows.finish(tokens, proposed, counters, is_direct)
     pad = PAD_TOKEN
     assert tokens.tolist() == [
         [pad] * 6,
@@ -174,8 +202,11 @@ def test_proposals_are_handed_up_in_the_batchs_order():
         [200, 201, 202, 203, 204, 205],
         [pad] * 6,
     ]
-    assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 0]
-    assert counted(counters) == {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
+    assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 9], "others' proposals are another's to say"
+    assert rows.outcomes[:3, OutcomeColumn.NUM_PROPOSED].tolist() == [6, 0, 2]
+    counts = {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
+    direct = {DeviceCounter.NUM_DIRECT_PROPOSALS: 2} if is_direct else {}
+    assert counted(counters) == counts | direct
 
 
 def test_padding_is_certain_again_where_nothing_is_proposed():

@@ -26,6 +26,7 @@ def test_room_is_the_hosts(min_context):
     computed = numbers(NUM_TOKENS, 600)
     reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
     limits = computed + numbers(0, 20)
+    most = numbers(1, NUM_TOKENS + 1)
     rows = Rows(NUM_ROWS, NUM_TOKENS, gamma=2, num_slots=NUM_ROWS, device=DEVICE)
     states = list(range(NUM_ROWS))
     table = stack_columns(
@@ -37,6 +38,8 @@ def test_room_is_the_hosts(min_context):
             RowColumn.RESERVED: reserved.tolist(),
             RowColumn.LIMIT: limits.tolist(),
             RowColumn.WINDOW_START: [0] * NUM_ROWS,
+            RowColumn.MAX_TOKENS: most.tolist(),
+            RowColumn.MAX_ROUNDS: [1] * NUM_ROWS,
         }
     )
     rows.begin(
@@ -51,8 +54,10 @@ def test_room_is_the_hosts(min_context):
         width=100,
     )
     wanted = [
-        max(0, room(n, NUM_TOKENS, r, limit, min_context))
-        for n, r, limit in zip(computed.tolist(), reserved.tolist(), limits.tolist())
+        max(0, room(n, asked, r, limit, min_context))
+        for n, asked, r, limit in zip(
+            computed.tolist(), most.tolist(), reserved.tolist(), limits.tolist()
+        )
     ]
     assert rows.room.tolist() == wanted
     assert 0 in wanted and NUM_TOKENS in wanted and len(set(wanted)) > 4

@@ -271,6 +271,35 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
     assert counters[DeviceCounter.NUM_NAN_REQUESTS] == found
 
 
+def test_a_proposal_ends_with_its_last_round():
+    """The first has two more rounds, the second none behind this one."""
+    target = torch.full((2, 3, 9), -50.0)
+    target[..., 4] = 50
+    rows = some_rows(
+        2,
+        gamma=2,
+        room=6,
+        rounds_left=[3, 1],
+        drafted=4,
+        num_drafted=1,
+        token_positions=10,
+    )
+    arguments = (
+        rows,
+        level_logits(target, None),
+        None,
+        draw_parameters(torch.zeros(2), [1, 2]),
+        Race(2, 9, DEVICE),
+        new_counters(),
+    )
+    for lengths in ([2, 2], [4, 2], [6, 2]):
+        verify_drafts(*arguments)
+        assert rows.length[:2].tolist() == lengths
+    assert rows.room[:2].tolist() == [6, 2]
+    # None was rejected: rounds, and a token of level 1 in each.
+    assert rows.outcomes[:2].tolist() == [[0, 3, 3, 0], [0, 1, 1, 0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_a_nan_reached_is_made_finite(dtype, whole):
@@ -334,3 +363,21 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
     expected[2, 5] = target[2, 0]
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
     assert handed_up.is_stale.nonzero().tolist() == [[2, 5], [4, 0], [4, 1]]
+
+
+def test_what_nobody_drew_is_handed_up_as_certain():
+    """Of rows of which none has logits, as prompt lookup's."""
+    handed_up = HandedUp(
+        torch.full((3, 4, 5000), -3.0, device=DEVICE),
+        torch.zeros(3, 4, dtype=torch.int8, device=DEVICE),
+    )
+    rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
+    rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
+    rows.row_metadata[:2, RowColumn.STATE] = integers([2, 0])
+    temperature = torch.tensor([1.0, 0.0], device=DEVICE)
+    export_distributions(handed_up, rows, None, temperature, None)
+    expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
+    expected[2, 1:3] = -torch.inf
+    expected[2, 1, 8] = expected[2, 2, 4999] = 0
+    assert torch.equal(handed_up.logits, expected)
+    assert handed_up.is_stale.nonzero().tolist() == [[2, 1], [2, 2]]

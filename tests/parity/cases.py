@@ -44,6 +44,8 @@ class Case:
     engine: Mapping = field(default_factory=dict)
     every: int = 0
     """A request joins every so many steps; 0: all at once."""
+    dice: int = 0
+    """Not 0: what each request proposes, and how, is drawn anew in every step from this seed."""
     disturbance: tuple = ()
     """What the first round is run with: see ``Driver.disturbed``."""
     at_least: Mapping[str, int] = field(default_factory=lambda: {"num_level2_accepted": 1})
@@ -90,9 +92,6 @@ def _by_source(source: str) -> list[Case]:
     if source not in DEVICE_SOURCES:
         small["skip"] = {"device": f"V2 drafts on the device, and {source!r} has no side there"}
 
-    def skipped(why: str) -> dict:
-        return {} if "skip" in small else {"skip": {"device": why}}
-
     return [
         Case(
             f"greedy-{source}",
@@ -124,7 +123,6 @@ def _by_source(source: str) -> list[Case]:
             (requests(90, 700, 400, max_tokens=32),),
             **{**small, "keys": {"retrieval_budget": 128, "levels": "1,3"}},
             at_least={"num_direct_proposals": 2},
-            **skipped("Model Runner V2 has no levels switched off"),
         ),
         Case(
             f"chosen while running-{source}",
@@ -132,7 +130,6 @@ def _by_source(source: str) -> list[Case]:
             (requests(90, 700, 400, max_tokens=32), requests(700, max_tokens=48)),
             **{**small, "keys": {"retrieval_budget": 128, "adaptive": True}},
             at_least={},
-            **skipped("Model Runner V2 has no controller"),
         ),
         Case(
             f"crossing the gate-{source}",
@@ -140,6 +137,48 @@ def _by_source(source: str) -> list[Case]:
             tuple((Request(3000, GATE - 10, {"max_tokens": m}),) for m in (8, 32)),
             ("stock", "crossed"),
             **small,
+        ),
+    ]
+
+
+def _level2_alone() -> list[Case]:
+    return [
+        Case(
+            "level 2 by itself",
+            "Level 2 may propose without level 1, a token in each of its passes; it makes no "
+            "difference.",
+            (requests(520, 400, max_tokens=14),),
+            **_small("prompt_lookup", keys=LOOKUP | {"levels": "2,3"}),
+            at_least={"num_level2_passes": 5, "num_level2_accepted": 1},
+        )
+    ]
+
+
+def _dice() -> list[Case]:
+    """On the host the controller's choices are as good as dice, and what is measured with them
+    tells more (tests/engine/test_adaptive.py)."""
+    skip = {"host": "it decides by itself; 'chosen while running' holds it to this promise"}
+    every_way = {"num_direct_proposals": 2, "num_level2_passes": 2, "num_level2_accepted": 1}
+    shape = dict(skip=skip, at_least=every_way)
+    return [
+        Case(
+            "dice-greedy",
+            "Whatever is planned for each request in each step, greedy output is stock vLLM's.",
+            (requests(90, 520, 400, 300, max_tokens=24), requests(520, max_tokens=24)),
+            dice=1,
+            **_small("draft_model") | shape,
+        ),
+        Case(
+            "dice-sampled",
+            "Whatever is planned for each request in each step, sampled tokens have exactly the "
+            "target's distribution.",
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 45),
+            ("stock", "calibrated", "both accepted and rejected"),
+            model="eight",
+            keys=EIGHT,
+            engine=SMALL | {"max_num_batched_tokens": 2048},
+            dice=2,
+            **shape,
         ),
     ]
 
@@ -162,8 +201,8 @@ def _policies() -> list[Case]:
 # Who is hit is the first request of the batch. The third prompt has slots beyond those of the
 # block that the others end in.
 NAN_PROMPTS = ((0, 400), (100, 270), (300, 318))
-# By level: in the third proposal, the first that all three requests take part in.
-NAN_PASS = {1: 15, 2: 8}
+# By level: behind the first proposals, as soon as all three requests take part in one.
+NAN_PASS = {1: 7, 2: 4}
 ONE_ANSWER = {"temperature": 1.0, "top_k": 1}
 KINDS = {
     "greedy": ({}, {}, {}),
@@ -268,7 +307,7 @@ def _scheduling() -> list[Case]:
             (requests(400, max_tokens=14),),
             ("stock", "always right"),
             **CRAMPED,
-            at_least={"num_level2_drafted": 11},
+            at_least={"num_level2_drafted": 10},
         ),
     ]
 
@@ -820,8 +859,9 @@ def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
     sources = {name: _by_source(name) for name in SOURCES}
     both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
-    both += [*sources.pop("prompt_lookup", []), *_policies(), *_scheduling()[2:], *_windows()]
-    both += [*_calibrated(), *_sweeps(), *_joint()]
+    both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
+    both += [*_scheduling()[2:], *_windows()]
+    both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     return [case for case in both if case.source in SOURCES]
 

@@ -6,6 +6,7 @@ for a GPU, must be in place before vLLM is imported.
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import traceback
@@ -79,7 +80,11 @@ class _Inside:
         # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
         topk_topp_sampler.HAS_TRITON = False
         llm = self._engines.get(job.target, job.triforce, **job.engine)
-        assert worker_of(llm).use_v2_model_runner
+        worker = worker_of(llm)
+        assert worker.use_v2_model_runner
+        worker.triforce.__dict__.pop("begin_step", None)
+        if job.dice:
+            _plan_by_dice(worker.triforce, job.dice)
         return llm
 
     def policy(self, llm) -> str:
@@ -149,6 +154,32 @@ class _Inside:
         from tests.v2.engine import speculator_of
 
         return speculator_of(llm)._built
+
+
+def _plan_by_dice(speculator, seed: int) -> None:
+    """In the place of the scheduler's plan: each request proposes nothing, or some tokens by some
+    route, in some rounds that may be too few."""
+    from vllm_triforce.controller.choice import LEVELS
+    from vllm_triforce.core.step_plan import Proposing, StepPlan
+    from vllm_triforce.device.sources.prompt_lookup import DevicePromptLookup
+
+    sources = speculator._built.triforce.sources
+    sources.setdefault("prompt_lookup", DevicePromptLookup(8))
+    draw = random.Random(seed)
+
+    def begin_step(scheduler_output) -> None:
+        proposing = {
+            name: Proposing(
+                draw.choice([LEVELS, LEVELS, *sources]),
+                draw.randint(1, speculator.num_speculative_steps),
+                draw.randint(1, 4),
+            )
+            for name in scheduler_output.num_scheduled_tokens
+            if draw.random() < 0.8
+        }
+        speculator._plan = StepPlan(0, proposing)
+
+    speculator.begin_step = begin_step
 
 
 def main() -> None:

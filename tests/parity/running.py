@@ -22,6 +22,7 @@ class Job:
     """Of each batch, each request's prompt and parameters."""
     every: int
     disturbance: tuple
+    dice: int = 0
 
 
 @dataclass
@@ -171,4 +172,5 @@ def make_job(case: Case, models, usual) -> Job:
         rounds,
         case.every,
         case.disturbance,
+        case.dice,
     )

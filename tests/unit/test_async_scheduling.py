@@ -44,14 +44,14 @@ def test_short_requests_are_scheduled_without_drafts(scheduler):
 def test_the_scheduler_is_chosen_by_runner_and_scheduling():
     from vllm_triforce.vllm_patches.engine_args import _choose_scheduler
 
-    asynchronous = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
+    package = "vllm_triforce.scheduler"
     for is_async, is_v2, given, expected in (
-        (True, True, None, asynchronous),
-        (True, False, None, asynchronous),
+        (True, True, None, f"{package}.v2.TriForceAsyncSchedulerV2"),
+        (True, False, None, f"{package}.async_scheduler.TriForceAsyncScheduler"),
         (True, True, "some.Scheduler", "some.Scheduler"),
         (False, False, "some.Scheduler", "some.Scheduler"),
-        (False, True, None, None),
-        (False, False, None, "vllm_triforce.scheduler.scheduler.TriForceScheduler"),
+        (False, True, None, f"{package}.v2.TriForceSchedulerV2"),
+        (False, False, None, f"{package}.scheduler.TriForceScheduler"),
     ):
         scheduler_config = SimpleNamespace(async_scheduling=is_async, scheduler_cls=given)
         _choose_scheduler(

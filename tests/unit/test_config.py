@@ -42,6 +42,18 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
     assert TriForceConfig(levels="1,3").fill(can_adapt=True).choices == {"context", "length"}
 
 
+def test_where_shapes_are_fixed_gamma_is_not_chosen():
+    """Model Runner V2: level 1 drafts as much for every pass, and every place that a proposal may
+    have costs memory; sources and lengths are chosen all the same."""
+    filled = TriForceConfig().fill(can_adapt=True, model="draft", has_fixed_shapes=True)
+    assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
+    assert filled.choices == {"context", "gamma", "length"}
+    assert filled.resolve(16).sources == ("draft_model", "prompt_lookup")
+    given = TriForceConfig(gamma=3, num_speculative_tokens=5)
+    filled = given.fill(can_adapt=True, has_fixed_shapes=True)
+    assert (filled.gamma, filled.num_speculative_tokens) == (3, 5)
+
+
 @pytest.mark.parametrize(
     "keys, named",
     [

@@ -62,7 +62,7 @@ def manager():
 def test_plain_decoding_has_its_graphs(manager):
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.v2.plain_decode_graphs import add_plain_decode_graphs
+    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs
 
     before = manager.dispatch(3, 3, uniform_token_count=1, num_active_loras=0)
     assert before.cg_mode == CUDAGraphMode.PIECEWISE, "the fault that is mended"
@@ -79,6 +79,33 @@ def test_plain_decoding_has_its_graphs(manager):
     sizes = [desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL]]
     assert sizes == sorted(sizes, reverse=True)
     assert add_plain_decode_graphs(manager) == 0, "once is enough"
+
+
+def test_every_mix_of_lengths_has_a_graph(manager):
+    """Where the attention allows it: what stock vLLM decodes in one graph, TriForce does."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs, serve_any_mix
+
+    assert serve_any_mix(manager)
+    add_plain_decode_graphs(manager)
+
+    def dispatched(*tokens: int, has_prefill: bool = False):
+        uniform = tokens[0] if len(set(tokens)) == 1 else None
+        longest = None if has_prefill else max(tokens)
+        return manager.dispatch(len(tokens), sum(tokens), uniform, 0, max_query_len=longest)
+
+    for tokens in ((7,), (7, 7), (7, 1), (1, 4, 7, 1), (3, 3), (7, 1, 1, 1, 1, 1), (1,) * 9 + (7,)):
+        desc = dispatched(*tokens)
+        assert desc.cg_mode == CUDAGraphMode.FULL, tokens
+        assert desc.num_reqs >= len(tokens) and desc.num_tokens >= sum(tokens)
+        assert desc in manager._capture_descs[CUDAGraphMode.FULL]
+    for size in (1, 3, 16):
+        assert dispatched(*(1,) * size).uniform_token_count == 1
+    assert dispatched(7, 1, has_prefill=True).cg_mode == CUDAGraphMode.PIECEWISE
+    assert dispatched(8, 1).cg_mode == CUDAGraphMode.PIECEWISE
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
+    assert serve_any_mix(manager) and manager._capture_descs[CUDAGraphMode.FULL] is captured
 
 
 @pytest.mark.parametrize(("query_len", "largest"), [(1, 512), (3, 512), (7, 100)])

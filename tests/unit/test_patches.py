@@ -164,6 +164,9 @@ OUR_OBJECTS = {
 }
 # What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
 BY_HAND = {
+    "core/step_plan.py": {"scheduler_output"},
+    "core/step_report.py": {"output.get_output", "output", "result"},
+    "scheduler/plans.py": {"request.spec_token_ids"},
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/draft_carrier.py": {"output"},
     "scheduler/async_scheduler.py": {"request.spec_token_ids"},

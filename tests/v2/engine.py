@@ -10,7 +10,7 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
 
     # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
     topk_topp_sampler.HAS_TRITON = False
-    keys = triforce and {"method": "triforce", "min_context": 0, **triforce}
+    keys = triforce and {"method": "triforce", "min_context": 0, "adaptive": False, **triforce}
     defaults = dict(
         dtype="float32",
         distributed_executor_backend="uni",

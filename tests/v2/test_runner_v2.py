@@ -62,7 +62,7 @@ def found(asked) -> dict:
 def test_only_long_requests_are_verified(found, level1):
     """What the scheduler is told after each step, for requests of 520, 90 and 400 tokens."""
     long, short, middle = found[level1]["announced"]
-    assert long[0] == 6 and middle[0] == 6
+    assert 0 < long[0] <= 6 and 0 < middle[0] <= 6
     assert len(long) < NUM_TOKENS and len(middle) < NUM_TOKENS
     assert short == [0] * NUM_TOKENS
 

@@ -20,7 +20,22 @@ class Recorder(Protocol):
     ) -> None: ...
 
 
-class QueryRecorder:
+class _Pausable:
+    """A recorder that need not listen."""
+
+    paused = False
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around passes whose queries are not the full pass's."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+class QueryRecorder(_Pausable):
     """The newest queries of every request and retrieving layer.
 
     Which draft token is the last accepted one is known only after the pass, so the last
@@ -35,7 +50,6 @@ class QueryRecorder:
     def __init__(self, num_layers: int, rows_per_request: int, min_context: int) -> None:
         self.rows_per_request = rows_per_request
         self.min_context = min_context
-        self.paused = False
         self._queries: list[torch.Tensor | None] = [None] * num_layers
         self._is_wanted = False
         self._ends: torch.Tensor | None = None
@@ -43,15 +57,6 @@ class QueryRecorder:
         self._rows: torch.Tensor | None = None
         """[num_reqs * rows_per_request], the rows that are kept; None for all, where they are no
         more than these."""
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Around passes whose queries are not the full pass's."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
 
     def record(
         self,
@@ -93,7 +98,7 @@ class QueryRecorder:
         return torch.stack([query[row] for query in self._queries])
 
 
-class StaticQueryRecorder:
+class StaticQueryRecorder(_Pausable):
     """One query of every request and retrieving layer, at addresses that CUDA graphs rely on.
 
     Of a request that decodes it is the query of the first token of its step: the newest token
@@ -117,7 +122,6 @@ class StaticQueryRecorder:
         dtype: torch.dtype,
     ) -> None:
         self.min_context = min_context
-        self.paused = False
         self._starts = query_start_loc
         self._max_decode_tokens = max_decode_tokens
         num_reqs, device = len(query_start_loc) - 1, query_start_loc.device

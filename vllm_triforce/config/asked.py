@@ -26,6 +26,8 @@ FIXED_LENGTH, FIXED_GAMMA = 6, 2
 # Bounds of what the controller chooses. Past 32 tokens an acceptance of 0.97 a token gives less
 # than 0.4 of a token for each one more.
 _MOST_LENGTH, _MOST_GAMMA = 32, 4
+# Where every place of a proposal has a distribution on the device, used or not.
+_MOST_FIXED_LENGTH = 12
 
 _MAX_NGRAM = 8
 
@@ -161,17 +163,20 @@ class TriForceConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def fill(self, can_adapt: bool, model: str | None = None) -> "TriForceConfig":
+    def fill(
+        self, can_adapt: bool, model: str | None = None, has_fixed_shapes: bool = False
+    ) -> "TriForceConfig":
         """Fills in how many tokens are proposed and drafted, from where, and who chooses.
 
         Args:
             can_adapt: whether the model runner in use has a controller.
             model: the draft model; None for none.
+            has_fixed_shapes: whether level 1 drafts as much for every pass of level 2.
 
         Raises:
             ValueError: the sources of drafts that are asked for do not fit these.
         """
-        filled = self._with_lengths(can_adapt)
+        filled = self._with_lengths(can_adapt, has_fixed_shapes)
         if filled is self:
             return self
         sources = choose_sources(self.draft_sources, model, "gamma" in filled.choices)
@@ -183,7 +188,7 @@ class TriForceConfig:
             )
         return dataclasses.replace(filled, draft_sources=",".join(sources))
 
-    def _with_lengths(self, can_adapt: bool) -> "TriForceConfig":
+    def _with_lengths(self, can_adapt: bool, has_fixed_shapes: bool = False) -> "TriForceConfig":
         if self.adapts is not None:
             return self
         open_ = {
@@ -194,9 +199,11 @@ class TriForceConfig:
         adapts = [name for name in CHOICES if open_[name]] if self.adaptive and can_adapt else []
         length, gamma = self.num_speculative_tokens, self.gamma
         if length is None:
-            length = _MOST_LENGTH if "length" in adapts else FIXED_LENGTH
+            most = _MOST_FIXED_LENGTH if has_fixed_shapes else _MOST_LENGTH
+            length = most if "length" in adapts else FIXED_LENGTH
         if gamma is None:
-            gamma = _MOST_GAMMA if "gamma" in adapts else FIXED_GAMMA
+            is_chosen = "gamma" in adapts and not has_fixed_shapes
+            gamma = _MOST_GAMMA if is_chosen else FIXED_GAMMA
         return dataclasses.replace(
             self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
         )

@@ -147,10 +147,6 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuses engine settings under which level 2's passes would be wrong or could hang."""
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if config.levels != "1,2,3" and vllm_config.use_v2_model_runner:
-        raise ValueError(
-            f"levels={config.levels!r}: Model Runner V2 has no levels switched off; leave it out"
-        )
     if vllm_config.use_v2_model_runner:
         for name in config.sources:
             if name not in DEVICE_SOURCES:
@@ -216,14 +212,11 @@ def _readable_kv_cache_dtypes() -> tuple[str, ...]:
     return (*fp8, "fp8_e5m2") if is_cpu() else fp8
 
 
-def has_controller() -> bool:
-    """Whether the model runner will be V1, whose loop runs on the host.
-
-    Runner V2's passes have fixed shapes (CUDA graphs), and its host does not see what is accepted.
-    """
+def has_fixed_shapes() -> bool:
+    """Whether the model runner will be V2, whose passes have fixed shapes (CUDA graphs)."""
     from vllm import envs
 
-    return is_cpu() and not envs.VLLM_USE_V2_MODEL_RUNNER
+    return not is_cpu() or bool(envs.VLLM_USE_V2_MODEL_RUNNER)
 
 
 def is_cpu() -> bool:

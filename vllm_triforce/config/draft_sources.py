@@ -63,6 +63,6 @@ def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tu
     if len(names) > 1 and not can_choose:
         raise ValueError(
             f"draft_sources={asked!r}: nothing chooses between sources here (gamma or levels are "
-            f"given, adaptive is false, or it is Model Runner V2); name one, as {names[0]!r}"
+            f"given, or adaptive is false); name one, as {names[0]!r}"
         )
     return names

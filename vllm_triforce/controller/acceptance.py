@@ -29,6 +29,8 @@ class Rate:
     memory: float
     accepted: float = 0.0
     rejected: float = 0.0
+    num_misses: int = 0
+    """Drafts in a row of which not even the first token was accepted."""
 
     @property
     def value(self) -> float:
@@ -41,12 +43,20 @@ class Rate:
         keep = max(0.0, 1 - (num_accepted + num_rejected) / self.memory)
         self.accepted = self.accepted * keep + num_accepted
         self.rejected = self.rejected * keep + num_rejected
+        self.num_misses = 0 if num_accepted else self.num_misses + num_rejected
+        if num_rejected and (1 - self.value) ** self.num_misses < _SURPRISING:
+            # The text has changed: what was accepted before it says little. A rejected draft is one
+            # test, an accepted one many, so it would take long to be outweighed.
+            self.accepted /= 2
 
     def fade(self) -> None:
         """Forgets a little of a rate that is not tested, so that it is tried again some time."""
         self.accepted *= 1 - 1 / (8 * self.memory)
         self.rejected *= 1 - 1 / (8 * self.memory)
 
+
+# Chance below which a run of misses is not taken for bad luck.
+_SURPRISING = 1e-4
 
 # What may be hoped for of level 3, acceptance of level 2's tokens per test: 0.96 by
 # docs/results/2026-11-21-cpu.md. What may be hoped for of level 2 is each source's to say.
@@ -82,7 +92,7 @@ class Rates:
     round_tokens: float = ROUND_PRIOR
     """Tokens that a round adds."""
 
-    def add_round(self, num_tokens: int) -> None:
+    def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
 
     def of(self, source: str, through_level2: bool, confidence: int) -> Rate:

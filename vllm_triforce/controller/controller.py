@@ -34,10 +34,17 @@ class Controller(Learning):
 
     Args:
         sources: level 1's, the preferred one first: it is used where nothing is chosen.
+        whole_rounds: whether rounds are planned, not made as long as tokens are missing.
     """
 
-    def __init__(self, config: ResolvedConfig, sources: Sequence[SourceTraits]) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        sources: Sequence[SourceTraits],
+        whole_rounds: bool = False,
+    ) -> None:
         super().__init__(config, sources)
+        self._whole_rounds = whole_rounds
         self._preferred = sources[0]
         self._fixed = FixedChoices(config, sources)
         self._num_decisions = 0
@@ -200,6 +207,7 @@ class Controller(Learning):
             model.draft(num_sharing) / num_sharing,
             sources,
             has_levels,
+            self._whole_rounds,
         )
 
     def round_seconds(self, num_rows: int) -> float:

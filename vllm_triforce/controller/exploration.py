@@ -1,7 +1,7 @@
 """Finding out what present choices do not show, within ``exploration_budget.py``'s time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -76,6 +76,8 @@ class Exploration:
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
         self._trying: dict[str, _Trial] = {}
+        self._in_flight: set[str] = set()
+        """Those whose trial is still to be told of."""
 
     def probes_baseline_now(
         self, step: int, best: Plan, plain_seconds: float, has_seed: bool
@@ -146,8 +148,18 @@ class Exploration:
         for candidate in candidates:
             name = candidate.request_id
             self._waits_since.setdefault(name, self._turn)
-            if self._trying.pop(name, None):  # of which nothing was verified
-                self._waits_since[name] = self._turn
+            if name not in self._in_flight:
+                self.lost(name)
+
+    def await_outcomes(self, request_ids: Iterable[str]) -> None:
+        """It will be known later what came of their proposals, if they were trials."""
+        self._in_flight.update(name for name in request_ids if name in self._trying)
+
+    def lost(self, request_id: str) -> None:
+        """If its proposal was a trial, nothing of it was verified."""
+        self._in_flight.discard(request_id)
+        if self._trying.pop(request_id, None):
+            self._waits_since[request_id] = self._turn
 
     def add_trials(
         self,
@@ -176,6 +188,7 @@ class Exploration:
         """
         more = 0.0 if (columns >= 0).any() else first_seconds
         could = _beyond_present(found, columns)
+        could[[candidate.request_id in self._in_flight for candidate in candidates]] = False
         if self._turn % _OTHER_ROUTES_EVERY:
             could[columns >= 0] = False
         if not could.any() or not self.trials.covers(_cheapest(found, could) + more):
@@ -225,6 +238,7 @@ class Exploration:
         """Level 3 tested a proposal. If it was a trial, the budget gets back what that was
         worth; and all of it, as far as there is time for that, where as much was accepted as has
         to be: what one request's trial costs the batch is little to what all may gain by it."""
+        self._in_flight.discard(request_id)
         trial = self._trying.pop(request_id, None)
         if trial is None:
             return
@@ -246,6 +260,7 @@ class Exploration:
         self.left(request_id)
         self._waits_since.pop(request_id, None)
         self._trying.pop(request_id, None)
+        self._in_flight.discard(request_id)
 
 
 def _beyond_present(found: Options, columns: np.ndarray) -> np.ndarray:

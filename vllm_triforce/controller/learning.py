@@ -1,6 +1,6 @@
 """What the controller learns: from what was accepted, and from how long things took."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_triforce.config import ResolvedConfig
@@ -101,9 +101,47 @@ class Learning:
         share = self.measured.round_seconds(num_rows, self.has_draft) / num_rows
         self.measured.observe_proposal(num_rows, rounds * share, seconds)
 
-    def observe_full_pass(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Level 3 tested ``drafted`` tokens of the request's proposal."""
-        choice, expected = self._chosen.get(request_id, (PLAIN, 0.0))
+    def observe_rounds(
+        self, request_id: str, source: str | None, num_rounds: int, accepted: int, rejected: int
+    ) -> None:
+        """Level 2 tested tokens of a source in so many rounds, and rejected one in ``rejected`` of
+        them."""
+        if num_rounds == 0:
+            return
+        for rates in self.acceptance.both(request_id):
+            for _ in range(num_rounds):
+                rates.add_round((accepted + num_rounds) / num_rounds)
+            if source is not None:
+                rate = rates.of(source, True, 0)
+                rate.add(accepted, accepted)
+                for _ in range(rejected):
+                    rate.add(1, 0)
+
+    def chosen_for(self, request_id: str) -> tuple[Choice, float]:
+        """What it does by the last decision, and how many tokens that is expected to gain."""
+        return self._chosen.get(request_id, (PLAIN, 0.0))
+
+    def await_outcomes(self, request_ids: Iterable[str]) -> None:
+        """There may be decisions before it is known what came of theirs."""
+        self._exploration.await_outcomes(request_ids)
+
+    def outcome_lost(self, request_id: str) -> None:
+        """Nothing came of its proposal, or nobody will know."""
+        self._exploration.lost(request_id)
+
+    def observe_full_pass(
+        self,
+        request_id: str,
+        drafted: int,
+        accepted: int,
+        made: tuple[Choice, float] | None = None,
+    ) -> None:
+        """Level 3 tested ``drafted`` tokens of the request's proposal.
+
+        Args:
+            made: what ``chosen_for()`` gave when it was decided; without it, now.
+        """
+        choice, expected = made or self.chosen_for(request_id)
         if choice is PLAIN or not self.chooses:
             return
         self._exploration.came_of_it(request_id, drafted, accepted)

@@ -87,6 +87,7 @@ def build_options(
     draft_seconds: float,
     sources: Sequence[SourceTraits],
     has_levels: bool,
+    whole_rounds: bool = False,
 ) -> Options:
     """Every candidate's proposals of ``lengths`` and of its longest possible one, by levels 1 and
     2 and straight from each source.
@@ -100,6 +101,8 @@ def build_options(
         draft_seconds: of a pass of the draft, a request's share.
         sources: whose tokens may go straight to the full pass.
         has_levels: whether tokens may go through level 2.
+        whole_rounds: whether a request takes part in all rounds that are made for it, needed or
+            not.
     """
     most = np.array(longest)[:, None]
     shape = (len(candidates), len(lengths) + 1)
@@ -130,6 +133,8 @@ def build_options(
         is_possible = fits
         if route == LEVELS:
             rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
+            if whole_rounds:
+                rounds = np.maximum(rounds.round(), 1)
             seconds.append(full + model.begin_seconds + rounds * round_seconds)
             first.append(window + selecting)
         else:

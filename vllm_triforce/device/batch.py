@@ -31,6 +31,8 @@ class DeviceBatch:
     """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
     reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
     limits: np.ndarray  # [num_rows], length at which it ends
+    max_num_tokens: np.ndarray  # [num_rows], of its proposal
+    max_num_rounds: np.ndarray  # [num_rows], in which level 1 drafts for it
     sampling: DeviceSampling
     tables: list[torch.Tensor]
     """For each KV cache group, [num_rows, width], int32, block tables."""

@@ -1,5 +1,6 @@
 """TriForce's speculator for Runner V2: the proposals, and what is counted of them."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -7,11 +8,13 @@ import torch
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.propose import propose
 from vllm_triforce.device.batch import DeviceBatch
-from vllm_triforce.device.levels import DeviceLevels, LevelParts
+from vllm_triforce.device.begin import LevelParts
+from vllm_triforce.device.direct import propose_directly
+from vllm_triforce.device.levels import DeviceLevels
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSource
-from vllm_triforce.kernels.bookkeeping import count_full_pass
+from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
@@ -20,9 +23,11 @@ from vllm_triforce.metrics.part_times import PartTimes
 
 
 class DeviceTriForce:
-    """Proposes by both levels, and hands the proposals to the batch.
+    """Proposes by both levels, or straight from level 1, and hands the proposals to the batch.
 
     Args:
+        sources: of level 1, by their names.
+        level1: of them the one that drafts for level 2; None where level 2 proposes by itself.
         draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
             level 2's distributions; its dtype is that of all logits here, so that what is drawn
             from and what is handed up are the same numbers.
@@ -31,13 +36,15 @@ class DeviceTriForce:
     def __init__(
         self,
         config: ResolvedConfig,
-        level1: DeviceSource,
+        sources: Mapping[str, DeviceSource],
+        level1: DeviceSource | None,
         level2: DeviceRetrieval,
         rows: Rows,
         slots: Slots,
         draft_logits: torch.Tensor,
         race: Race,
     ) -> None:
+        self.sources = sources
         self.level1 = level1
         self.level2 = level2
         self.slots = slots
@@ -62,6 +69,12 @@ class DeviceTriForce:
         counts["num_level2_passes"] = self._observer.num_passes
         return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
 
+    def reset_counters(self) -> None:
+        """As if nothing had been proposed."""
+        self._counters.zero_()
+        self._observer.reset()
+        self.times.seconds.clear()
+
     def note_counters(self) -> None:
         """Brings ``known_counters`` up to date with what had been counted at the last call,
         without a wait for the device."""
@@ -84,29 +97,46 @@ class DeviceTriForce:
 
     def capture(self, mode) -> None:
         """Captures CUDA graphs of all passes of both levels."""
-        self.level1.capture(mode)
+        for source in self.sources.values():
+            source.capture(mode)
         self.level2.capture(mode)
 
-    def propose(self, batch: DeviceBatch, most: int) -> None:
-        """Fills ``rows.proposal``, at most ``most`` tokens a row.
+    def keeps_window(self, route: str) -> bool:
+        """Whether whoever drafts by a route keeps a window, which a full pass without a proposal of
+        it leaves behind."""
+        source = self.sources.get(route, self.level1)
+        return source is not None and source.keeps_window
 
-        Args:
-            most: upper bound of a proposal, ``num_speculative_tokens`` at most.
-        """
-        propose(DeviceLevels(self._parts, batch, most), self._observer)
-
-    def export_proposal(
+    def begin(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
         states: torch.Tensor,  # [batch size], int
     ) -> None:
-        """Gives every request of the batch its proposal, padded where it is short or none."""
-        self._parts.rows.finish(
-            draft_tokens, row_of_batch, states, self.num_proposed, self._counters
-        )
-        parts = self._parts
-        clear_distributions(parts.handed_up, states, self.num_proposed)
+        """Nobody has a proposal; padding stands in the place of each."""
+        draft_tokens.fill_(PAD_TOKEN)
+        self.num_proposed.index_fill_(0, states, 0)
+
+    def propose(self, batch: DeviceBatch, draft_tokens: torch.Tensor) -> None:
+        """Proposes by both levels, and hands it to the batch."""
+        propose(DeviceLevels(self._parts, batch), self._observer)
+        self._finish(draft_tokens, is_direct=False)
+
+    def propose_directly(self, source: str, batch: DeviceBatch, draft_tokens: torch.Tensor) -> None:
+        """Proposes what a source drafts, and hands it to the batch."""
+        with self.times.part("level 1"):
+            propose_directly(self._parts, self.sources[source], batch)
+        self._finish(draft_tokens, is_direct=True)
+
+    def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
+        self._parts.rows.finish(draft_tokens, self.num_proposed, self._counters, is_direct)
+
+    def end(self, states: torch.Tensor) -> None:
+        """What a row of the batch had proposed before, and has not now, is forgotten.
+
+        Args:
+            states: [batch size], int.
+        """
+        clear_distributions(self._parts.handed_up, states, self.num_proposed)
 
     def count_full_pass(
         self,
@@ -122,6 +152,9 @@ class _DeviceObserver:
 
     def __init__(self, times: PartTimes) -> None:
         self._times = times
+        self.num_passes = 0
+
+    def reset(self) -> None:
         self.num_passes = 0
 
     def part(self, name: str) -> AbstractContextManager:

@@ -7,7 +7,9 @@ proposals, a *state* its place in the model runner's tensors.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels import outcomes as _outcomes
 from vllm_triforce.kernels.counters import (
+    NUM_DIRECT_PROPOSALS,
     NUM_LEVEL2_ACCEPTED,
     NUM_LEVEL2_DRAFTED,
     NUM_LEVEL3_REJECTIONS,
@@ -18,15 +20,19 @@ from vllm_triforce.kernels.counters import (
 from vllm_triforce.kernels.row_metadata import (
     BATCH_ROW,
     LIMIT,
+    MAX_ROUNDS,
+    MAX_TOKENS,
     NEW_OWNER,
     NOT_DUE,
     REFRESH,
     RESERVED,
     SLOT,
     STATE,
+    UNUSED,
     row_value,
 )
 
+_NUM_OUTCOMES, _NUM_PROPOSED = _outcomes.NUM_OUTCOMES, _outcomes.NUM_PROPOSED
 # Where nothing was proposed; see worker/v2/proposal.py.
 PAD_TOKEN = 0
 
@@ -45,6 +51,7 @@ def begin_rows_kernel(
     computed_ptr,  # [padded rows], and so are all below; written
     last_token_ptr,
     room_ptr,
+    rounds_left_ptr,
     length_ptr,
     tail_ptr,
     num_selected_ptr,
@@ -52,6 +59,7 @@ def begin_rows_kernel(
     num_blocks_ptr,
     first_newly_full_ptr,
     last_newly_full_ptr,
+    outcomes_ptr,  # [padded rows, NUM_OUTCOMES], written
     num_speculative_tokens,
     min_context,
     min_tokens,
@@ -63,6 +71,7 @@ def begin_rows_kernel(
     row = tl.program_id(0)
     computed = 0
     room = 0
+    rounds = 0
     tail = 0
     selected = 0
     num_blocks = 0
@@ -74,15 +83,15 @@ def begin_rows_kernel(
         state = row_value(row_metadata_ptr, row, STATE)
         slot = row_value(row_metadata_ptr, row, SLOT)
         refresh = row_value(row_metadata_ptr, row, REFRESH)
-        if refresh == NEW_OWNER:
-            tl.store(slot_fault_ptr + slot, 0)
         reserved = row_value(row_metadata_ptr, row, RESERVED)
         limit = row_value(row_metadata_ptr, row, LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         num_full = computed // block_size
         num_blocks = reserved // block_size
-        if refresh != NOT_DUE:
+        if refresh == UNUSED:
+            tail = num_full
+        elif refresh != NOT_DUE:
             tail = tl.maximum(num_full - recent_blocks, 0)
             first = tl.where(refresh == NEW_OWNER, 0, tl.load(slot_known_ptr + slot))
             last = num_full
@@ -91,19 +100,21 @@ def begin_rows_kernel(
         else:
             tail = tl.load(slot_tail_ptr + slot)
         selected = tl.minimum(tail, max_selected)
-        room = tl.minimum(num_speculative_tokens, reserved - computed)
+        rounds = row_value(row_metadata_ptr, row, MAX_ROUNDS)
+        room = tl.minimum(row_value(row_metadata_ptr, row, MAX_TOKENS), reserved - computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
         # full pass adds a token of its own.
         room = tl.minimum(room, limit - 2 - computed)
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
         is_ready = tl.load(num_sampled_ptr + row_value(row_metadata_ptr, row, BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
-        is_ready = is_ready & (computed >= min_tokens) & (reach <= width)
+        is_ready = is_ready & (computed >= min_tokens) & ((reach <= width) | (refresh == UNUSED))
         is_ready = is_ready & (tl.load(slot_fault_ptr + slot) == 0)
-        room = tl.where(is_ready, tl.maximum(room, 0), 0)
+        room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
     tl.store(computed_ptr + row, computed)
     tl.store(last_token_ptr + row, token)
     tl.store(room_ptr + row, room)
+    tl.store(rounds_left_ptr + row, rounds)
     tl.store(length_ptr + row, 0)
     tl.store(tail_ptr + row, tail)
     tl.store(num_selected_ptr + row, selected)
@@ -111,35 +122,36 @@ def begin_rows_kernel(
     tl.store(num_blocks_ptr + row, num_blocks)
     tl.store(first_newly_full_ptr + row, first)
     tl.store(last_newly_full_ptr + row, last)
+    for column in tl.static_range(_NUM_OUTCOMES):
+        tl.store(outcomes_ptr + row * _NUM_OUTCOMES + column, 0)
 
 
 @triton.jit
 def finish_rows_kernel(
     draft_tokens_ptr,  # [batch size, num_speculative_tokens], written
-    row_of_batch_ptr,  # [batch size], -1 where a request was not speculated on
-    states_ptr,  # [batch size]
-    proposal_ptr,  # [padded rows, num_speculative_tokens]
-    length_ptr,  # [padded rows]
+    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
+    proposal_ptr,  # [num_rows, num_speculative_tokens]
+    length_ptr,  # [num_rows]
     num_proposed_ptr,  # [max_num_reqs], by state, written
+    outcomes_ptr,  # [num_rows, NUM_OUTCOMES], written
     counters_ptr,  # [num_counters], added to
     num_speculative_tokens,
-    PAD: tl.constexpr,
+    IS_DIRECT: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
-    batch_row = tl.program_id(0)
-    row = tl.load(row_of_batch_ptr + batch_row)
+    row = tl.program_id(0)
+    length = tl.load(length_ptr + row)
+    if length > 0:
+        tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
+        tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
+        if IS_DIRECT:
+            tl.atomic_add(counters_ptr + NUM_DIRECT_PROPOSALS, 1)
     places = tl.arange(0, PADDED_LEN)
-    mask = places < num_speculative_tokens
-    length = 0
-    if row >= 0:
-        length = tl.load(length_ptr + row)
-        if length > 0:
-            tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
-            tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
-    source = proposal_ptr + tl.maximum(row, 0) * num_speculative_tokens
-    token = tl.load(source + places, mask=places < length, other=PAD)
-    tl.store(draft_tokens_ptr + batch_row * num_speculative_tokens + places, token, mask=mask)
-    tl.store(num_proposed_ptr + tl.load(states_ptr + batch_row), length)
+    token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
+    out = draft_tokens_ptr + row_value(row_metadata_ptr, row, BATCH_ROW) * num_speculative_tokens
+    tl.store(out + places, token, mask=places < length)
+    tl.store(num_proposed_ptr + row_value(row_metadata_ptr, row, STATE), length)
+    tl.store(outcomes_ptr + row * _NUM_OUTCOMES + _NUM_PROPOSED, length)
 
 
 @triton.jit

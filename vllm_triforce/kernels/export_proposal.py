@@ -28,7 +28,7 @@ def _export_kernel(
     place_stride,
     is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
     states_ptr,  # [num_reqs]
-    target_ptr,  # [num_reqs, places, vocab_size]
+    logits_ptr,  # [num_reqs, places, vocab_size]; not read where ALL_CERTAIN
     length_ptr,  # [num_reqs], after emission
     num_emitted_ptr,  # [num_reqs]
     temperature_ptr,  # [num_reqs]
@@ -37,6 +37,7 @@ def _export_kernel(
     num_speculative_tokens,
     vocab_size,
     ANY_CERTAIN: tl.constexpr,
+    ALL_CERTAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,12 +49,16 @@ def _export_kernel(
     to = tl.load(length_ptr + row) - emitted + place
     tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    source = target_ptr + (row * tl.num_programs(1) + place) * vocab_size
-    logits = tl.load(source + tokens, mask=mask)
-    if ANY_CERTAIN:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if tl.load(is_certain_ptr + row) != 0:
-            token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
-            logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
+    if ALL_CERTAIN:
+        token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+        logits = tl.where(tokens == token, 0.0, float("-inf"))
+    else:
+        source = logits_ptr + (row * tl.num_programs(1) + place) * vocab_size
+        logits = tl.load(source + tokens, mask=mask)
+        if ANY_CERTAIN:  # noqa: SIM102, known when the kernel is compiled, the other is not
+            if tl.load(is_certain_ptr + row) != 0:
+                token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+                logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + state * state_stride + to * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
     tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
@@ -89,23 +94,25 @@ def _clear_distributions_kernel(
 def export_distributions(
     handed_up: HandedUp,  # written
     rows: Rows,  # after emission
-    target: torch.Tensor,  # [num_rows, gamma + 1, vocab_size], level 2's masked logits
+    logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: see below
     temperature: torch.Tensor,  # [num_rows], float32
     is_certain: torch.Tensor | None,  # [num_rows], int32, see below; None: of no row
 ) -> None:
-    """Copies level 2's logits of what was just emitted to where the outer test reads them.
+    """Copies the logits from which the newest tokens were drawn to where the outer test reads them.
 
     Where a request is certain, each token is said to be: a proposal that is cut at a place that
-    depends on its tokens, as a grammar does, is tested rightly only so.
+    depends on its tokens, as a grammar does, is tested rightly only so; and where there are no
+    logits, none was drawn.
     """
-    num_rows, num_places, vocab_size = target.shape
-    _export_kernel[(num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
+    num_places = rows.gamma if logits is None else logits.shape[1]
+    vocab_size = handed_up.logits.shape[2] if logits is None else logits.shape[2]
+    _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
         handed_up.logits,
         handed_up.logits.stride(0),
         handed_up.logits.stride(1),
         handed_up.is_stale,
         rows.column(RowColumn.STATE),
-        target,
+        handed_up.logits if logits is None else logits,
         rows.length,
         rows.num_emitted,
         temperature,
@@ -114,6 +121,7 @@ def export_distributions(
         rows.num_speculative_tokens,
         vocab_size,
         ANY_CERTAIN=is_certain is not None,
+        ALL_CERTAIN=logits is None,
         BLOCK=_BLOCK,
     )
 

@@ -20,6 +20,8 @@ class RowColumn(IntEnum):
     RESERVED = 4  # tokens that its allocated blocks hold
     LIMIT = 5  # length at which the request ends
     WINDOW_START = 6  # index of the first recent token in level 1's window
+    MAX_TOKENS = 7  # of its proposal
+    MAX_ROUNDS = 8  # in which it takes part
 
 
 class Refresh(IntEnum):
@@ -28,6 +30,7 @@ class Refresh(IntEnum):
     NOT_DUE = 0
     DUE = 1
     NEW_OWNER = 2  # due, and what is kept in the slot was another request's
+    UNUSED = 3  # level 2 takes no part: there may be no selection, and none is made
 
 
 BATCH_ROW = tl.constexpr(int(RowColumn.BATCH_ROW))
@@ -37,11 +40,14 @@ REFRESH = tl.constexpr(int(RowColumn.REFRESH))
 RESERVED = tl.constexpr(int(RowColumn.RESERVED))
 LIMIT = tl.constexpr(int(RowColumn.LIMIT))
 WINDOW_START = tl.constexpr(int(RowColumn.WINDOW_START))
+MAX_TOKENS = tl.constexpr(int(RowColumn.MAX_TOKENS))
+MAX_ROUNDS = tl.constexpr(int(RowColumn.MAX_ROUNDS))
 NUM_COLUMNS = tl.constexpr(len(RowColumn))
 
 NOT_DUE = tl.constexpr(int(Refresh.NOT_DUE))
 DUE = tl.constexpr(int(Refresh.DUE))
 NEW_OWNER = tl.constexpr(int(Refresh.NEW_OWNER))
+UNUSED = tl.constexpr(int(Refresh.UNUSED))
 
 
 @triton.jit

@@ -3,17 +3,14 @@
 import torch
 from vllm.triton_utils import triton
 
-from vllm_triforce.kernels.bookkeeping import (
-    PAD_TOKEN,
-    begin_rows_kernel,
-    finish_rows_kernel,
-)
+from vllm_triforce.kernels.bookkeeping import begin_rows_kernel, finish_rows_kernel
 from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.feeding import (
     feed_draft_kernel,
     feed_target_kernel,
     feed_window_kernel,
 )
+from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import RowColumn
 
 
@@ -63,8 +60,11 @@ class Rows:
             row_metadata=self.row_metadata,
         )
         # All below by row. Tokens with KV, the newest token, the length that the proposal may
-        # reach, and the length that it has; each [max_rows].
-        self.computed, self.last_token, self.room, self.length = integers(4, max_rows)
+        # reach, the rounds that may still be taken for it, and the length that it has; each
+        # [max_rows].
+        self.computed, self.last_token, self.room, self.rounds_left, self.length = integers(
+            5, max_rows
+        )
         # Of level 2's cache: first block of the tail, selected blocks, tokens left out before the
         # tail, allocated blocks.
         self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, max_rows)
@@ -72,6 +72,7 @@ class Rows:
         self.first_newly_full, self.last_newly_full = integers(2, max_rows)
         # Of the round: what level 1 drafted, what of it was accepted, what the proposal grew by.
         self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
+        self.outcomes = integers(max_rows, len(OutcomeColumn))
         self.token_positions = integers(max_rows)  # index of the first drafted token
         self.drafted = integers(max_rows, gamma)
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
@@ -108,6 +109,7 @@ class Rows:
             self.computed,
             self.last_token,
             self.room,
+            self.rounds_left,
             self.length,
             self.tail,
             self.num_selected,
@@ -115,6 +117,7 @@ class Rows:
             self.num_blocks,
             self.first_newly_full,
             self.last_newly_full,
+            self.outcomes,
             self.num_speculative_tokens,
             min_context,
             self.num_speculative_tokens,
@@ -223,21 +226,24 @@ class Rows:
     def finish(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        row_of_batch: torch.Tensor,  # [batch size], int32, -1 where not speculated on
-        states: torch.Tensor,  # [batch size], int
         num_proposed: torch.Tensor,  # [max_num_reqs], int32, by state, written
         counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+        is_direct: bool,
     ) -> None:
-        """Hands the proposals to the batch, padded with PAD_TOKEN."""
-        finish_rows_kernel[(len(states),)](
+        """Hands the proposals to the batch, whose other places stay as they are.
+
+        Args:
+            is_direct: whether they are level 1's alone.
+        """
+        finish_rows_kernel[(self.num_rows,)](
             draft_tokens,
-            row_of_batch,
-            states,
+            self.row_metadata,
             self.proposal,
             self.length,
             num_proposed,
+            self.outcomes,
             counters,
             self.num_speculative_tokens,
-            PAD=PAD_TOKEN,
+            IS_DIRECT=is_direct,
             PADDED_LEN=triton.next_power_of_2(self.num_speculative_tokens),
         )

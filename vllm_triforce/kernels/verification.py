@@ -17,6 +17,12 @@ from vllm_triforce.kernels.counters import (
 )
 from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
 from vllm_triforce.kernels.noise import uniform
+from vllm_triforce.kernels.outcomes import (
+    LEVEL1_ACCEPTED,
+    LEVEL1_REJECTED,
+    NUM_OUTCOMES,
+    NUM_ROUNDS,
+)
 from vllm_triforce.kernels.race import Race, race_kernel, winner
 from vllm_triforce.kernels.row_metadata import SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
@@ -75,7 +81,9 @@ def _emit_kernel(
     proposal_ptr,  # [num_reqs, num_speculative_tokens], written
     length_ptr,  # [num_reqs], written
     room_ptr,  # [num_reqs], written
+    rounds_left_ptr,  # [num_reqs], written
     num_emitted_ptr,  # [num_reqs], written
+    outcomes_ptr,  # [num_reqs, NUM_OUTCOMES], added to
     counters_ptr,  # [num_counters], added to
     row_fault_ptr,  # [num_reqs], written
     slot_fault_ptr,  # [num_slots], written
@@ -127,14 +135,23 @@ def _emit_kernel(
         if is_number:
             tl.store(out + accepted, last.to(tl.int64))
             emitted += 1
+        rounds_left = tl.load(rounds_left_ptr + row) - 1
+        tl.store(rounds_left_ptr + row, rounds_left)
+        if (rounds_left == 0) | has_fault:
+            tl.store(room_ptr + row, length + emitted)  # the proposal ends with what there is
         if has_fault:
-            # The proposal ends with what there is, and the request is not speculated on again.
-            tl.store(room_ptr + row, length + emitted)
+            # The request is not speculated on again.
             tl.store(row_fault_ptr + row, 1)
             tl.store(slot_fault_ptr + row_value(row_metadata_ptr, row, SLOT), 1)
             tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
         tl.store(length_ptr + row, length + emitted)
         tl.store(num_emitted_ptr + row, emitted)
+        outcomes = outcomes_ptr + row * NUM_OUTCOMES
+        tl.store(outcomes + NUM_ROUNDS, tl.load(outcomes + NUM_ROUNDS) + 1)
+        right = outcomes + LEVEL1_ACCEPTED
+        tl.store(right, tl.load(right) + accepted)
+        wrong = outcomes + LEVEL1_REJECTED
+        tl.store(wrong, tl.load(wrong) + (accepted < num_drafted).to(tl.int32))
         tl.atomic_add(counters_ptr + NUM_INNER_ROUNDS, 1)
         tl.atomic_add(counters_ptr + NUM_LEVEL1_DRAFTED, num_drafted.to(tl.int64))
         tl.atomic_add(counters_ptr + NUM_LEVEL1_ACCEPTED, accepted.to(tl.int64))
@@ -200,7 +217,9 @@ def verify_drafts(
         rows.proposal,
         rows.length,
         rows.room,
+        rows.rounds_left,
         rows.num_emitted,
+        rows.outcomes,
         counters,
         rows.faults.row,
         rows.faults.slot,

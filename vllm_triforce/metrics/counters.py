@@ -21,6 +21,7 @@ class DeviceCounter(IntEnum):
     NUM_LEVEL3_REJECTIONS = 7
     NUM_LEVEL3_STEPS = 8
     NUM_NAN_REQUESTS = 9
+    NUM_DIRECT_PROPOSALS = 10
 
 
 def read_device_counters(

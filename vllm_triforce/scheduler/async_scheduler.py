@@ -1,4 +1,4 @@
-"""Asynchronous scheduling without drafts for requests that are too short to have any."""
+"""Asynchronous scheduling for Model Runner V1: no drafts for requests that are too short."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 

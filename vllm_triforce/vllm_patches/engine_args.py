@@ -31,8 +31,13 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
-_ASYNC_SCHEDULER = "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler"
-_SCHEDULER = "vllm_triforce.scheduler.scheduler.TriForceScheduler"
+# By (whether the model runner is V2, whether scheduling is asynchronous).
+_SCHEDULERS = {
+    (False, False): "vllm_triforce.scheduler.scheduler.TriForceScheduler",
+    (False, True): "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler",
+    (True, False): "vllm_triforce.scheduler.v2.TriForceSchedulerV2",
+    (True, True): "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2",
+}
 
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
@@ -91,7 +96,7 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
             "name one or leave them out"
         )
     config = TriForceConfig.from_speculative_config(keys)
-    return config.fill(checks.has_controller(), draft.get("model")), draft
+    return config.fill(True, draft.get("model"), checks.has_fixed_shapes()), draft
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
@@ -188,15 +193,12 @@ def _finish(vllm_config, config: TriForceConfig):
 
 
 def _choose_scheduler(vllm_config) -> None:
-    """No scheduler must have drafts verified that can never be there. One that the user chose
-    stays; Model Runner V1 then leaves them out itself."""
+    """One that the user chose stays: Model Runner V1 then leaves out by itself what can never be
+    there, and V2 proposes by fixed lengths."""
     scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.scheduler_cls is not None:
-        return
-    if scheduler_config.async_scheduling:
-        scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
-    elif not vllm_config.use_v2_model_runner:
-        scheduler_config.scheduler_cls = _SCHEDULER
+    if scheduler_config.scheduler_cls is None:
+        key = bool(vllm_config.use_v2_model_runner), bool(scheduler_config.async_scheduling)
+        scheduler_config.scheduler_cls = _SCHEDULERS[key]
 
 
 _REGISTRY = "vLLM has a registry of out-of-tree speculative methods"

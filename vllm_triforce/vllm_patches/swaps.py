@@ -63,6 +63,13 @@ DRAFT_TOKENS_HANDLER = Swap(
     "it hands on how many tokens of each request were proposed",
     _OUT_OF_TREE,
 )
+VARLEN_DECODE = Swap(
+    "CudaGraphManager (V2)",
+    "varlen_decode",
+    "proposals are as long as was planned for each request: without graphs for any mix of lengths "
+    "such a batch would run piecewise, where stock vLLM has one graph",
+    "vLLM captures them wherever the attention allows it",
+)
 LAYER_IMPL = Swap(
     "Attention",
     "impl",

@@ -59,14 +59,17 @@ class TriForceWorkerMixin:
     def compile_or_warm_up_model(self):
         # Before vLLM sets the seed anew, which it does last.
         self.triforce.calibrate()
-        return super().compile_or_warm_up_model()
+        seconds = super().compile_or_warm_up_model()
+        self.triforce.warm_up()
+        return seconds
 
-    def execute_model(self, *args, **kwargs):
-        output = super().execute_model(*args, **kwargs)
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        self.triforce.begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
         return output if output is None else self._with_counters(output)
 
     def sample_tokens(self, *args, **kwargs):
-        output = super().sample_tokens(*args, **kwargs)
+        output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
         if self._sends_drafts:
             draft_carrier.attach(output, self.model_runner)
         return self._with_counters(output)

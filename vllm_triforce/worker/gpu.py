@@ -3,11 +3,12 @@
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 from vllm_triforce.worker.memory import room_for_kv_cache
-from vllm_triforce.worker.v2.plain_decode_graphs import add_plain_decode_graphs
+from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs, serve_any_mix
 
 logger = init_logger("vllm.triforce")
 
@@ -31,5 +32,14 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
         super().initialize_from_config(kv_cache_config)
         runner: Any = self.model_runner  # of V2: config/checks.py refuses V1 on a GPU
         manager = runner.cudagraph_manager
-        if manager is not None:
-            add_plain_decode_graphs(manager)
+        if manager is None:
+            return
+        unsupported = get_varlen_cudagraph_unsupported_backend(
+            runner.attn_groups,
+            self.vllm_config,
+            manager.decode_query_len,
+            checked_layer_names=set(self.triforce.target_layers),
+        )
+        if unsupported is None:
+            serve_any_mix(manager)
+        add_plain_decode_graphs(manager)

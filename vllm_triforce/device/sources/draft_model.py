@@ -36,6 +36,7 @@ class DeviceDraftModel(DeviceSource):
     """
 
     name = "draft_model"
+    keeps_window = True
 
     @classmethod
     def build(cls, parts: DeviceSourceParts) -> "DeviceDraftModel":

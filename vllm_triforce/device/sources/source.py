@@ -44,6 +44,9 @@ class DeviceSource(ABC):
 
     name: ClassVar[str]
     """Its file's, and that of the same source in ``host/sources``."""
+    keeps_window: ClassVar[bool] = False
+    """Whether it keeps ``Slot``'s window of what it has read, which every full pass makes longer:
+    those behind which it did not draft are told to the slots."""
 
     @classmethod
     def build(cls, parts: DeviceSourceParts) -> "DeviceSource":

@@ -19,6 +19,7 @@ from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.verification.boundary import Boundary
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.worker.adapter import RunnerAdapter
 from vllm_triforce.worker.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.worker.draft_loading import loading_draft, warm_up
 from vllm_triforce.worker.v1.adapters import AdapterSwitch
@@ -34,7 +35,7 @@ logger = init_logger("vllm.triforce")
 _REST = 8
 
 
-class TriForceProposer(DraftModelProposer):
+class TriForceProposer(RunnerAdapter, DraftModelProposer):
     """TriForce in the place of vLLM's draft model."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:

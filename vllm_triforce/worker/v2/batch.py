@@ -1,17 +1,30 @@
 """What Model Runner V2 knows of its batch, as the loop on the device wants it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.core.step_plan import Proposing
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.worker.v2.request_facts import RequestFacts
 
 
 def read_batch(
-    runner, facts: RequestFacts, input_batch, rows: np.ndarray, num_sampled, last_sampled
+    runner,
+    facts: RequestFacts,
+    input_batch,
+    rows: np.ndarray,
+    plans: Sequence[Proposing],
+    num_sampled,
+    last_sampled,
 ) -> DeviceBatch:
-    """The batch's ``rows``, for the loop on the device."""
+    """The batch's ``rows``, for the loop on the device.
+
+    Args:
+        plans: of each row.
+    """
     states = input_batch.idx_mapping_np[rows]
     tables = runner.block_tables
     on_device = _to_device(runner, states.astype(np.int64))
@@ -24,6 +37,8 @@ def read_batch(
         max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
         reserved=reserved.min(0),
         limits=limits,
+        max_num_tokens=np.array([plan.num_tokens for plan in plans]),
+        max_num_rounds=np.array([plan.num_rounds for plan in plans]),
         sampling=_sampling(runner, facts, states, on_device),
         tables=[table.gpu[on_device] for table in tables.block_tables],
         query_rows=_to_device(runner, rows.astype(np.int32)),

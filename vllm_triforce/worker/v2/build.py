@@ -88,24 +88,25 @@ class DeviceBuild:
             device,
         )
         race = Race(self.num_slots, draft_logits.shape[2], device)
-        (source,) = config.sources
-        level1 = DEVICE_SOURCES[source].build(
-            DeviceSourceParts(
-                vllm_config,
-                config,
-                draft,
-                draft_layers,
-                backend.draft(),
-                rows,
-                self.num_slots,
-                draft_logits.shape[2],
-                draft_logits.dtype,
-                race,
-                device,
-            )
+        parts = DeviceSourceParts(
+            vllm_config,
+            config,
+            draft,
+            draft_layers,
+            backend.draft(),
+            rows,
+            self.num_slots,
+            draft_logits.shape[2],
+            draft_logits.dtype,
+            race,
+            device,
         )
+        sources = {name: DEVICE_SOURCES[name].build(parts) for name in config.sources}
+        level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         self.slots = Slots(self.num_slots)
-        self.triforce = DeviceTriForce(config, level1, level2, rows, self.slots, draft_logits, race)
+        self.triforce = DeviceTriForce(
+            config, sources, level1, level2, rows, self.slots, draft_logits, race
+        )
 
     def capture(self, mode: CUDAGraphMode) -> None:
         self.triforce.capture(mode)

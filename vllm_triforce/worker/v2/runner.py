@@ -14,35 +14,40 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
+from vllm_triforce.core.step_plan import StepPlan, plan_of
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.worker.adapter import RunnerAdapter
 from vllm_triforce.worker.draft_loading import loading_draft, warm_up
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
 from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
+from vllm_triforce.worker.v2.reports import Reports
 from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
+from vllm_triforce.worker.v2.routes import Routes
+from vllm_triforce.worker.v2.warm_up import warm_up_proposals
 
 logger = init_logger("vllm.triforce")
 
 
-class TriForceSpeculatorV2(StandaloneARSpeculator):
+class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     """TriForce in the place of vLLM's draft model.
 
     Of vLLM's class it keeps how a draft model is loaded and the buffers that the runner reads.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
-    nothing of the proposals and always has ``num_speculative_tokens`` verified. What was not
+    nothing of the proposals and has as many verified as were planned. What was not
     proposed is therefore PAD_TOKEN, *drawn with certainty*: its draft logits are one-hot, so the
     outer test accepts it with the probability that the target gives it and otherwise draws from
     the rest, which is exact. V2's own placeholder, -1, will not do: the full pass would look up
     its embedding.
 
-    Waits of the host for the device in one ``propose()``: one per batch of inner rounds
-    (``DeviceTriForce``), usually one or two, none where nothing is speculated on. A scheduler
-    that is not asynchronous waits once more, for the tokens.
+    ``propose()`` never waits for the device: who proposes how much by how many rounds is planned
+    before the step. A scheduler that is not asynchronous waits once, for the tokens.
     """
 
     num_extra_query_per_req = 0
@@ -62,8 +67,11 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._report = IntervalReport(config.log_interval)
         self._facts: RequestFacts | None = None
+        self._routes: Routes | None = None
         self._disabled_requests = DisabledRequests()
         self._num_faults = 0
+        self._plan: StepPlan | None = None
+        self._reports = Reports(device)
         # By state: a proposal, and distributions, may still be there.
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
@@ -97,6 +105,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
     def allocate(self, kv_cache_config) -> None:
         """Builds the levels, once the target's KV cache exists."""
         self._facts = hear_of_requests(self._runner)
+        self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         self._built = DeviceBuild(
@@ -111,6 +120,7 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
             draft_logits=self.draft_logits,
             device=self.device,
         )
+        self._routes = Routes(self.config, self._built, self._facts)
 
     def capture(self) -> None:
         # vLLM also captures while it measures memory, before there is a KV cache of full size.
@@ -126,8 +136,13 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         """What goes to /metrics: it must not wait for the device."""
         return self._built.triforce.known_counters
 
-    def calibrate(self) -> None:
-        """Nothing: lengths are fixed on this runner, whose passes have fixed shapes."""
+    def warm_up(self) -> None:
+        """Compiles what proposals need, before a request waits for it; and measures, where there is
+        something to choose. Behind the capture of CUDA graphs."""
+        measured = warm_up_proposals(
+            self.config, self._runner, self._built, self._num_blocks, self.device
+        )
+        self._reports.measured(measured)
 
     def held_requests(self) -> dict[str, int]:
         return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}
@@ -171,26 +186,34 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         most = self.num_speculative_steps
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
-        rows = self._rows_to_speculate_on(input_batch, most)
+        routes = self._routes.of_batch(input_batch, self._plan, most, self._disabled_requests)
         hosted_states = input_batch.idx_mapping_np[:num_reqs]
-        if not len(rows) and not self._has_proposal[hosted_states].any():
+        if not routes and not self._has_proposal[hosted_states].any():
             # Nothing was proposed before, nothing is now: all is padding already.
             draft_tokens.fill_(PAD_TOKEN)
             self._handler.proposed(draft_tokens, None)
             return draft_tokens
-        if len(rows):
+        triforce.begin(draft_tokens, states)
+        self._has_proposal[hosted_states] = False
+        for route, plans in routes.items():
+            rows = np.array(list(plans))
             batch = read_batch(
-                self._runner, self._facts, input_batch, rows, num_sampled, last_sampled
+                self._runner,
+                self._facts,
+                input_batch,
+                rows,
+                list(plans.values()),
+                num_sampled,
+                last_sampled,
             )
-            self._built.recorder.paused = True
-            try:
-                triforce.propose(batch, most)
-            finally:
-                self._built.recorder.paused = False
-        row_of_batch = np.full(num_reqs, -1, dtype=np.int32)
-        row_of_batch[rows] = np.arange(len(rows))
-        triforce.export_proposal(draft_tokens, self._to_device(row_of_batch), states)
-        self._has_proposal[hosted_states] = row_of_batch >= 0
+            with self._built.recorder.pausing():
+                if route == LEVELS:
+                    triforce.propose(batch, draft_tokens)
+                else:
+                    triforce.propose_directly(route, batch, draft_tokens)
+            self._has_proposal[hosted_states[rows]] = True
+            self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
+        triforce.end(states)
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:
             self._put_aside(triforce.known_counters.num_nan_requests)
@@ -216,30 +239,14 @@ class TriForceSpeculatorV2(StandaloneARSpeculator):
         if is_profile and self.model is not None:
             warm_up(self.model, self.vllm_config, self.device)
 
-    def _rows_to_speculate_on(self, input_batch, most: int) -> np.ndarray:
-        """Rows of the batch that decode, are long enough and have a slot, or can get one.
+    def begin_step(self, scheduler_output) -> None:
+        """A step begins: what is planned of it."""
+        self._plan = plan_of(scheduler_output)
+        self._reports.begin(None if self._plan is None else self._plan.number)
 
-        Lengths are what the host knows: upper bounds. The device looks again.
-        """
-        if not most:
-            return np.zeros(0, dtype=np.int64)
-        num_reqs = input_batch.num_reqs
-        scheduled = input_batch.num_scheduled_tokens[:num_reqs]
-        read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
-        decodes = read >= input_batch.prefill_len_np[:num_reqs]
-        longest = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
-        states = input_batch.idx_mapping_np[:num_reqs]
-        speculates = decodes & ~self._facts.decodes_plainly[states]
-        rows = np.flatnonzero(speculates & (longest >= self.config.min_context))
-        if self._disabled_requests:
-            rows = [row for row in rows if input_batch.req_ids[row] not in self._disabled_requests]
-        slots = self._built.slots
-        known = [row for row in rows if input_batch.req_ids[row] in slots]
-        new = [row for row in rows if input_batch.req_ids[row] not in slots]
-        chosen = np.array(sorted(known + new[: slots.num_free]), dtype=np.int64)
-        passed = set(input_batch.req_ids) - {input_batch.req_ids[row] for row in chosen}
-        slots.miss_a_pass(passed)
-        return chosen
+    def end_step(self, output):
+        """``output`` with what is known of the step before."""
+        return self._reports.send(output)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(values, device=self.device)

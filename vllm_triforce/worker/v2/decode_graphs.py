@@ -1,12 +1,38 @@
-"""CUDA graphs for batches in which nothing is speculated on.
+"""CUDA graphs for the batches that there are with TriForce.
 
-With speculation configured, Runner V2 captures whole decode passes for
-``num_speculative_tokens + 1`` tokens a request only. Requests below ``min_context`` decode one
-token at a time, as without TriForce, and must find the graphs that they would have without it.
+With speculation configured, Runner V2 captures whole decode passes for batches in which everybody
+verifies ``num_speculative_tokens`` tokens. Requests on which nothing is speculated decode one token
+at a time, as without TriForce, and proposals are as long as was planned: both must find graphs as
+well, or a step takes longer than stock vLLM's.
 """
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_triforce.vllm_patches import swaps
+
+
+def _captures_decode_passes(manager: CudaGraphManager) -> bool:
+    mode = manager.cudagraph_mode
+    return mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
+
+
+def serve_any_mix(manager: CudaGraphManager) -> bool:
+    """Lets the manager capture decode passes for any mix of 1 to ``decode_query_len`` tokens a
+    request, in the place of those for batches in which all have as many: as vLLM does where it cuts
+    proposals on the device. The attention's graphs must allow it
+    (``get_varlen_cudagraph_unsupported_backend`` in vllm/v1/worker/gpu/attn_utils.py).
+
+    Returns:
+        whether it does.
+    """
+    if manager.varlen_decode or not _captures_decode_passes(manager):
+        return manager.varlen_decode
+    swaps.VARLEN_DECODE.set(manager, True)
+    manager._candidates.clear()
+    manager._capture_descs.clear()
+    manager._init_candidates()
+    return True
 
 
 def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
@@ -18,10 +44,7 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
     Returns:
         the number of graphs added.
     """
-    mode = manager.cudagraph_mode
-    if manager.decode_query_len == 1 or manager.varlen_decode or not mode.separate_routine():
-        return 0
-    if mode.decode_mode() != CUDAGraphMode.FULL:
+    if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
         return 0
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     known = {(desc.num_tokens, desc.uniform_token_count) for desc in captured}

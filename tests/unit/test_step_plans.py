@@ -1,0 +1,231 @@
+"""Promise: on Model Runner V2 every step says what its requests propose behind it, and nobody is
+given placeholders for what will never be proposed."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.unit.test_controller import LONG_PAYS
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.controller.ahead import Outcome
+from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.core.fixed_plan import fixed_proposing
+from vllm_triforce.core.step_plan import Proposing, StepPlan, attach, plan_of
+from vllm_triforce.core.step_report import Proposed, StepReport, report_of
+from vllm_triforce.core.step_report import attach as send
+from vllm_triforce.scheduler.plans import PlansSteps, _outcomes
+
+PLACEHOLDERS = [-1] * 6
+ALL = Proposing(LEVELS, 6, 3)
+
+
+def resolved(can_adapt: bool = False, **keys):
+    return TriForceConfig(**keys).fill(can_adapt, has_fixed_shapes=True).resolve(16)
+
+
+class Running:
+    """A request of vLLM's scheduler, in the middle of its completion."""
+
+    def __init__(self, name: str, computed: int = 2000, max_tokens: int = 1000, **params) -> None:
+        self.request_id = name
+        self.num_computed_tokens = computed
+        self.num_prompt_tokens = 1900
+        self.num_tokens = 1995
+        self.max_tokens = max_tokens
+        self.is_prefill_chunk = False
+        self.sampling_params = SamplingParams(**params)
+        self.spec_token_ids = []
+
+
+class VLLMs:
+    """What is asked of vLLM's: it gives everybody who decodes placeholders."""
+
+    def __init__(self, vllm_config, max_num_running_reqs: int) -> None:
+        self.vllm_config, self.max_num_running_reqs = vllm_config, max_num_running_reqs
+        self.num_spec_tokens = 6
+        self.requests, self.running = {}, []
+
+    def update_from_output(self, scheduler_output, output):
+        return {}
+
+    def _update_after_schedule(self, output) -> None:
+        for request_id in output.num_scheduled_tokens:
+            if not self.requests[request_id].is_prefill_chunk:
+                self.requests[request_id].spec_token_ids = PLACEHOLDERS
+
+
+class Ours(PlansSteps, VLLMs):
+    def step(self, *requests: Running) -> dict:
+        """The plan of a step of these requests."""
+        self.requests = {request.request_id: request for request in requests}
+        self.running = list(requests)
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = {
+            name: 1 + len(request.spec_token_ids) for name, request in self.requests.items()
+        }
+        output.scheduled_spec_decode_tokens = {
+            name: request.spec_token_ids
+            for name, request in self.requests.items()
+            if request.spec_token_ids
+        }
+        output.scheduled_cached_reqs.req_ids = list(self.requests)
+        output.scheduled_cached_reqs.num_computed_tokens = [2000] * len(requests)
+        self._update_after_schedule(output)
+        self.last = output
+        plan = plan_of(output).proposing
+        for request in requests:
+            planned = plan[request.request_id].num_tokens if request.request_id in plan else 0
+            assert request.spec_token_ids == PLACEHOLDERS[:planned]
+        return plan
+
+
+@pytest.fixture
+def scheduler():
+    keys = resolved(min_context=1000, max_speculating_seqs=2).to_dict()
+    config = SimpleNamespace(additional_config={"triforce": {**keys, "draft_model": None}})
+    return Ours(config, 8)
+
+
+def test_who_is_too_short_or_reads_its_prompt_proposes_nothing(scheduler):
+    reading = Running("reading")
+    reading.is_prefill_chunk = True
+    assert scheduler.step(Running("short", computed=999), reading, Running("long")) == {"long": ALL}
+
+
+def test_who_decodes_plainly_proposes_nothing(scheduler):
+    allowed = Running("allowed", allowed_token_ids=[1, 2])
+    named = Running("named", logprob_token_ids=[1, 2])
+    assert scheduler.step(allowed, named, Running("usual")) == {"usual": ALL}
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])
+def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
+    """95 tokens of the completion are known; this step adds one, and the next one its own."""
+    (its,) = scheduler.step(Running("one", max_tokens=max_tokens)).values()
+    assert its.num_tokens == expected
+    assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
+
+
+def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
+    first, second, third = (Running(name) for name in "abc")
+    assert set(scheduler.step(first, second, third)) == {"a", "b"}
+    assert set(scheduler.step(third, second, first)) == {"a", "b"}, "who has a slot keeps it"
+    assert set(scheduler.step(second, third)) == {"b", "c"}, "who has left gives it up"
+    assert set(scheduler.step(first, third, second)) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("levels", "most", "expected"),
+    [
+        ("1,2,3", 6, Proposing(LEVELS, 6, 3)),
+        ("1,2,3", 1, Proposing(LEVELS, 1, 1)),
+        ("1,3", 5, Proposing("prompt_lookup", 5, 3)),
+        ("2,3", 4, Proposing(LEVELS, 4, 4)),
+    ],
+)
+def test_what_is_always_proposed(levels, most, expected):
+    config = resolved(levels=levels)
+    assert config.gamma == 2
+    assert fixed_proposing(config, most) == expected
+
+
+def test_a_plan_goes_where_its_step_goes():
+    """vLLM pickles a step for workers in other processes."""
+    output = SchedulerOutput.make_empty()
+    assert plan_of(output) is None
+    plan = StepPlan(7, {"a": ALL})
+    attach(output, plan)
+    assert plan_of(pickle.loads(pickle.dumps(output))) == plan
+
+
+class Outputs:
+    """A worker's, of steps in which each request's first ``accepted`` drafts are."""
+
+    def __init__(self, scheduler: Ours) -> None:
+        self._scheduler = scheduler
+        self._before: StepPlan | None = None
+
+    def of_last_step(self, accepted: int, shorter: int = 0, measured=None) -> SimpleNamespace:
+        """
+        Args:
+            shorter: tokens by which proposals are shorter than was planned.
+        """
+        step, before = self._scheduler.last, self._before
+        self._before = plan_of(step)
+        names = list(step.num_scheduled_tokens)
+        output = SimpleNamespace(
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=[[5] * (1 + accepted)] * len(names),
+        )
+        if before is not None:
+            proposed = {
+                name: Proposed(its.num_tokens - shorter, its.num_rounds, 3, 1)
+                for name, its in before.proposing.items()
+            }
+            send(output, lambda: StepReport(before.number, proposed, measured))
+        return output
+
+
+@pytest.fixture
+def choosing():
+    keys = resolved(True).to_dict()
+    config = SimpleNamespace(additional_config={"triforce": {**keys, "draft_model": None}})
+    scheduler = Ours(config, 8)
+    scheduler.clock = lambda: 0.0
+    return scheduler
+
+
+def test_nothing_is_chosen_before_passes_were_measured_and_then_it_is_learnt_from(
+    choosing, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(choosing._decisions, "ended", lambda step: seen.append(step))
+    request, outputs = Running("one"), Outputs(choosing)
+    for measured in (None, None, LONG_PAYS, None, None):
+        plan = choosing.step(request)
+        choosing.update_from_output(choosing.last, outputs.of_last_step(2, 1, measured))
+        assert bool(plan) == (len(seen) > 3), "the first report comes with the second output"
+    *_, last = seen
+    (outcome,) = last.outcomes.values()
+    planned = last.tokens[0] - 1
+    assert outcome == Outcome(
+        planned - 1, planned - 1, min(2, planned - 1), outcome.num_rounds, 3, 1
+    )
+    assert last.is_comparable and last.contexts == [2000]
+
+
+def test_what_padding_was_accepted_is_no_merit(choosing):
+    """More tokens came than were proposed: the full pass verified padding, too."""
+    report = StepReport(3, {"a": Proposed(2, 1, 1, 0), "gone": Proposed(4, 2, 1, 1)})
+    output = SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[[1, 2, 3, 4]])
+    found = _outcomes(report, {"a": [-1] * 6}, output)
+    assert found == {"a": Outcome(2, 2, 2, 1, 1, 0)}
+    assert _outcomes(report, {}, output) == {"a": Outcome(2, 0, 0, 1, 1, 0)}, "none was verified"
+
+
+def test_a_report_goes_with_the_output_of_the_step_after():
+    """And is made only when the output is asked for, by which the device is done."""
+    from vllm_triforce.worker.v2.reports import Reports
+
+    reports, device = Reports(torch.device("cpu")), torch.device("cpu")
+    outcomes = torch.tensor([[6, 3, 4, 1]], dtype=torch.int32, device=device)
+    reports.begin(7)
+    reports.add(["a"], outcomes)
+    first = SimpleNamespace(req_ids=["a"])
+    assert report_of(reports.send(first)) is None
+    outcomes.zero_()  # the buffer is the next proposal's
+    reports.begin(8)
+    later = SimpleNamespace(req_ids=["a"], get_output=lambda: SimpleNamespace())
+    made = reports.send(later).get_output()
+    assert report_of(made) == StepReport(7, {"a": Proposed(6, 3, 4, 1)})
+    reports.measured(LONG_PAYS)
+    reports.begin(9)
+    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
+    reports.begin(None)
+    reports.begin(None)
+    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) == StepReport(9)
+    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) is None

@@ -1,0 +1,205 @@
+"""On Model Runner V2 it is the scheduler that says what a step's requests propose behind it.
+
+An asynchronous scheduler runs ahead of the worker, and the worker of its device: neither can know
+what is proposed. What was planned they do know. A request that proposes nothing is given no
+placeholders, and is verified as without speculation: off costs nothing.
+
+    scheduler: plans a step, and sends the plan with it                     core/step_plan.py
+    worker: proposes by it; what came of it goes with the next output       core/step_report.py
+    scheduler: learns from that, and from when outputs come                 controller/ahead.py
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.controller import Candidate, Controller, CostModel
+from vllm_triforce.controller.ahead import DecisionsAhead, Outcome, StepSeen
+from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.fixed_plan import fixed_proposing
+from vllm_triforce.core.step_plan import Proposing, StepPlan, attach, plan_of
+from vllm_triforce.core.step_report import StepReport, report_of
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+
+
+@dataclass
+class _Output:
+    """The output that came last."""
+
+    at: float
+    request_ids: frozenset[str]
+
+
+class PlansSteps:
+    """Over a scheduler of vLLM's: each step carries its plan."""
+
+    clock = staticmethod(time.perf_counter)
+
+    # The scheduler's own.
+    vllm_config: Any
+    requests: dict[str, Any]
+    running: list[Any]
+    num_spec_tokens: int
+    max_num_running_reqs: int
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        keys = dict(self.vllm_config.additional_config[METHOD])
+        keys.pop("draft_model")
+        self._config = config = ResolvedConfig.from_dict(keys)
+        self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
+        self._with_slots: set[str] = set()
+        """The worker keeps something for so many requests at a time; theirs until they end, or lose
+        their blocks."""
+        self._decisions: DecisionsAhead | None = None
+        if config.choices:
+            traits = [SOURCES[name].traits() for name in config.sources]
+            self._decisions = DecisionsAhead(
+                Controller(config, traits, whole_rounds=True), config.sources[0]
+            )
+        self._num_steps = 0
+        self._last: _Output | None = None
+        self._decided_on: set[str] = set()
+
+    # Before a step.
+
+    def _update_after_schedule(self, scheduler_output):
+        super()._update_after_schedule(scheduler_output)
+        self._with_slots &= {request.request_id for request in self.running}
+        names = scheduler_output.num_scheduled_tokens
+        able = {name: most for name in names if (most := self._most(self.requests[name]))}
+        plan = self._plan(able, len(names) - len(able))
+        attach(scheduler_output, plan)
+        for name in names:
+            request = self.requests[name]
+            if request.spec_token_ids:
+                its = plan.proposing.get(name)
+                request.spec_token_ids = request.spec_token_ids[: its.num_tokens if its else 0]
+
+    def _plan(self, able: Mapping[str, int], num_plain: int) -> StepPlan:
+        """
+        Args:
+            able: tokens that each request may propose at most.
+            num_plain: the step's other requests.
+        """
+        if self._decisions is None:
+            number, self._num_steps = self._num_steps, self._num_steps + 1
+            fixed = {most: fixed_proposing(self._config, most) for most in set(able.values())}
+            return StepPlan(number, {name: fixed[most] for name, most in able.items()})
+        for name in self._decided_on - self.requests.keys():
+            self._decisions.release(name)
+        self._decided_on &= self.requests.keys()
+        self._decided_on.update(able)
+        number, chosen = self._decisions.decide(
+            list(able), lambda name: self._candidate(self.requests[name], able[name]), num_plain
+        )
+        proposing = {
+            name: Proposing(choice.route, choice.num_tokens, rounds)
+            for name, (choice, rounds) in chosen.items()
+        }
+        return StepPlan(number, proposing)
+
+    def _most(self, request) -> int:
+        """Tokens that a request may propose behind the step that was just scheduled."""
+        # An upper bound: what is in flight may be rejected.
+        if (
+            request.is_prefill_chunk
+            or request.num_computed_tokens < self._config.min_context
+            or decodes_plainly(request.sampling_params)
+        ):
+            return 0
+        # This step adds a token at least, and so does the next one, beside the proposal.
+        most = min(self.num_spec_tokens, _num_left(request) - 2)
+        return most if most > 0 and self._has_slot(request.request_id) else 0
+
+    def _has_slot(self, request_id: str) -> bool:
+        if request_id not in self._with_slots and len(self._with_slots) < self._num_slots:
+            self._with_slots.add(request_id)
+        return request_id in self._with_slots
+
+    def _candidate(self, request, most: int) -> Candidate:
+        params = request.sampling_params
+        return Candidate(
+            request.request_id,
+            request.num_computed_tokens,
+            most,
+            # Whether there is a match is known on the device alone.
+            {name: 0 for name in self._config.sources},
+            params.seed is not None,
+            params.temperature < GREEDY_EPSILON,
+            num_left=_num_left(request),
+        )
+
+    # Behind a step.
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        if self._decisions is not None:
+            self._learn(self._decisions, scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _learn(self, decisions: DecisionsAhead, scheduler_output, model_runner_output) -> None:
+        plan, report = plan_of(scheduler_output), report_of(model_runner_output)
+        now, last = self.clock(), self._last
+        scheduled = scheduler_output.num_scheduled_tokens
+        if not scheduled or plan is None:
+            return
+        if report is not None and report.measured is not None:
+            decisions.controller.start(CostModel(report.measured))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        self._last = _Output(now, frozenset(scheduled))
+        tokens = [scheduled[name] for name in cached.req_ids]
+        decodes = [1 + len(drafts.get(name, ())) for name in cached.req_ids]
+        alive = [self.requests[name] for name in cached.req_ids if name in self.requests]
+        is_comparable = (
+            last is not None
+            and last.request_ids == scheduled.keys() == set(cached.req_ids)
+            and tokens == decodes
+            and len(alive) == len(tokens)
+        )
+        decisions.ended(
+            StepSeen(
+                plan.number,
+                tokens,
+                cached.num_computed_tokens,
+                all(request.sampling_params.temperature < GREEDY_EPSILON for request in alive),
+                now - last.at if last is not None else 0.0,
+                _outcomes(report, drafts, model_runner_output)
+                if report is not None and report.number == plan.number - 1
+                else {},
+                is_comparable,
+            )
+        )
+
+
+def _num_left(request) -> int:
+    """Tokens that it may still emit, beside those that are in flight."""
+    return request.num_prompt_tokens + request.max_tokens - request.num_tokens
+
+
+def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outcome]:
+    """Of the proposals that a step has verified.
+
+    Args:
+        drafts: what the step had verified, by request; padding included.
+    """
+    places, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+    outcomes = {}
+    for name, its in report.proposed.items():
+        if name not in places:
+            continue
+        num_verified = min(its.num_tokens, len(drafts.get(name, ())))
+        num_accepted = min(num_verified, max(0, len(sampled[places[name]]) - 1))
+        outcomes[name] = Outcome(
+            its.num_tokens,
+            num_verified,
+            num_accepted,
+            its.num_rounds,
+            its.level1_accepted,
+            its.level1_rejected,
+        )
+    return outcomes

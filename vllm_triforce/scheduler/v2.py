@@ -1,0 +1,14 @@
+"""vLLM's schedulers for Model Runner V2, whose steps carry plans."""
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_triforce.scheduler.plans import PlansSteps
+
+
+class TriForceSchedulerV2(PlansSteps, Scheduler):
+    """Waits for each step's proposals, and has those verified."""
+
+
+class TriForceAsyncSchedulerV2(PlansSteps, AsyncScheduler):
+    """Has as many tokens verified as were planned, proposed or not."""

@@ -1,0 +1,171 @@
+"""Measures the passes on Model Runner V2 at start-up, for the controller's cost model.
+
+Full passes are vLLM's own dummy runs, which take the CUDA graphs that steps take; proposals are
+real ones, of requests that do not exist.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.worker.v2.trial_batches import TrialBatches
+
+# Next to no context: what is measured there is the pass without its attention.
+_NO_CONTEXT = 16
+_CONTEXTS = (2048, 8192, 32_768)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Where kernels are interpreted, as in tests on a CPU, a proposal takes seconds, and always as long.
+_REPEATS = {"cpu": 0}
+_USUAL_REPEATS = 3
+# Rounds of the two proposals whose difference is what rounds take.
+_FEW, _MORE = 1, 3
+
+
+class CalibrationV2:
+    """The passes that can be measured.
+
+    Args:
+        dummy_run: vLLM's ``GPUModelRunner._dummy_run``.
+        triforce: proposes (``device/triforce.py``).
+        max_context: tokens of a request at most.
+        max_reqs: of a batch.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        dummy_run: Callable,
+        triforce,
+        batches: TrialBatches,
+        max_context: int,
+        max_reqs: int,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._dummy_run = dummy_run
+        self._triforce = triforce
+        self._batches = batches
+        self._max_context = max_context
+        self._max_reqs = max_reqs
+        self._device = device
+        num_places = config.num_speculative_tokens
+        self._draft_tokens = torch.zeros(
+            batches.max_rows, num_places, dtype=torch.int64, device=device
+        )
+
+    def warm_up(self) -> None:
+        """Runs everything once that a proposal may need, so that no request waits for a compiler:
+        for one request and for several, greedy and sampled."""
+        context = min(2 * self._config.retrieval_budget, self._max_context)
+        for is_greedy in (True, False):
+            for num_rows in sorted({1, min(2, self._batches.max_rows)}):
+                for route in self._routes():
+                    self._propose(route, num_rows, context, _MORE, is_greedy)
+
+    def run(self) -> Measurements:
+        """Seconds of everything."""
+        longest = self._config.num_speculative_tokens + 1
+        contexts = [_NO_CONTEXT, *(c for c in _CONTEXTS if c < self._max_context)]
+        contexts.append(self._max_context)
+        rows = [n for n in _ROWS if n <= self._max_reqs]
+        by_rows = [(float(n), self._full_pass(n, 1, _NO_CONTEXT)) for n in rows]
+        by_tokens = [
+            (float(q), [(float(c), self._full_pass(1, q, c)) for c in contexts])
+            for q in (1, longest)
+        ]
+        draft = draft_per_row = 0.0
+        several = min(4, self._batches.max_rows)
+        for route in self._routes():
+            if route == self._config.sources[0] and self._triforce.keeps_window(route):
+                draft = self._round(route, 1) / self._config.gamma
+                if several > 1:
+                    more = self._round(route, several) / self._config.gamma - draft
+                    draft_per_row = max(0.0, more / (several - 1))
+        level2 = max(0.0, self._round(LEVELS, 1) - self._config.gamma * draft)
+        level2_per_row = 0.0
+        if several > 1:
+            together = self._round(LEVELS, several) - self._config.gamma * (
+                draft + (several - 1) * draft_per_row
+            )
+            level2_per_row = max(0.0, (together - level2) / (several - 1))
+        return Measurements(
+            by_rows,
+            by_tokens,
+            [(1, level2)],
+            level2_per_row,
+            draft,
+            draft_per_row,
+            selection_per_token=self._first_selection(),
+        )
+
+    def _routes(self) -> list[str]:
+        return [LEVELS, *self._config.sources]
+
+    def _full_pass(self, num_reqs: int, num_tokens: int, context: int) -> float:
+        """Of requests with so many tokens each: 1, or as many as a proposal and one more."""
+
+        def run() -> None:
+            self._dummy_run(
+                num_reqs * num_tokens,
+                uniform_decode=num_tokens > 1,
+                context_len=min(context, self._max_context),
+            )
+
+        return self._timed(run)
+
+    def _round(self, route: str, num_rows: int) -> float:
+        context = min(2 * self._config.retrieval_budget, self._max_context)
+        few, more = (
+            self._timed(partial(self._propose, route, num_rows, context, n, True))
+            for n in (_FEW, _MORE)
+        )
+        return max(0.0, more - few) / (_MORE - _FEW)
+
+    def _first_selection(self) -> float:
+        """Of a token of context, where nothing is known of a request."""
+        short = min(self._config.retrieval_budget, self._max_context // 2)
+        longer = self._max_context
+        few, more = (
+            self._timed(partial(self._propose, LEVELS, 1, n, _FEW, True)) for n in (short, longer)
+        )
+        return max(0.0, more - few) / max(1, longer - short)
+
+    def _propose(
+        self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool
+    ) -> None:
+        triforce = self._triforce
+        batch = self._batches.make(
+            num_rows, context, self._config.num_speculative_tokens, num_rounds, is_greedy
+        )
+        states = torch.arange(num_rows, device=self._device)
+        draft_tokens = self._draft_tokens[:num_rows]
+        triforce.begin(draft_tokens, states)
+        if route == LEVELS:
+            triforce.propose(batch, draft_tokens)
+        else:
+            triforce.propose_directly(route, batch, draft_tokens)
+        triforce.begin(draft_tokens, states)
+        triforce.end(states)
+        self._batches.forget(batch)
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        """The fastest of a few, after a first one: what disturbs only makes it slower."""
+        best = float("inf")
+        repeats = _REPEATS.get(self._device.type, _USUAL_REPEATS)
+        for turn in range(repeats + 1):
+            self._wait()
+            start = time.perf_counter()
+            run()
+            self._wait()
+            if turn or not repeats:
+                best = min(best, time.perf_counter() - start)
+        return best
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()

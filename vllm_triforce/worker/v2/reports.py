@@ -1,0 +1,76 @@
+"""Collects what comes of each step's plan, without a wait for the device."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.core.step_report import Proposed, StepReport, attach
+
+
+class Reports:
+    """One worker's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._number: int | None = None
+        self._rows: list[tuple[list[str], torch.Tensor]] = []
+        self._measured: Measurements | None = None
+        self._ready: Callable[[], StepReport] | None = None
+
+    def begin(self, number: int | None) -> None:
+        """A step begins; what was collected of the one before goes with its output.
+
+        Args:
+            number: of its plan; None where it has none.
+        """
+        if self._number is not None:
+            self._ready = partial(
+                self._make, self._number, self._rows, self._event(), self._measured
+            )
+            self._measured = None
+        self._number, self._rows = number, []
+
+    def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
+        """
+        Args:
+            outcomes: [num_rows, len(OutcomeColumn)], int32; may be written over after this.
+        """
+        if self._number is not None:
+            copied = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
+            self._rows.append((request_ids, copied.copy_(outcomes, non_blocking=True)))
+
+    def measured(self, measurements: Measurements | None) -> None:
+        """What passes take goes with the next report."""
+        self._measured = measurements
+
+    def send(self, output):
+        """``output`` with what is ready."""
+        # vLLM's empty output is one object for all: what is ready can wait.
+        if output is not None and getattr(output, "req_ids", True) and self._ready is not None:
+            attach(output, self._ready)
+            self._ready = None
+        return output
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self._device.type != "cpu"
+
+    def _event(self):
+        if not self._is_gpu or not self._rows:
+            return None
+        event = torch.Event()
+        event.record()
+        return event
+
+    @staticmethod
+    def _make(number, rows, event, measured) -> StepReport:
+        if event is not None:
+            event.synchronize()  # of a step that is over: it waits for nothing
+        proposed = {
+            name: Proposed(*values)
+            for names, outcomes in rows
+            for name, values in zip(names, outcomes.tolist())
+        }
+        return StepReport(number, proposed, measured)

@@ -1,0 +1,87 @@
+"""Requests that do not exist: proposals for them compile kernels at start, and are timed."""
+
+import numpy as np
+import torch
+
+from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
+
+
+class TrialBatches:
+    """Makes them, over KV blocks that hold nothing yet.
+
+    Args:
+        build: the loop and its parts (``worker/v2/build.py``).
+        runner: vLLM's, whose block tables say how blocks are laid out.
+    """
+
+    def __init__(self, build, runner, num_blocks: int, device: torch.device) -> None:
+        self._build = build
+        self._runner = runner
+        self._num_blocks = num_blocks
+        self._device = device
+        self._num_made = 0
+        self._vocab_size = runner.sampler.sampling_states.vocab_size
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that can be in one."""
+        return self._build.rows.max_rows
+
+    def make(
+        self, num_rows: int, context: int, num_tokens: int, num_rounds: int, is_greedy: bool
+    ) -> DeviceBatch:
+        """New requests of so much context, that propose as much."""
+        states = np.arange(num_rows)
+        self._num_made += 1
+        return DeviceBatch(
+            request_ids=[f"trial {self._num_made}, {row}" for row in range(num_rows)],
+            batch_rows=states,
+            states=states,
+            max_computed_tokens=np.full(num_rows, context),
+            reserved=np.full(num_rows, context + num_tokens + 1),
+            limits=np.full(num_rows, context + 2 * num_tokens + 4),
+            max_num_tokens=np.full(num_rows, num_tokens),
+            max_num_rounds=np.full(num_rows, num_rounds),
+            sampling=self._sampling(num_rows, is_greedy),
+            tables=self._tables(num_rows, context + 2 * num_tokens),
+            query_rows=self._filled(num_rows, 0, torch.int32),
+            num_computed=self._filled(self._runner.max_num_reqs, context, torch.int32),
+            num_sampled=self._filled(num_rows, 1, torch.int32),
+            last_sampled=self._filled(self._runner.max_num_reqs, 0, torch.int64)[:, None],
+            all_token_ids=self._runner.req_states.all_token_ids.gpu,
+        )
+
+    def forget(self, batch: DeviceBatch) -> None:
+        """Nothing is kept of its requests."""
+        for request_id in batch.request_ids:
+            self._build.slots.release(request_id)
+
+    def _sampling(self, num_rows: int, is_greedy: bool) -> DeviceSampling:
+        seeds = self._filled(num_rows, 1, torch.int64)
+        if is_greedy:
+            nobody = self._filled(num_rows, 0.0, torch.float32)
+            return DeviceSampling(nobody, seeds, None, None, None, all_greedy=True)
+        return DeviceSampling(
+            self._filled(num_rows, 1.0, torch.float32),
+            seeds,
+            None,
+            self._filled(num_rows, 0.9, torch.float32),
+            None,
+            all_greedy=False,
+        )
+
+    def _tables(self, num_rows: int, num_tokens: int) -> list[torch.Tensor]:
+        """Of each KV cache group; block 0 is vLLM's null block."""
+        tables = []
+        for size, own in zip(
+            self._runner.block_tables.block_sizes, self._runner.block_tables.block_tables
+        ):
+            width = own.gpu.shape[1]
+            ids = torch.arange(num_rows * width, dtype=torch.int32, device=self._device)
+            ids = 1 + ids.view(num_rows, width) % (self._num_blocks - 1)
+            ids[:, -(-num_tokens // size) + 1 :] = 0
+            tables.append(ids)
+        return tables
+
+    def _filled(self, count: int, value, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=self._device)

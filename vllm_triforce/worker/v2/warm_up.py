@@ -1,0 +1,38 @@
+"""What Model Runner V2 does with proposals before the first request comes."""
+
+import torch
+
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.worker.v2.build import DeviceBuild
+from vllm_triforce.worker.v2.calibration import CalibrationV2
+from vllm_triforce.worker.v2.trial_batches import TrialBatches
+
+
+@torch.inference_mode()
+def warm_up_proposals(
+    config: ResolvedConfig, runner, built: DeviceBuild, num_blocks: int, device: torch.device
+) -> Measurements | None:
+    """Runs every kind of proposal once on a GPU, where kernels are compiled for it.
+
+    Returns:
+        What passes take; None where nothing is chosen by it.
+    """
+    is_gpu = device.type != "cpu"
+    if not (is_gpu or config.choices):
+        return None
+    calibration = CalibrationV2(
+        config,
+        runner._dummy_run,
+        built.triforce,
+        TrialBatches(built, runner, num_blocks, device),
+        runner.max_model_len - 2 * config.num_speculative_tokens - 4,
+        runner.max_num_reqs,
+        device,
+    )
+    with built.recorder.pausing():
+        if is_gpu:
+            calibration.warm_up()
+        measured = calibration.run() if config.choices else None
+    built.triforce.reset_counters()
+    return measured
