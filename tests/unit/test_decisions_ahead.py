@@ -246,3 +246,16 @@ def test_rates_are_those_of_the_text():
     assert np.mean([r.round_tokens for r, _ in made.controller.acceptance.requests.values()]) == (
         pytest.approx(1 + 0.6 + 0.36, abs=0.2)
     )
+
+
+if __name__ == "__main__":  # the table of docs/results/2026-11-23-plans.md
+    for name in ("mha", "gqa"):
+        for level2, draft in ((0.8, 0.5), (0.95, 0.7), (0.99, 0.8)):
+            for size in (1, 8):
+                device, arguments = Device(WORLDS[name], level2, draft), (size, 1200, 100_000)
+                found = device.decode(decisions(WORLDS[name]), *arguments, skip=200)
+                best, fixed = max(
+                    (device.decode(FixedDecisions(*fixed), *arguments, skip=200), str(fixed[0]))
+                    for fixed in FIXED
+                )
+                print(name, level2, draft, size, f"{found:.2f} {best:.2f}", fixed)

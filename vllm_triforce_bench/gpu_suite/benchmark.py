@@ -54,7 +54,12 @@ def _engine(args, geometry, cells):
     keys = None
     if args.budget:
         draft = draft_of(geometry).write(args.work / "models" / f"{args.geometry}-draft")
-        keys = {"model": draft, "retrieval_budget": args.budget, "min_context": 0}
+        keys = {
+            "model": draft,
+            "retrieval_budget": args.budget,
+            "min_context": 0,
+            "adaptive": False,
+        }
     limits = {} if args.device == "cpu" else {"dtype": "bfloat16", "gpu_memory_utilization": 0.88}
     if args.backend:
         limits["attention_backend"] = args.backend

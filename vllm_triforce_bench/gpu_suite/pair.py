@@ -28,7 +28,7 @@ def main() -> None:
     plain = {cell: decode(stock, _prompts(target, *cell), args.num_tokens) for cell in cells}
     found: list[dict] = []
     for budget in args.budgets:
-        keys = {"model": draft, "retrieval_budget": budget, "min_context": 0}
+        keys = {"model": draft, "retrieval_budget": budget, "min_context": 0, "adaptive": False}
         llm = _engine(args, target, keys, cells)
         for cell in cells:
             decoded = decode(llm, _prompts(target, *cell), args.num_tokens)

@@ -31,14 +31,14 @@ class TrialBatches:
         self, num_rows: int, context: int, num_tokens: int, num_rounds: int, is_greedy: bool
     ) -> DeviceBatch:
         """New requests of so much context, that propose as much."""
-        states = np.arange(num_rows)
+        states, size = np.arange(num_rows), max(self._runner.block_tables.block_sizes)
         self._num_made += 1
         return DeviceBatch(
             request_ids=[f"trial {self._num_made}, {row}" for row in range(num_rows)],
             batch_rows=states,
             states=states,
             max_computed_tokens=np.full(num_rows, context),
-            reserved=np.full(num_rows, context + num_tokens + 1),
+            reserved=np.full(num_rows, -(-(context + num_tokens + 1) // size) * size),
             limits=np.full(num_rows, context + 2 * num_tokens + 4),
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
