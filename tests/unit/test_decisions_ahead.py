@@ -216,6 +216,8 @@ def test_nothing_is_proposed_before_it_is_known_what_passes_take():
     made = DecisionsAhead(Controller(config, SOURCES[:1], whole_rounds=True), DRAFT)
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})
+    seeded = Candidate("a", 100_000, 12, has_seed=True)
+    assert made.decide(["a"], lambda name: seeded)[1] == {"a": (Choice(LEVELS, 6), 3)}
     made.controller.start(CostModel(MHA_ON_GPU))
     assert set(made.decide(["a"], lambda name: only)[1]) == {"a"}
 

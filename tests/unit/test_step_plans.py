@@ -108,6 +108,8 @@ def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
     (its,) = scheduler.step(Running("one", max_tokens=max_tokens)).values()
     assert its.num_tokens == expected
     assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
+    seeded = scheduler.step(Running("one", max_tokens=max_tokens, seed=3))
+    assert seeded == {"one": ALL}, "the device cuts it, by what it knows for certain"
 
 
 def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):

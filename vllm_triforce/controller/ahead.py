@@ -101,11 +101,13 @@ class DecisionsAhead:
         self._present = set(names)
         if joined:
             self._note_joined(joined)
-        if controller.config.choices and not controller.chooses:
-            return number, {}  # what passes take is not known yet
         if not names or (controller.chooses and controller.backoff.is_resting):
             return number, {}
         candidates = [candidate(name) for name in names]
+        if controller.config.choices and not controller.chooses:
+            # What passes take is not known yet, and no request with a seed waits for that.
+            candidates = [its for its in candidates if its.has_seed]
+            num_plain += len(names) - len(candidates)
         chosen = controller.choose(candidates, num_plain)
         rounds = [self._rounds(c, choice) for c, choice in zip(candidates, chosen)]
         by_levels = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]

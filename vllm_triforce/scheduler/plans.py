@@ -112,8 +112,12 @@ class PlansSteps:
             or decodes_plainly(request.sampling_params)
         ):
             return 0
-        # This step adds a token at least, and so does the next one, beside the proposal.
-        most = min(self.num_spec_tokens, _num_left(request) - 2)
+        most = self.num_spec_tokens
+        if request.sampling_params.seed is None:
+            # This step adds a token at least, and so does the next one, beside the proposal. How
+            # much is known of it depends on when outputs come, and nothing of a request with a
+            # seed may: the device, which knows, cuts its proposals alone.
+            most = min(most, _num_left(request) - 2)
         return most if most > 0 and self._has_slot(request.request_id) else 0
 
     def _has_slot(self, request_id: str) -> bool:
