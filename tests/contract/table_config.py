@@ -17,7 +17,7 @@ TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", OURS),
     overrides(ARGS, "EngineArgs.create_engine_config", "self, usage_context=, headless=", OURS),
     overrides(ARGS, "EngineArgs.create_speculative_config", "self, target_model_config, target_parallel_config", OURS),
-    has(ARGS, "EngineArgs", "speculative_config additional_config block_size async_scheduling trust_remote_code", OURS),
+    has(ARGS, "EngineArgs", "speculative_config additional_config block_size async_scheduling trust_remote_code scheduler_cls", OURS),
     # Ours runs inside: it reads the keys that create_engine_config left in place.
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),

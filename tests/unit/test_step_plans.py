@@ -225,9 +225,24 @@ def test_a_report_goes_with_the_output_of_the_step_after():
     made = reports.send(later).get_output()
     assert report_of(made) == StepReport(7, {"a": Proposed(6, 3, 4, 1)})
     reports.measured(LONG_PAYS)
+    reports.begin(8)  # one without tokens: it has no output
     reports.begin(9)
     assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
     reports.begin(None)
     reports.begin(None)
     assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) == StepReport(9)
     assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) is None
+
+
+@pytest.mark.parametrize(("scheduler_cls", "is_chosen"), [(None, True), ("some.Scheduler", False)])
+def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
+    monkeypatch, scheduler_cls, is_chosen
+):
+    from vllm_triforce.config import checks
+    from vllm_triforce.vllm_patches.engine_args import _split
+
+    monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
+    keys = {"method": "triforce"}
+    config, _ = _split(SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls))
+    assert bool(config.choices) == is_chosen
+    assert (config.resolve(16).min_context == 0) == is_chosen

@@ -80,9 +80,10 @@ def _is_asked_for(engine_args) -> bool:
     return isinstance(keys, dict) and keys.get("method") == METHOD
 
 
-def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str, Any]]:
+def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     """Our keys, validated, and the ones about the draft model, for vLLM."""
-    keys = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    given = engine_args.speculative_config
+    keys = {key.replace("-", "_"): value for key, value in given.items()}
     keys.pop("method")
     draft = {key: keys.pop(key) for key in ("model", *_DRAFT_KEYS) if key in keys}
     if draft.get("model") is not None and not isinstance(draft["model"], str):
@@ -96,7 +97,10 @@ def _split(speculative_config: dict[str, Any]) -> tuple[TriForceConfig, dict[str
             "name one or leave them out"
         )
     config = TriForceConfig.from_speculative_config(keys)
-    return config.fill(True, draft.get("model"), checks.has_fixed_shapes()), draft
+    has_fixed_shapes = checks.has_fixed_shapes()
+    # On Model Runner V2 it is our scheduler that chooses.
+    can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
+    return config.fill(can_adapt, draft.get("model"), has_fixed_shapes), draft
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
@@ -112,7 +116,7 @@ def _wrap_create_engine_config(original):
 
         checks.check_vllm_version()
         vllm_patches.check_signatures()
-        config, draft = _split(self.speculative_config)
+        config, draft = _split(self)
         if draft.get("model"):
             _read_draft_config(draft, self.trust_remote_code)
         changed = ("speculative_config", "additional_config", "async_scheduling")
@@ -144,7 +148,7 @@ def _wrap_create_speculative_config(original):
 
     def _create(self, target_model_config, target_parallel_config):
         checks.check_target(target_model_config, target_parallel_config)
-        config, draft = _split(self.speculative_config)
+        config, draft = _split(self)
         if draft.get("model"):
             hf_config = _read_draft_config(draft, self.trust_remote_code)
             checks.check_draft(draft["model"], hf_config, target_model_config, config)

@@ -19,9 +19,7 @@ from vllm_triforce.worker.v2.trial_batches import TrialBatches
 _NO_CONTEXT = 16
 _CONTEXTS = (2048, 8192, 32_768)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Where kernels are interpreted, as in tests on a CPU, a proposal takes seconds, and always as long.
-_REPEATS = {"cpu": 0}
-_USUAL_REPEATS = 3
+_REPEATS = 3
 # Rounds of the two proposals whose difference is what rounds take.
 _FEW, _MORE = 1, 3
 
@@ -154,9 +152,10 @@ class CalibrationV2:
         self._batches.forget(batch)
 
     def _timed(self, run: Callable[[], None]) -> float:
-        """The fastest of a few, after a first one: what disturbs only makes it slower."""
+        """The fastest of a few, after a first one: what disturbs only makes it slower. On a CPU,
+        where kernels are interpreted, one takes seconds, and is enough."""
         best = float("inf")
-        repeats = _REPEATS.get(self._device.type, _USUAL_REPEATS)
+        repeats = 0 if self._device.type == "cpu" else _REPEATS
         for turn in range(repeats + 1):
             self._wait()
             start = time.perf_counter()

@@ -17,7 +17,7 @@ class Reports:
         self._number: int | None = None
         self._rows: list[tuple[list[str], torch.Tensor]] = []
         self._measured: Measurements | None = None
-        self._ready: Callable[[], StepReport] | None = None
+        self._ready: Callable[..., StepReport] | None = None
 
     def begin(self, number: int | None) -> None:
         """A step begins; what was collected of the one before goes with its output.
@@ -26,10 +26,7 @@ class Reports:
             number: of its plan; None where it has none.
         """
         if self._number is not None:
-            self._ready = partial(
-                self._make, self._number, self._rows, self._event(), self._measured
-            )
-            self._measured = None
+            self._ready = partial(self._make, self._number, self._rows, self._event())
         self._number, self._rows = number, []
 
     def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
@@ -49,8 +46,10 @@ class Reports:
         """``output`` with what is ready."""
         # vLLM's empty output is one object for all: what is ready can wait.
         if output is not None and getattr(output, "req_ids", True) and self._ready is not None:
-            attach(output, self._ready)
-            self._ready = None
+            # A step without tokens has no output, and what it would have taken along is lost: what
+            # was measured must not be.
+            attach(output, partial(self._ready, self._measured))
+            self._ready = self._measured = None
         return output
 
     @property
@@ -60,7 +59,7 @@ class Reports:
     def _event(self):
         if not self._is_gpu or not self._rows:
             return None
-        event = torch.Event()
+        event = torch.cuda.Event()
         event.record()
         return event
 

@@ -26,7 +26,7 @@ def warm_up_proposals(
         runner._dummy_run,
         built.triforce,
         TrialBatches(built, runner, num_blocks, device),
-        runner.max_model_len - 2 * config.num_speculative_tokens - 4,
+        max(1, runner.max_model_len - 2 * config.num_speculative_tokens - 4),
         runner.max_num_reqs,
         device,
     )
