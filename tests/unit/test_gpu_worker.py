@@ -108,6 +108,53 @@ def test_every_mix_of_lengths_has_a_graph(manager):
     assert serve_any_mix(manager) and manager._capture_descs[CUDAGraphMode.FULL] is captured
 
 
+def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(manager, monkeypatch):
+    """What is launched for each layer would make plain decoding slower; a selection behind a step
+    that was not recorded would go by an older step's queries."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    from vllm_triforce.attention.query_recorder import StaticQueryRecorder
+    from vllm_triforce.worker.v2.decode_graphs import (
+        add_plain_decode_graphs,
+        record_nothing_in_plain_graphs,
+        serve_any_mix,
+    )
+
+    serve_any_mix(manager)
+    add_plain_decode_graphs(manager)
+    recorder = StaticQueryRecorder(1, torch.zeros(5, dtype=torch.int32), 2, 8, 7, 10, torch.float32)
+    runner = SimpleNamespace(cudagraph_manager=manager)
+    record_nothing_in_plain_graphs(runner, recorder)
+    heard = {}
+
+    def capture(self, create_forward_fn):
+        for descs in self._capture_descs.values():
+            for desc in descs:
+                create_forward_fn(desc, warmup=False)(desc)
+
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    quiet = runner.cudagraph_manager
+    # As vLLM's own class for a model's graphs does, with what runs the model.
+    super(ModelCudaGraphManager, quiet).capture(
+        lambda desc, warmup: lambda desc: heard.update({desc: recorder.listens})
+    )
+    for desc, listens in heard.items():
+        assert listens == (desc.uniform_token_count != 1)
+    assert len(set(heard.values())) == 2
+
+    def taken(*tokens: int):
+        uniform = tokens[0] if len(set(tokens)) == 1 else None
+        desc = quiet.dispatch(len(tokens), sum(tokens), uniform, 0, max_query_len=max(tokens))
+        return heard[desc]
+
+    assert taken(1, 1) and taken(1, 7) and taken(7)
+    recorder.expect(selection=False)
+    assert not taken(1, 1) and taken(1, 7)
+    recorder.expect(selection=True)
+    with recorder.pausing():
+        assert not taken(1), "as when passes are measured"
+
+
 @pytest.mark.parametrize(("query_len", "largest"), [(1, 512), (3, 512), (7, 100)])
 def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
     """Any batch up to the largest size finds the smallest graph that holds it."""

@@ -105,6 +105,9 @@ class StaticQueryRecorder(_Pausable):
     that is accepted for certain, so that nothing waits for the outcome of the pass. Of one that
     is being read, it is the last token's.
 
+    Nothing is kept in a step behind which nobody selects, as ``expect`` says. A captured graph does
+    not hear of it: those for plain decoding are captured without (``worker/v2/decode_graphs.py``).
+
     Args:
         query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.
         num_heads: query heads of a layer.
@@ -130,6 +133,16 @@ class StaticQueryRecorder(_Pausable):
             num_layers, num_reqs, num_heads, head_dim, dtype=dtype, device=device
         )
         self._is_wanted = True
+        self._is_long_enough = True
+
+    def expect(self, selection: bool) -> None:
+        """A step begins: whether somebody selects behind it."""
+        self._is_wanted = selection
+
+    @property
+    def listens(self) -> bool:
+        """Whether the queries of the next pass are to be kept."""
+        return self._is_wanted and not self.paused
 
     def record(
         self,
@@ -137,16 +150,17 @@ class StaticQueryRecorder(_Pausable):
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         metadata,  # the backend's own, of a full pass
     ) -> None:
-        if self.paused:
+        if not self.listens:
             return
         num_reqs = min(len(self._rows), len(query))
         if layer == 0:
             # A captured graph always records: it is replayed for batches of any length.
             longest = getattr(metadata, "max_seq_len", self.min_context)
-            self._is_wanted = longest >= self.min_context
-            if self._is_wanted:
+            self._is_long_enough = longest >= self.min_context
+            if self._is_long_enough:
                 first, end = self._starts[:num_reqs], self._starts[1 : num_reqs + 1]
                 rows = torch.where(end - first <= self._max_decode_tokens, first, end - 1)
                 self._rows[:num_reqs] = rows.clamp(0, len(query) - 1)
-        if self._is_wanted:
-            self.queries[layer, :num_reqs] = query[self._rows[:num_reqs]]
+        if self._is_long_enough:
+            to = self.queries[layer, :num_reqs]
+            torch.index_select(query, 0, self._rows[:num_reqs], out=to)

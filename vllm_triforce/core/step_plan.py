@@ -37,6 +37,10 @@ class StepPlan:
     number: int
     proposing: Mapping[str, Proposing]
 
+    @property
+    def routes(self) -> set[str]:
+        return {its.route for its in self.proposing.values()}
+
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
 _ATTRIBUTE = "triforce_plan"

@@ -70,6 +70,13 @@ VARLEN_DECODE = Swap(
     "such a batch would run piecewise, where stock vLLM has one graph",
     "vLLM captures them wherever the attention allows it",
 )
+CUDAGRAPH_MANAGER = Swap(
+    "GPUModelRunner (V2)",
+    "cudagraph_manager",
+    "a subclass of vLLM's, of the same state: graphs for plain decoding record no queries, and are "
+    "not taken by a step behind which somebody selects",
+    "never: part of the selection",
+)
 LAYER_IMPL = Swap(
     "Attention",
     "impl",

@@ -8,7 +8,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 from vllm_triforce.worker.memory import room_for_kv_cache
-from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs, serve_any_mix
+from vllm_triforce.worker.v2.decode_graphs import (
+    add_plain_decode_graphs,
+    record_nothing_in_plain_graphs,
+    serve_any_mix,
+)
 
 logger = init_logger("vllm.triforce")
 
@@ -42,4 +46,5 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
         )
         if unsupported is None:
             serve_any_mix(manager)
-        add_plain_decode_graphs(manager)
+        if add_plain_decode_graphs(manager):
+            record_nothing_in_plain_graphs(runner, self.triforce.recorder)

@@ -7,8 +7,13 @@ well, or a step takes longer than stock vLLM's.
 """
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
 
+from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -73,3 +78,48 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
         descs, key=lambda desc: desc.num_tokens, reverse=True
     )
     return len(added)
+
+
+class _Quiet(CudaGraphManager):
+    """Between vLLM's two classes, where each graph's pass is known."""
+
+    recorder: StaticQueryRecorder
+
+    def capture(self, create_forward_fn, *args, **kwargs) -> None:
+        def create(desc, warmup: bool):
+            forward = create_forward_fn(desc, warmup)
+            if desc.uniform_token_count != 1:
+                return forward
+
+            def unheard(mode) -> None:
+                with self.recorder.pausing():
+                    forward(mode)
+
+            return unheard
+
+        super().capture(create, *args, **kwargs)
+
+    def dispatch(
+        self, num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
+    ):
+        if uniform_token_count == 1 and self.recorder.listens:
+            uniform_token_count = None
+        return super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
+        )
+
+
+class QuietPlainGraphs(ModelCudaGraphManager, _Quiet):
+    """Graphs for plain decoding that launch nothing for TriForce.
+
+    Where somebody selects behind a step in which all decode one token, as before a request's first
+    proposal, the batch takes another graph: one for any mix of lengths, or compiled pieces.
+    """
+
+
+def record_nothing_in_plain_graphs(runner, recorder: StaticQueryRecorder) -> None:
+    """Before graphs are captured."""
+    quiet = QuietPlainGraphs.__new__(QuietPlainGraphs)
+    # The same state: whoever else holds the manager sees the graphs that are captured.
+    quiet.__dict__ = swaps.CUDAGRAPH_MANAGER.set(runner, quiet).__dict__
+    quiet.recorder = recorder

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.core.disabled_requests import DisabledRequests
@@ -126,6 +127,10 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         # vLLM also captures while it measures memory, before there is a KV cache of full size.
         if self._built is not None and self._graph_mode != CUDAGraphMode.NONE:
             self._built.capture(self._graph_mode)
+
+    @property
+    def recorder(self) -> StaticQueryRecorder:
+        return self._built.recorder
 
     @property
     def counters(self):
@@ -242,6 +247,9 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     def begin_step(self, scheduler_output) -> None:
         """A step begins: what is planned of it."""
         self._plan = plan_of(scheduler_output)
+        # Only level 2 selects, and by the queries of the full pass that it follows.
+        routes = {LEVELS} if self._plan is None else self._plan.routes
+        self.recorder.expect(selection=LEVELS in routes)
         self._reports.begin(None if self._plan is None else self._plan.number)
 
     def end_step(self, output):
