@@ -49,6 +49,10 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
     assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
     assert filled.choices == {"context", "gamma", "length"}
     assert filled.resolve(16).sources == ("draft_model", "prompt_lookup")
+    alone = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True)
+    assert alone.gamma == 4, "drafts that cost nothing"
+    off = TriForceConfig(adaptive=False).fill(can_adapt=True, has_fixed_shapes=True)
+    assert off.gamma == 2
     given = TriForceConfig(gamma=3, num_speculative_tokens=5)
     filled = given.fill(can_adapt=True, has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (3, 5)

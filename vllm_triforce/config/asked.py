@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from vllm_triforce.config.draft_sources import choose_sources, parse_sources
+from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
 from vllm_triforce.selection import POLICIES
 
@@ -48,7 +48,8 @@ class TriForceConfig:
     gamma: int | None = None
     """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).
     Default: chosen by the controller, at most 4, with prompt lookup beside the draft model; 2
-    where it is off."""
+    where it is off. On Model Runner V2, where it stays as it is at start, 2 with a draft model and
+    4 with prompt lookup alone."""
 
     levels: str = "1,2,3"
     """Levels that take part, for comparisons: ``1,3`` hands level 1's tokens straight to the full
@@ -186,7 +187,11 @@ class TriForceConfig:
                 f"{' and '.join(sources)} here; leave it out, or add 'prompt_lookup' to "
                 "draft_sources"
             )
-        return dataclasses.replace(filled, draft_sources=",".join(sources))
+        gamma = filled.gamma
+        if has_fixed_shapes and "gamma" in filled.choices and not SOURCES[sources[0]].needs_model:
+            # Its tokens cost nothing, and a pass of level 2 reads as much for four as for two.
+            gamma = _MOST_GAMMA
+        return dataclasses.replace(filled, gamma=gamma, draft_sources=",".join(sources))
 
     def _with_lengths(self, can_adapt: bool, has_fixed_shapes: bool = False) -> "TriForceConfig":
         if self.adapts is not None:

@@ -94,7 +94,7 @@ class DeviceSelections:
             is_due = slot.age >= self._refresh_interval
             is_due |= newest - slot.selected_at > self._max_growth
             if slot.is_new or is_due:
-                slot.age, slot.selected_at = 0, newest
+                slot.age, slot.selected_before, slot.selected_at = 0, slot.selected_at, newest
             refresh = Refresh.DUE if is_due else Refresh.NOT_DUE
             result.append(Refresh.NEW_OWNER if slot.is_new else refresh)
             slot.is_new = False
@@ -109,31 +109,12 @@ class DeviceSelections:
     ) -> None:
         """Selects for the rows that are due, and lays out the block tables of all."""
         rows, count = self._rows, self._rows.num_rows
-        due_rows = [row for row, refresh in enumerate(due) if refresh != Refresh.NOT_DUE]
-        if due_rows:
-            max_chunks = max(
-                self.max_selected,
-                *(int(batch.max_computed_tokens[r]) // self.block_size for r in due_rows),
-            )
-            if self.summaries:
-                newly_full = [
-                    self._max_newly_full(int(batch.max_computed_tokens[r]), due[r])
-                    for r in due_rows
-                ]
-                self._attention.update_summaries(
-                    self.summaries,
-                    table,
-                    rows.first_newly_full[:count],
-                    rows.last_newly_full[:count],
-                    max(newly_full),
-                )
-            together = self._rows_at_a_time(max_chunks)
-            for start in range(0, len(due_rows), together):
-                some = due_rows[start : start + together]
-                indices = async_tensor_h2d([slots[r].index for r in some], table.device)
-                self._selected[indices] = self._select(
-                    batch, table, async_tensor_h2d(some, table.device), max_chunks
-                )
+        # Apart, so that the work is as much as is due: a new request has its whole context to
+        # summarise, others a block or two.
+        for kind in (Refresh.NEW_OWNER, Refresh.DUE):
+            due_rows = [row for row, refresh in enumerate(due) if refresh == kind]
+            if due_rows:
+                self._refresh(batch, table, slots, due_rows, kind)
         build_sparse_tables(
             self.tables,
             self._selected,
@@ -145,15 +126,42 @@ class DeviceSelections:
             self._attention.head_strides(),
         )
 
-    def _max_newly_full(self, max_computed_tokens: int, refresh: Refresh) -> int:
-        """Blocks that can have become full since the last selection."""
-        if refresh == Refresh.NEW_OWNER:
-            return max_computed_tokens // self.block_size
-        return (2 * self._max_growth) // self.block_size + 2
+    def _refresh(
+        self, batch: DeviceBatch, table, slots: list[Slot], due_rows: list[int], kind: Refresh
+    ) -> None:
+        """Selects for some rows, for which it is due in the same way."""
+        longest = max(int(batch.max_computed_tokens[row]) for row in due_rows)
+        max_chunks = max(self.max_selected, longest // self.block_size)
+        together = self._rows_at_a_time(max_chunks)
+        for start in range(0, len(due_rows), together):
+            part = due_rows[start : start + together]
+            both = async_tensor_h2d([part, [slots[row].index for row in part]], table.device)
+            some, own_slots = both
+            own = table[some]
+            if self.summaries:
+                self._attention.update_summaries(
+                    self.summaries,
+                    own,
+                    self._rows.first_newly_full[some],
+                    self._rows.last_newly_full[some],
+                    max(self._max_newly_full(slots[row], kind) for row in part),
+                )
+            self._selected[own_slots] = self._select(batch, own, some, max_chunks)
 
-    def _select(self, batch, table, some: torch.Tensor, max_chunks: int) -> torch.Tensor:
-        """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, max_selected]."""
-        own, num_chunks = table[some], self._rows.tail[some]
+    def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:
+        """Blocks that can have become full since the selection before this one; by other routes a
+        request grows without one, as far as it likes."""
+        before = 0 if refresh == Refresh.NEW_OWNER else slot.selected_before
+        # What the host knew then may have been too much, by what was proposed and refused.
+        return (slot.selected_at - before + self._max_growth) // self.block_size + 2
+
+    def _select(self, batch, own, some: torch.Tensor, max_chunks: int) -> torch.Tensor:
+        """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, max_selected].
+
+        Args:
+            own: [len(some), width], the rows' block tables.
+        """
+        num_chunks = self._rows.tail[some]
         score = _KERNELS.get(self._policy.name, self._score)
         votes = score(
             self._queries, batch.query_rows[some], self.summaries, own, num_chunks, max_chunks

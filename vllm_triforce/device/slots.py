@@ -13,6 +13,8 @@ class Slot:
     """Proposals since the last selection."""
     selected_at: int = 0
     """Upper bound of the tokens that there were at the last selection."""
+    selected_before: int = 0
+    """The same, of the selection before that."""
     window_start: int = 0
     """Index of the first recent token in level 1's window."""
     window_tokens: int = -1

@@ -37,7 +37,7 @@ _NUM_OUTCOMES, _NUM_PROPOSED = _outcomes.NUM_OUTCOMES, _outcomes.NUM_PROPOSED
 PAD_TOKEN = 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def begin_rows_kernel(
     row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
     num_rows,

@@ -10,7 +10,7 @@ from vllm_triforce.selection import Summary
 _CHUNKS_PER_PROGRAM = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_chunks"])
 def _chunk_scores_kernel(
     queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
     query_layer_stride,

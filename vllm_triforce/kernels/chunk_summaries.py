@@ -6,7 +6,7 @@ from vllm.triton_utils import tl, triton
 from vllm_triforce.selection import Summary
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def _chunk_summaries_kernel(
     layer_key_ptrs,  # [num_layers], uint64
     key_like,  # any tensor of the keys' dtype

@@ -10,7 +10,7 @@ from vllm_triforce.kernels.rows import Rows
 _DRAFT = _noise.DRAFT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _pick_kernel(
     drafted_ptr,  # [num_reqs, gamma], written
     values_ptr,

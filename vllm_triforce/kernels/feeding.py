@@ -1,4 +1,8 @@
-"""Inputs of the models' passes, made on the device from tokens that the host does not know."""
+"""Inputs of the models' passes, made on the device from tokens that the host does not know.
+
+Here and in the other kernels: a number that differs from step to step is not specialized on. Triton
+would compile anew, while requests wait, for 1, for multiples of 16 and for others.
+"""
 
 from vllm.triton_utils import tl, triton
 
@@ -13,7 +17,7 @@ def token_at(all_token_ids, state_row, proposal_row, computed, index):
     return tl.where(index > computed, proposed.to(tl.int32), known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def feed_window_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,
@@ -69,7 +73,7 @@ def feed_window_kernel(
     tl.store(seq_lens_ptr + row, tl.minimum(tl.maximum(seq_len, query_len), capacity))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "step"])
 def feed_draft_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,
@@ -103,7 +107,7 @@ def feed_draft_kernel(
     tl.store(seq_lens_ptr + row, position + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def feed_target_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
     num_rows,

@@ -142,6 +142,8 @@ class CalibrationV2:
         )
         states = torch.arange(num_rows, device=self._device)
         draft_tokens = self._draft_tokens[:num_rows]
+        nothing = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+        triforce.count_full_pass(nothing, states, batch.num_sampled)
         triforce.begin(draft_tokens, states)
         if route == LEVELS:
             triforce.propose(batch, draft_tokens)
