@@ -28,7 +28,8 @@ def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     rows.row_metadata[:, RowColumn.STATE] = integers([7, 2, 0, 1, 5, 3])
     rows.computed.copy_(integers([n - 1 for n in lengths]))
     rows.length.copy_(integers(proposed))
-    on_device.look_up(rows, all_tokens.to(DEVICE), 2100 + 6, max_ngram)
+    tokens = on_device.gather_tokens(rows, all_tokens.to(DEVICE), 2100)
+    on_device.look_up(rows, tokens, max_ngram, max_blocks=3)
     for row, state in enumerate([7, 2, 0, 1, 5, 3]):
         tokens = torch.cat([all_tokens[state, : lengths[row]], proposal[row, : proposed[row]]])
         expected = on_host(tokens.numpy(), max_ngram, 3)

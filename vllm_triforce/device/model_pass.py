@@ -14,8 +14,8 @@ from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 class PassGraphs(CudaGraphManager):
     """vLLM's manager, for uniform batches of 1, 2, 4, 8, 16, 24, ... rows.
 
-    vLLM's own sizes are counted in tokens and, with speculation, rounded to the full pass's; the
-    largest of them limits ours.
+    vLLM's own sizes are counted in tokens and, with speculation, rounded to the full pass's; ours
+    are counted in rows, and the largest of vLLM's limits them.
 
     Args:
         max_rows: larger batches do not occur.
@@ -34,7 +34,7 @@ class PassGraphs(CudaGraphManager):
         descs = [
             BatchExecutionDescriptor(CUDAGraphMode.FULL, rows * length, rows, length)
             for rows in sorted(sizes)
-            if rows <= most and rows * length <= largest
+            if rows <= min(most, largest)
         ]
         smallest = 1
         for desc in descs:
