@@ -66,6 +66,8 @@ TABLE: list[Surface] = [
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),
     does("model_executor/layers/attention/attention.py", "set_default_quant_scales", "layer._k_scale_float = < layer._v_scale_float =", OURS_GPU),
     calls("v1/kv_cache_interface.py", "is_quantized_kv_cache", "kv_cache_dtype", IMPL_GPU),
+    calls("v1/attention/backends/fa_utils.py", "get_flash_attn_version", "head_size=", IMPL_GPU),
+    calls(FLASH, "FlashAttentionBackend.supports_head_size", "head_size", IMPL_GPU),
     has("platforms/interface.py", "Platform", "fp8_dtype", IMPL_GPU),
     # Sampling, and the fault that is mended.
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/top_p.py"),

@@ -176,6 +176,11 @@ RUNNER_V2: list[Surface] = [
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/device/begin.py"),
     calls("v1/worker/gpu/attn_utils.py", "get_varlen_cudagraph_unsupported_backend", "attn_groups, vllm_config, max_query_len, checked_layer_names=", "vllm_triforce/worker/gpu.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "_init_candidates", "vllm_triforce/worker/v2/decode_graphs.py"),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", "vllm_triforce/worker/v2/decode_graphs.py"),
+    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", "vllm_triforce/worker/v2/decode_graphs.py"),
+    does("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager.capture", "super().capture(", "vllm_triforce/worker/v2/decode_graphs.py"),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", "vllm_triforce/worker/v2/decode_graphs.py"),
+    has(RUNNER2, "GPUModelRunner", "cudagraph_manager kernel_block_sizes", V2),
     calls(RUNNER2, "GPUModelRunner._dummy_run", "num_tokens, uniform_decode=, context_len=", "vllm_triforce/worker/v2/calibration.py"),
     has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
 ]

@@ -13,11 +13,11 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from vllm_triforce.attention.gpu.draft import GPUDraftAttention
-from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl
+from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl, kernel_for
 from vllm_triforce.attention.gpu.paged_kernels import (
+    FlashAttention,
     PagedSequences,
     UniformStarts,
-    flash_attention,
     triton_attention,
 )
 from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
@@ -25,7 +25,7 @@ from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"
-KERNELS = [triton_attention] + ([flash_attention] if ON_GPU else [])
+KERNELS = [triton_attention] + ([FlashAttention(3)] if ON_GPU else [])
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = dict(rtol=2e-2, atol=2e-2) if ON_GPU else dict(rtol=1e-4, atol=1e-4)
 # Tokens that each of three requests reads, the new ones included.
@@ -155,6 +155,52 @@ def test_level_2_of_the_gpu(layout):
     attention.update_summaries(found, blocks, *ends, 40)
     means = case.cache[..., :64].float().mean(2).transpose(0, 1)
     torch.testing.assert_close(found[Summary.MEAN][0].float(), means, **TOLERANCE)
+
+
+@pytest.mark.parametrize("quantized", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_output_is_quantized_where_vllm_has_the_attention_do_it(quantized):
+    """``fuse_attn_quant``: what comes behind in the compiled model reads 8 bits and this scale."""
+    case = Case("head-major", 4, 2, 64, 16, 3)
+    layer, scale = case.vllm_layer(), torch.tensor([0.05], device=DEVICE)
+    attention = GPURetrievalAttention([layer], None, recorder=None)
+    per_block, per_head = attention.head_strides()
+    tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
+    tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
+    lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
+    (metadata,) = attention.uniform(3, 3, lens, tables)
+    given = layer, case.query, None, None, case.cache, metadata
+    output = torch.zeros(case.query.shape, dtype=quantized, device=DEVICE)
+    layer.impl.forward(*given, output, scale)
+    bounds = torch.finfo(quantized)
+    expected = (case.expected().float() / scale).clamp(bounds.min, bounds.max)
+    steps = 2.0 ** -(3 if quantized == torch.float8_e4m3fn else 2)
+    torch.testing.assert_close(output.float(), expected, rtol=steps, atol=1e-1)
+    with pytest.raises(ValueError, match="NVFP4"):
+        layer.impl.forward(*given, output, scale, scale)
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "dtype", "expected"),
+    [
+        (None, torch.bfloat16, FlashAttention(3)),  # a backend other than FlashAttention
+        (None, torch.float32, triton_attention),
+        (None, torch.uint8, triton_attention),
+        (2, torch.bfloat16, FlashAttention(2)),
+        (4, torch.bfloat16, triton_attention),
+    ],
+)
+def test_flash_attention_is_taken_wherever_it_reads_the_cache(
+    of_layer, dtype, expected, monkeypatch
+):
+    """Whatever the full pass has: vLLM's Triton kernel leaves most of a GPU idle at level 2."""
+    from vllm.v1.attention.backends import fa_utils
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    impl = object.__new__(TritonAttentionImpl if of_layer is None else FlashAttentionImpl)
+    impl.head_size, impl.vllm_flash_attn_version = 64, of_layer
+    assert kernel_for(impl, dtype) == expected
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])

@@ -157,8 +157,8 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
 
 @pytest.mark.parametrize(("query_len", "largest"), [(1, 512), (3, 512), (13, 100), (7, 8)])
 def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
-    """Any batch up to the largest size, in requests, finds the smallest graph that holds it, however
-    many tokens each has."""
+    """Any batch up to the largest size, in requests, finds the smallest graph that holds it,
+    however many tokens each has."""
     from vllm.config.compilation import CUDAGraphMode
 
     from vllm_triforce.device.model_pass import PassGraphs
@@ -181,3 +181,44 @@ def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
             assert (desc.cg_mode, desc.num_reqs) == (CUDAGraphMode.FULL, holding[0])
         else:
             assert (desc.cg_mode, desc.num_reqs) == (CUDAGraphMode.NONE, rows)
+
+
+def test_blocks_that_kernels_see_in_pieces_are_refused():
+    from vllm_triforce.core.kv_groups import check_kernel_blocks
+
+    check_kernel_blocks([16, 32], [16, 32])
+    with pytest.raises(ValueError, match=r"block_size=128.*--block-size 64"):
+        check_kernel_blocks([16, 128], [16, 64])
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8'.*8\.9.*kv_cache_dtype='auto'"),
+        ({"model_type": "gpt_oss"}, r"'a model'.*sinks in every layer.*another method"),
+        ({"use_v2": False}, "use_v2_model_runner=False"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, monkeypatch):
+    from vllm_triforce.config import checks
+
+    monkeypatch.setattr(checks, "is_cpu", lambda: False)
+    monkeypatch.setattr(checks, "_reads_fp8", lambda: False)  # as on an A100
+    model_config = SimpleNamespace(
+        model="a model",
+        hf_text_config=SimpleNamespace(model_type=changed.get("model_type", "llama")),
+        uses_mrope=False,
+    )
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False),
+        cache_config=SimpleNamespace(
+            cache_dtype=changed.get("cache_dtype", "auto"), kv_cache_dtype_skip_layers=[]
+        ),
+        use_v2_model_runner=changed.get("use_v2", True),
+        lora_config=None,
+        watermark_config=None,
+        model_config=model_config,
+    )
+    config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    with pytest.raises(ValueError, match=named):
+        checks.check_vllm_config(vllm_config, config)

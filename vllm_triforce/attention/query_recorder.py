@@ -162,5 +162,8 @@ class StaticQueryRecorder(_Pausable):
                 rows = torch.where(end - first <= self._max_decode_tokens, first, end - 1)
                 self._rows[:num_reqs] = rows.clamp(0, len(query) - 1)
         if self._is_long_enough:
-            to = self.queries[layer, :num_reqs]
-            torch.index_select(query, 0, self._rows[:num_reqs], out=to)
+            to, rows = self.queries[layer, :num_reqs], self._rows[:num_reqs]
+            if query.dtype == to.dtype:
+                torch.index_select(query, 0, rows, out=to)
+            else:  # quantized for an fp8 KV cache
+                to.copy_(query[rows])

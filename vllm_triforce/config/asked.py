@@ -47,9 +47,8 @@ class TriForceConfig:
 
     gamma: int | None = None
     """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).
-    Default: chosen by the controller, at most 4, with prompt lookup beside the draft model; 2
-    where it is off. On Model Runner V2, where it stays as it is at start, 2 with a draft model and
-    4 with prompt lookup alone."""
+    Default: chosen by the controller, at most 4; 2 where it is off. On Model Runner V2 fixed at
+    start: 2 with a draft model, 4 with prompt lookup alone."""
 
     levels: str = "1,2,3"
     """Levels that take part, for comparisons: ``1,3`` hands level 1's tokens straight to the full
@@ -68,8 +67,8 @@ class TriForceConfig:
     the recent ones. Rounded up to what fits vLLM's KV block, which is a retrieval chunk."""
 
     retrieval_recent_tokens: int | None = None
-    """Newest tokens that level 2 keeps whatever their scores.
-    Default: a quarter of ``retrieval_budget``, rounded down to whole chunks."""
+    """Newest tokens that level 2 keeps whatever their scores. Default: a quarter of
+    ``retrieval_budget``, rounded down to whole chunks."""
 
     selection: str = "retrieval"
     """Selection policy of level 2, by its name in ``selection/``: ``retrieval`` (mean keys),
@@ -145,8 +144,7 @@ class TriForceConfig:
         """Reads the keys of a ``speculative_config``; ``method`` and the draft's own are absent.
 
         Raises:
-            ValueError: a key is unknown (the nearest known one is suggested) or a
-                value is out of range.
+            ValueError: a key is unknown (the nearest is suggested) or a value is out of range.
         """
         known = [field.name for field in dataclasses.fields(cls) if field.name != "adapts"]
         for key in keys:
@@ -189,8 +187,7 @@ class TriForceConfig:
             )
         gamma = filled.gamma
         if has_fixed_shapes and "gamma" in filled.choices and not SOURCES[sources[0]].needs_model:
-            # Its tokens cost nothing, and a pass of level 2 reads as much for four as for two.
-            gamma = _MOST_GAMMA
+            gamma = _MOST_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
         return dataclasses.replace(filled, gamma=gamma, draft_sources=",".join(sources))
 
     def _with_lengths(self, can_adapt: bool, has_fixed_shapes: bool = False) -> "TriForceConfig":

@@ -169,6 +169,16 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             f"kv_cache_dtype={cache_dtype!r}: retrieval does not read such quantized keys on this "
             "platform; use kv_cache_dtype='auto'"
         )
+    if cache_dtype.startswith("fp8") and not _reads_fp8():
+        raise ValueError(
+            f"kv_cache_dtype={cache_dtype!r}: this GPU has no such numbers (compute capability "
+            "8.9 is needed), and retrieval reads keys with them; use kv_cache_dtype='auto'"
+        )
+    if not is_cpu() and vllm_config.model_config.hf_text_config.model_type == "gpt_oss":
+        raise ValueError(
+            f"target {vllm_config.model_config.model!r} has attention sinks in every layer, which "
+            "level 2 does not read on a GPU yet; use another method"
+        )
     if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
         raise ValueError(
             f"kv_cache_dtype_skip_layers={skipped}: level 2 needs one kind of KV cache in all of "
@@ -210,6 +220,12 @@ def _check_logits_processors(model_config) -> None:
 def _readable_kv_cache_dtypes() -> tuple[str, ...]:
     fp8 = ("fp8", "fp8_e4m3")
     return (*fp8, "fp8_e5m2") if is_cpu() else fp8
+
+
+def _reads_fp8() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cuda() or current_platform.has_device_capability(89)
 
 
 def has_fixed_shapes() -> bool:

@@ -22,6 +22,22 @@ def attention_layers(vllm_config) -> dict[str, Attention]:
     return get_layers_from_vllm_config(vllm_config, Attention)
 
 
+def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -> None:
+    """Refuses KV blocks that a backend's kernels see in pieces: our tables name whole blocks.
+
+    Args:
+        block_sizes: tokens of a block of each KV cache group.
+        kernel_block_sizes: the same, as the attention kernels have them.
+    """
+    for size, of_kernel in zip(block_sizes, kernel_block_sizes):
+        if size != of_kernel:
+            raise ValueError(
+                f"block_size={size}: the attention backend's kernels read such a KV block as "
+                f"blocks of {of_kernel} tokens, which level 2's tables do not name; use "
+                f"--block-size {of_kernel}, or another --attention-backend"
+            )
+
+
 def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
     """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None

@@ -8,9 +8,9 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_triforce.attention.base import replace_impl
 from vllm_triforce.attention.gpu.paged_kernels import (
+    FlashAttention,
     PagedKernel,
     PagedSequences,
-    flash_attention,
     triton_attention,
 )
 from vllm_triforce.attention.query_recorder import Recorder
@@ -43,19 +43,49 @@ class _RetrievalImpl:
     num_kv_heads: int
     head_size: int
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        if isinstance(attn_metadata, SparseMetadata):
-            return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
-        if isinstance(attn_metadata, DirectMetadata):
-            keys, values = key_and_value(kv_cache, self)
-            sequences = attn_metadata.sequences
-            type(self).kernel(layer, self, query, keys, values, sequences, output)
-            return output
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ):
+        if isinstance(attn_metadata, SparseMetadata | DirectMetadata):
+            if output_scale is None:
+                return self._forward_ours(layer, query, kv_cache, attn_metadata, output)
+            if output_block_scale is not None:
+                raise ValueError(
+                    "fuse_attn_quant with block scales (NVFP4): level 2's attention writes one "
+                    'scale; set compilation_config={"pass_config": {"fuse_attn_quant": false}}'
+                )
+            exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
+            self._forward_ours(layer, query, kv_cache, attn_metadata, exact)
+            return _quantize(exact, output_scale, output)
         if attn_metadata is not None and self.layer_index is not None:
             self.recorder.record(self.layer_index, query, attn_metadata)
         return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
         )
+
+    def _forward_ours(self, layer, query, kv_cache, metadata, output):
+        if isinstance(metadata, SparseMetadata):
+            return self._forward_sparse(layer, query, kv_cache, metadata, output)
+        keys, values = key_and_value(kv_cache, self)
+        type(self).kernel(layer, self, query, keys, values, metadata.sequences, output)
+        return output
 
     def _forward_sparse(self, layer, query, kv_cache, metadata: SparseMetadata, output):
         num_tokens, heads = query.shape[0], self.num_kv_heads
@@ -80,6 +110,16 @@ class _RetrievalImpl:
         return output
 
 
+def _quantize(
+    exact: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    scale: torch.Tensor,  # [1], float32
+    output: torch.Tensor,  # the same shape, of 8 bits, written
+) -> torch.Tensor:
+    """As vLLM's kernels do where they quantize what attention gives (``fuse_attn_quant``)."""
+    bounds = torch.finfo(output.dtype)
+    return output.copy_((exact.float() / scale).clamp(bounds.min, bounds.max))
+
+
 def key_and_value(
     kv_cache: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
     impl,
@@ -90,27 +130,50 @@ def key_and_value(
     return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
 
 
-def _backends() -> dict[type, PagedKernel]:
-    """Implementations that TriForce knows, and the kernel for each."""
+def known_backends() -> set[type]:
+    """Implementations that TriForce knows."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-    known: dict[type, PagedKernel] = {
-        FlashAttentionImpl: flash_attention,
-        TritonAttentionImpl: triton_attention,
-    }
+    known: set[type] = {FlashAttentionImpl, TritonAttentionImpl}
     try:
         from vllm.v1.attention.backends.flashinfer import FlashInferImpl
     except ImportError:
         return known
-    return known | {FlashInferImpl: triton_attention}
+    return known | {FlashInferImpl}
 
 
-def kernel_for(impl) -> PagedKernel | None:
-    kernel = _backends().get(type(impl))
-    if kernel is flash_attention and impl.vllm_flash_attn_version not in (2, 3):
-        return triton_attention
-    return kernel
+def kernel_for(impl, dtype: torch.dtype) -> PagedKernel | None:
+    """FlashAttention wherever it takes what is stored, whatever backend the full pass has: it
+    splits a short query's keys over the GPU, and vLLM's Triton kernel does so for single tokens
+    only.
+
+    Args:
+        dtype: of the KV cache.
+
+    Returns:
+        None where the backend is not one that TriForce knows.
+    """
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    if type(impl) not in known_backends():
+        return None
+    version = None
+    if isinstance(impl, FlashAttentionImpl):
+        version = impl.vllm_flash_attn_version
+    elif dtype in (torch.float16, torch.bfloat16):
+        version = _flash_version(impl.head_size)
+    return FlashAttention(version) if version in (2, 3) else triton_attention
+
+
+def _flash_version(head_size: int) -> int | None:
+    """Of the FlashAttention that vLLM would use here; None where there is none for such heads."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    if not FlashAttentionBackend.supports_head_size(head_size):
+        return None
+    return get_flash_attn_version(head_size=head_size)
 
 
 def attach(layer, layer_index: int | None, recorder: Recorder | None) -> None:
@@ -123,7 +186,7 @@ def attach(layer, layer_index: int | None, recorder: Recorder | None) -> None:
     Raises:
         ValueError: the attention backend is not one that TriForce knows.
     """
-    kernel = kernel_for(layer.impl)
+    kernel = kernel_for(layer.impl, layer.kv_cache.dtype)
     if kernel is None:
         raise ValueError(
             f"attention backend with {type(layer.impl).__name__} is not one that TriForce knows; "

@@ -50,33 +50,42 @@ class PagedKernel(Protocol):
     ) -> None: ...
 
 
-def flash_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
+@dataclass(frozen=True)
+class FlashAttention:
     """FlashAttention, as vLLM ships it. It schedules itself on the device: metadata computed
-    ahead of time would be stale when a graph is replayed."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    ahead of time would be stale when a graph is replayed.
 
-    num_seqs, num_kv_heads = len(sequences.seq_lens), key_cache.shape[2]
-    descale = (num_seqs, num_kv_heads)
-    quantized = query.dtype.itemsize == 1
-    flash_attn_varlen_func(
-        q=query,
-        k=key_cache,
-        v=value_cache,
-        out=output,
-        cu_seqlens_q=sequences.query_start_loc,
-        max_seqlen_q=sequences.max_query_len,
-        seqused_k=sequences.seq_lens,
-        max_seqlen_k=sequences.max_seq_len,
-        softmax_scale=impl.scale,
-        causal=True,
-        window_size=list(impl.sliding_window),
-        block_table=sequences.block_table,
-        softcap=impl.logits_soft_cap or 0,
-        fa_version=impl.vllm_flash_attn_version,
-        q_descale=layer._q_scale.expand(descale) if quantized else None,
-        k_descale=layer._k_scale.expand(descale),
-        v_descale=layer._v_scale.expand(descale),
-    )
+    Args:
+        version: 2 or 3.
+    """
+
+    version: int
+
+    def __call__(self, layer, impl, query, key_cache, value_cache, sequences, output) -> None:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        num_seqs, num_kv_heads = len(sequences.seq_lens), key_cache.shape[2]
+        descale = (num_seqs, num_kv_heads)
+        quantized = query.dtype.itemsize == 1
+        flash_attn_varlen_func(
+            q=query,
+            k=key_cache,
+            v=value_cache,
+            out=output,
+            cu_seqlens_q=sequences.query_start_loc,
+            max_seqlen_q=sequences.max_query_len,
+            seqused_k=sequences.seq_lens,
+            max_seqlen_k=sequences.max_seq_len,
+            softmax_scale=impl.scale,
+            causal=True,
+            window_size=list(_window(impl)),
+            block_table=sequences.block_table,
+            softcap=getattr(impl, "logits_soft_cap", 0) or 0,
+            fa_version=self.version,
+            q_descale=layer._q_scale.expand(descale) if quantized else None,
+            k_descale=layer._k_scale.expand(descale),
+            v_descale=layer._v_scale.expand(descale),
+        )
 
 
 def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:

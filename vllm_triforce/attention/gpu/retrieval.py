@@ -5,7 +5,12 @@ from collections.abc import Mapping
 import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
-from vllm_triforce.attention.gpu.impl import SparseMetadata, attach, kernel_for, key_and_value
+from vllm_triforce.attention.gpu.impl import (
+    SparseMetadata,
+    attach,
+    key_and_value,
+    known_backends,
+)
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
@@ -28,7 +33,7 @@ class GPURetrievalAttention(RetrievalAttention):
     def can_retrieve(layer) -> bool:
         impl = layer.impl
         return (
-            kernel_for(impl) is not None
+            type(impl) in known_backends()
             and tuple(impl.sliding_window) == (-1, -1)
             and impl.alibi_slopes is None
             and impl.sinks is None

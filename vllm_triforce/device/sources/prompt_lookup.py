@@ -166,7 +166,7 @@ class DevicePromptLookup(DeviceSource):
         return cls(parts.config.prompt_lookup_max)
 
     def draft(self, batch, rows, is_first) -> None:
-        if is_first:
+        if is_first or self._tokens is None:
             longest = int(batch.max_computed_tokens.max()) + 1
             self._tokens = gather_tokens(rows, batch.all_token_ids, longest)
         most = batch.all_token_ids.shape[1] + rows.num_speculative_tokens

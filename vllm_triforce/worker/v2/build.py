@@ -8,7 +8,7 @@ from vllm_triforce.attention.backends import backend_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
-from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slots
@@ -42,6 +42,7 @@ class DeviceBuild:
         backend = backend_for(current_platform)
         retrieval_attention = backend.retrieval()
         block_sizes = runner.block_tables.block_sizes
+        check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
         groups, layers, builder = group_layers(
             kv_cache_config,
             runner.attn_groups,

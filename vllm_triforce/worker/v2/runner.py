@@ -97,8 +97,9 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Level 1 and level 2 are captured where vLLM captures whole decode passes."""
-        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+        """Level 1 and level 2 are captured wherever vLLM captures anything: they call kernels of
+        their own, so what the backend's can be captured for is no matter."""
+        if cudagraph_mode != CUDAGraphMode.NONE:
             self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         else:
             self._graph_mode = CUDAGraphMode.NONE
