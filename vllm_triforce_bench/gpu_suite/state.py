@@ -130,7 +130,7 @@ def write_json(path: Path, data: dict) -> None:
     """In one piece: whoever reads it, or ends us, finds the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(data, indent=1) + "\n")
+    fresh.write_text(json.dumps(data) + "\n")
     os.replace(fresh, path)
 
 
