@@ -52,7 +52,9 @@ class Suite:
 
     def journal(self) -> list[list[str]]:
         path = self.work / "journal"
-        return [line.split(" ", 2) for line in path.read_text().splitlines()] if path.exists() else []
+        return (
+            [line.split(" ", 2) for line in path.read_text().splitlines()] if path.exists() else []
+        )
 
     def told(self) -> dict:
         path = self.out / "suite.json"
@@ -122,7 +124,7 @@ def check_the_end(suite: Suite, code: int) -> None:
         if its["status"] == "waiting":
             (need,) = [n for n in ("smoke", "train") if n in its["why"]]
             assert told[need]["status"] != "done"
-        for item, found in ((its.get("result") or {}).get("items") or {}).items():
+        for found in ((its.get("result") or {}).get("items") or {}).values():
             if "error" in found:
                 assert NO_END in found["error"] and its["status"] != "done"
     if told["train"]["status"] == "done":

@@ -54,8 +54,9 @@ def make_engine(model: str, args: argparse.Namespace, triforce: dict | None = No
     if args.device == "cpu":
         for name in ("attention_backend", "compilation_config", "gpu_memory_utilization"):
             arguments.pop(name, None)
-        defaults |= {"gpu_memory_utilization": 0.1, "block_size": 32}
-        arguments |= {"dtype": "float32", "enforce_eager": True}
+        # Said, not found out: what earlier engines of the process hold would count as taken.
+        defaults |= {"kv_cache_memory_bytes": 384 << 20, "block_size": 32}
+        arguments |= {"dtype": "float32", "enforce_eager": True, "gpu_memory_utilization": 0.1}
     if triforce is not None:
         triforce = {"method": "triforce", **triforce}
     return LLM(model, speculative_config=triforce, **{**defaults, **arguments})
