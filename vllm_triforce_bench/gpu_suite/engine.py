@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_triforce_bench.gpu_suite.items import Harmless
 
@@ -71,7 +72,7 @@ class Decoded:
     num_tokens: int  # of the timed stretch, all requests
     num_steps: int
     seconds: float
-    counters: object | None  # LevelCounters of the timed stretch
+    counters: Any  # LevelCounters of the timed stretch; None of stock vLLM
 
 
 def decode(

@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Items:
             return
         engine = self._attempt(f"engine for {names[0]}", names, make)
         for name in self.missing(names):
-            self.run(name, lambda name=name: run(engine, name))
+            self.run(name, partial(run, engine, name))
         engine = None
         release_memory()
 

@@ -4,6 +4,7 @@ Held-out source code, greedy; the engines one after the other in this process.
 """
 
 import argparse
+from functools import partial
 
 from vllm_triforce_bench.gpu_suite.engine import argument_parser, decode, make_engine
 from vllm_triforce_bench.gpu_suite.items import Items
@@ -40,7 +41,7 @@ def main() -> None:
             decoded = decode(llm, _prompts(args, *cells[cell]), args.num_tokens)
             return _compare(cells[cell], budget, items.found[f"{STOCK} {cell}"], decoded)
 
-        items.run_all(names, lambda keys=keys: _engine(args, keys, cells), ours)
+        items.run_all(names, partial(_engine, args, keys, cells), ours)
     raise SystemExit(int(items.num_errors > 0))
 
 

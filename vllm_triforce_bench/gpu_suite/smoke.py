@@ -7,6 +7,7 @@ of passes at start-up. A rung that fails, or hangs, is one.
 
 import argparse
 import platform
+from functools import partial
 
 from vllm_triforce_bench.gpu_suite.engine import (
     argument_parser,
@@ -30,9 +31,9 @@ def main() -> None:
     items = Items(args.result, LIMIT_S)
     items.run(IMPORT, lambda: imports(args))
     for mode in modes(args.device, args.no_compile):
-        items.run(rung(mode, STOCK), lambda mode=mode: answer(args, mode, None))
-        items.run(rung(mode, TRIFORCE), lambda mode=mode: answer(args, mode, KEYS | FIXED))
-    items.run(rung(mode, CHOOSING), lambda: answer(args, mode, KEYS))
+        items.run(rung(mode, STOCK), partial(answer, args, mode, None))
+        items.run(rung(mode, TRIFORCE), partial(answer, args, mode, KEYS | FIXED))
+    items.run(rung(mode, CHOOSING), partial(answer, args, mode, KEYS))
     print({name: item.get("error", "ok") for name, item in items.found.items()})
     raise SystemExit(int(items.num_errors > 0))
 
@@ -89,10 +90,10 @@ def answer(args: argparse.Namespace, mode: str, keys: dict | None) -> dict:
     prompts = [torch.randint(3, geometry.vocab, (n,), generator=draw).tolist() for n in (700, 100)]
     decoded = decode(llm, prompts, NUM_TOKENS)
     found: dict = {"token_ids": decoded.token_ids, "step_ms": _step_ms(decoded)}
-    if keys is not None:
+    if decoded.counters is not None:
         found["counters"] = decoded.counters.to_dict()
-        if "adaptive" not in keys:
-            found["measured"] = measured_passes(llm)
+    if keys is not None and "adaptive" not in keys:
+        found["measured"] = measured_passes(llm)
     del llm
     release_memory()
     return found

@@ -33,7 +33,7 @@ class State:
         self,
         path: Path,
         earlier: Path | None = None,
-        on_change: Callable[[dict], None] = lambda data: None,
+        on_change: Callable[[dict], object] = lambda data: None,
     ) -> None:
         self.path = path
         self._on_change = on_change

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -53,7 +54,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and ends its step
     work = args.work.resolve()
     held = only_call(work)
-    state = State(work / "state.json", args.resume, lambda data: write(data, args.out))
+    state = State(work / "state.json", args.resume, partial(write, out=args.out))
     todo = Plan(args.device, work, args.tiny, args.no_compile).steps()
     if args.only:
         todo = [step for step in todo if step.name.startswith(tuple(args.only))]

@@ -122,15 +122,16 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         """Measures the passes, where the controller has something to choose, and begins."""
         controller = self._built.speculator.controller
         if self.config.choices:
-            measured = self.measured_passes(anew=True)
-            controller.start(CostModel(measured), adopt=broadcast_from_first_rank)
+            controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
 
     def measured_passes(self, anew: bool) -> Measurements | None:
+        model = self._built.speculator.controller.measured
+        known = None if model is None else model.measured
+        return self._measure() if anew else known
+
+    def _measure(self) -> Measurements:
         built = self._built
-        if not anew:
-            model = built.speculator.controller.measured
-            return None if model is None else model.measured
         parts = built, self._target, self.vllm_config, self._runner.attn_groups, self._block_sizes
         calibration = Calibration(*parts, self._num_blocks, self.device, broadcast_from_first_rank)
         with built.recorder.pausing(), torch.inference_mode():
