@@ -19,8 +19,14 @@ import pytest
 
 from tests.bench.fake_suite import ITEMS, TRAINING_PARTS
 from vllm_triforce_bench.gpu_suite import leftovers
-from vllm_triforce_bench.gpu_suite.items import MOST_BEGUN, NO_END
-from vllm_triforce_bench.gpu_suite.state import FINAL, MOST_CUTS, MOST_TRIES, read_json
+from vllm_triforce_bench.gpu_suite.items import MOST_BEGUN, NO_END, after_a_kill
+from vllm_triforce_bench.gpu_suite.state import (
+    FINAL,
+    MOST_CUTS,
+    MOST_TRIES,
+    WEIGHT_OF_A_KILL,
+    read_json,
+)
 from vllm_triforce_bench.gpu_suite.suite import MORE_TO_DO
 
 FAKE = Path(__file__).with_name("fake_suite.py")
@@ -133,7 +139,7 @@ def check_the_end(suite: Suite, code: int) -> None:
         assert told["single"]["result"] == {"found": "single all of it"}
     for (step, _), count in begun.items():
         most = MOST_BEGUN if step in ITEMS else MOST_CUTS + 1
-        assert count <= most * MOST_TRIES
+        assert count <= most / WEIGHT_OF_A_KILL * MOST_TRIES
 
 
 def test_nothing_is_killed(tmp_path):
@@ -187,3 +193,11 @@ def test_a_new_machine_goes_on_with_half_a_step(tmp_path):
     assert not set(begun) & set(told["exact"]["result"]["items"])
     assert set(new.told()["exact"]["result"]["items"]) == set(ITEMS["exact"])
     assert not any(step == "smoke" for _, step, *_ in new.journal())
+
+
+def test_a_call_that_is_killed_is_hardly_the_fault_of_what_was_running():
+    """Of an item that had begun once more it takes back half; of one that crashed before, no more."""
+    before = {"items": {"done": {}}, "begun": {"running": 1, "crashed before": 2}}
+    after = after_a_kill(before, WEIGHT_OF_A_KILL)
+    assert after["items"] == before["items"]
+    assert after["begun"] == {"running": 0.5, "crashed before": 1.5}

@@ -148,6 +148,13 @@ def without_errors(result: dict) -> dict:
     return {**result, "items": kept}
 
 
+def after_a_kill(result: dict, weight: float) -> dict:
+    """A result whose process was ended with the call: that counts ``weight`` for the items that
+    had begun and not ended."""
+    begun = {name: count - 1 + weight for name, count in result["begun"].items()}
+    return {**result, "begun": begun}
+
+
 def release_memory() -> None:
     """An engine that nobody holds any more gives its memory back."""
     gc.collect()

@@ -11,9 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_triforce_bench.gpu_suite.items import without_errors
+from vllm_triforce_bench.gpu_suite.items import after_a_kill, without_errors
 from vllm_triforce_bench.gpu_suite.leftovers import end_leftovers, marked
-from vllm_triforce_bench.gpu_suite.state import MOST_TRIES, State, read_json, write_json
+from vllm_triforce_bench.gpu_suite.state import (
+    MOST_TRIES,
+    WEIGHT_OF_A_KILL,
+    State,
+    read_json,
+    write_json,
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,11 @@ def run_steps(
     for step in steps:
         if state.of(step.name).get("status") == "running":  # the call before was killed
             result = read_json(_result_of(step, work))
+            if result is not None and "items" in result:
+                result = after_a_kill(result, WEIGHT_OF_A_KILL)
+                write_json(_result_of(step, work), result)
             more = {} if result is None else {"result": result}
-            state.end(step.name, "crashed", 0.0, _progress(step, work), **more)
+            state.end(step.name, "killed", 0.0, _progress(step, work), **more)
     for step in _to_do(steps, state):
         missing = _missing(step, state)
         if missing:

@@ -13,8 +13,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# So often a step may end, or be ended, without having got further.
+# So often a step may end, or be ended, without having got further. Where the whole call was killed
+# it counts so much: that may be the step's doing, but mostly is not.
 MOST_CUTS = 2
+WEIGHT_OF_A_KILL = 0.5
 # So often a step is begun that has failed and that others wait for, the first time included.
 MOST_TRIES = 2
 FINAL = ("done", "failed", "timeout", "skipped")
@@ -87,15 +89,17 @@ class State:
 
         Args:
             status: ``done``, ``failed`` and ``skipped`` stand. ``timeout`` (its own), ``cut`` (the
-                call is over) and ``crashed`` (a signal) go on where it got further.
+                call is over), ``crashed`` (a signal) and ``killed`` (with its call) go on where it
+                got further.
         """
         before = self.of(name)
         cuts = before["cuts"]
-        if status in ("timeout", "cut", "crashed"):
-            cuts = 0 if progress != before["progress"] else cuts + 1
+        if status in ("timeout", "cut", "crashed", "killed"):
+            weight = WEIGHT_OF_A_KILL if status == "killed" else 1
+            cuts = 0 if progress != before["progress"] else cuts + weight
             if cuts > MOST_CUTS or (cuts and status == "timeout"):
-                status = "failed" if status == "crashed" else "timeout"
-                more["why"] = f"ended {cuts} times without getting further"
+                status = "timeout" if status in ("timeout", "cut") else "failed"
+                more["why"] = "ended again and again without getting further"
             else:
                 status = "cut"
         self.data["steps"][name] = {
