@@ -196,7 +196,7 @@ def test_a_new_machine_goes_on_with_half_a_step(tmp_path):
 
 
 def test_a_call_that_is_killed_is_hardly_the_fault_of_what_was_running():
-    """Of an item that had begun once more it takes back half; of one that crashed before, no more."""
+    """Half of a beginning is taken back; of a crash before it nothing is."""
     before = {"items": {"done": {}}, "begun": {"running": 1, "crashed before": 2}}
     after = after_a_kill(before, WEIGHT_OF_A_KILL)
     assert after["items"] == before["items"]
