@@ -107,8 +107,8 @@ def test_what_passes_take_is_told(found):
     """Where lengths are given nothing is measured at start-up; asked to, the worker measures."""
     assert found["measured"]["at start"] is None
     measured = found["measured"]["anew"]
-    (level2,) = measured["level2_by_tokens"]
-    assert measured["draft"] > 0 and level2[0] == 1
+    # Differences of two times, of one run each in the interpreter: 0 where the first was longer.
+    assert measured["draft"] >= 0 and [tokens for tokens, _ in measured["level2_by_tokens"]] == [1]
     for tokens, points in measured["full_by_tokens"]:
         assert tokens in (1, 5), "EIGHT proposes four"
         assert [context for context, _ in points] == sorted(context for context, _ in points)
