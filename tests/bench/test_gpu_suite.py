@@ -181,9 +181,9 @@ SLEEP = "import time; time.sleep(60)"
 def test_a_step_cut_off_by_the_deadline_is_tried_again_but_not_for_ever(run, tmp_path):
     todo = [script("sleeper", SLEEP, least_s=0.1), writes("last", tmp_path)]
     for _ in range(MOST_CUTS):
-        complete, found = run(todo, deadline_s=0.5)
+        complete, found = run(todo, deadline_s=2)
         assert not complete and found["sleeper"]["status"] == "cut"
-    run(todo, deadline_s=0.5)
+    run(todo, deadline_s=2)
     complete, found = run(todo)
     assert complete and found["sleeper"]["status"] == "timeout"
     assert found["sleeper"]["seconds"] > 1 and found["last"]["status"] == "done"
