@@ -19,8 +19,9 @@ loss.
     python train_pair.py --work build eval                    # held-out loss by context depth
     python train_pair.py --work build prompts --out prompts   # the held-out text itself
 
-On a GPU, `--device cuda --size medium --rows-factor 16 --more-text FOLDER` trains a pair of tens of
-millions of parameters in minutes, in bfloat16, on more sources.
+On a GPU, `--device cuda --size medium --rows-factor 16 --micro-tokens 32768 --more-text FOLDER`
+trains a pair of tens of millions of parameters in minutes, in bfloat16, on more sources. A batch
+goes through in parts of so many tokens: what it keeps for the way back is over a MB a token.
 
 Training is paced by the clock: the learning rate, and the length of the sequences, follow the
 share of `--minutes` that has passed. It saves its state every minute; `--resume` goes on, and
@@ -100,7 +101,8 @@ def make_tokenizer(texts, path):
     tok.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
-    tok.save(str(path))
+    tok.save(str(path.with_suffix(".tmp")))
+    os.replace(path.with_suffix(".tmp"), path)
     return tok
 
 
@@ -121,7 +123,7 @@ def load_text(work, more_text=None):
             docs, tok.encode_batch([t for _, t, _ in docs], add_special_tokens=False)
         ):
             streams[held] += [*enc.ids, EOS]
-        torch.save([torch.tensor(streams[h], dtype=torch.int32) for h in (False, True)], cache)
+        save(cache, [torch.tensor(streams[h], dtype=torch.int32) for h in (False, True)])
     train, held = torch.load(cache)
     return train.long(), held.long()
 
@@ -355,7 +357,8 @@ STAGES = {
 }
 
 
-def save(path, **state):
+def save(path, state):
+    """In one piece: whoever ends us leaves the old or the new one."""
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
@@ -375,6 +378,20 @@ def one_loss(model, teacher, tokens, positions, sparse):
         with torch.no_grad():
             said = teacher(tokens[:, :-1], positions).flatten(0, 1).float()
         return model.distil(tokens, positions, said)
+
+
+def backward(model, teacher, tokens, positions, sparse, micro_tokens=None):
+    """Adds the gradients of the loss on a batch, and returns its two parts for a reader. Rows go
+    through in parts of at most `micro_tokens` (one row at least): every loss is a mean over tokens,
+    so a part counts by its share of the rows."""
+    rows, length = positions.shape
+    part = max(1, micro_tokens // length) if micro_tokens else rows
+    shown = 0
+    for some, places in zip(tokens.split(part), positions.split(part)):
+        loss, its = one_loss(model, teacher, some, places, sparse)
+        (loss * (len(some) / rows)).backward()
+        shown = shown + its * (len(some) / rows)
+    return shown
 
 
 def train(name, args):
@@ -415,8 +432,7 @@ def train(name, args):
         tokens = windows.batch(rows, length, repeat)
         positions = windows.positions(rows, length, model.shape.positions, skip)
         wise = teacher if share > 0.25 else None
-        loss, shown_loss = one_loss(model, wise, tokens, positions, sparse)
-        loss.backward()
+        shown_loss = backward(model, wise, tokens, positions, sparse, args.micro_tokens)
         nn.utils.clip_grad_norm_(others, 1.0)
         for opt in optimizers:
             opt.step()
@@ -441,8 +457,7 @@ def train(name, args):
 
 
 def checkpoint(path, model, optimizers, done, step, tokens):
-    save(
-        path,
+    state = dict(
         model=model.state_dict(),
         shape=asdict(model.shape),
         done=done,
@@ -450,6 +465,7 @@ def checkpoint(path, model, optimizers, done, step, tokens):
         tokens=tokens,
         optimizers=[o.state_dict() for o in optimizers],
     )
+    save(path, state)
     print("saved:", path.name, "tokens by length:", tokens, flush=True)
 
 
@@ -570,6 +586,9 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rows-factor", type=int, default=1, help="more rows a batch: for a GPU")
+    parser.add_argument(
+        "--micro-tokens", type=int, help="a batch goes through in parts of so many tokens"
+    )
     parser.add_argument("--more-text", type=Path, help="a folder with more Python sources")
     parser.add_argument("--work", type=Path, default=Path("build"), help="state between runs")
     parser.add_argument("--out", type=Path, help="where export and prompts write")

@@ -4,7 +4,7 @@ Runs in vLLM's CUDA build, on a GPU or under the emulation (``make emulated-gpu`
 graphs, so that every launch is seen. What is in a pass of a model would be one launch of a graph;
 what is outside of all passes is paid as it is counted.
 
-    python tools/step_counts.py [--batches 1,8] [--only NAME] [--out counts.json]
+    python tools/step_counts.py [--out counts.json] [CASE ...]
 
 A launch is an operator of PyTorch or vLLM that computes, or a Triton kernel. Bytes are the matrices
 that are multiplied with and the keys and values that FlashAttention is told to read.
@@ -35,7 +35,8 @@ from vllm_triforce.metrics.part_times import PartTimes
 
 MAX_MODEL_LEN = 1024
 CONTEXT = 512
-COUNTED_STEPS = 3
+COUNTED_STEPS = 8  # as many as lie between two selections
+BATCHES = (1, 8)
 _WARM_STEPS = 4
 _NO_WORK = {
     "aten::_local_scalar_dense",
@@ -74,6 +75,10 @@ class Counts:
         self.is_on = False
         self.by_region: dict[str, Counter[str]] = defaultdict(Counter)
         self.names: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def reset(self) -> None:
+        self.by_region.clear()
+        self.names.clear()
 
     def add(self, what: str, number: int = 1, name: str = "") -> None:
         if not self.is_on:
@@ -260,8 +265,8 @@ def save_models(folder: str) -> tuple[str, str]:
     return f"{folder}/target", f"{folder}/draft"
 
 
-def count(case: str, batch: int, is_greedy: bool, folder: str) -> dict:
-    """One engine's steps, all requests decoding; a mean over some."""
+def count_case(case: str, folder: str) -> list[dict]:
+    """One engine's steps, in batches of all sizes, greedy and sampled."""
     settings = copy.deepcopy(CASES[case])
     if settings and "model" in settings:
         settings["model"] = f"{folder}/draft"
@@ -284,12 +289,22 @@ def count(case: str, batch: int, is_greedy: bool, folder: str) -> dict:
     count_uploads()
     engine = llm.llm_engine
     mark_regions(engine.model_executor.driver_worker.worker.model_runner)
+    return [
+        {"case": case, "batch": batch, "greedy": is_greedy, **count(engine, batch, is_greedy)}
+        for is_greedy in (True, False)
+        for batch in BATCHES
+    ]
+
+
+def count(engine, batch: int, is_greedy: bool) -> dict:
+    """All requests decoding; a mean over some steps."""
+    COUNTS.reset()
     sampling = SamplingParams(
         temperature=0.0 if is_greedy else 1.0, max_tokens=300, ignore_eos=True, detokenize=False
     )
     for number in range(batch):
         tokens = [1, *((7 * i + number) % 500 for i in range(CONTEXT))]
-        engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
+        engine.add_request(f"{batch} {is_greedy} {number}", {"prompt_token_ids": tokens}, sampling)
     first_tokens = 0
     while first_tokens < batch:
         first_tokens += sum(bool(o.outputs[0].token_ids) for o in engine.step())
@@ -300,10 +315,10 @@ def count(case: str, batch: int, is_greedy: bool, folder: str) -> dict:
         for _ in range(COUNTED_STEPS):
             engine.step()
         COUNTS.is_on = False
+    engine.abort_request([f"{batch} {is_greedy} {number}" for number in range(batch)])
+    while engine.has_unfinished_requests():
+        engine.step()
     return {
-        "case": case,
-        "batch": batch,
-        "greedy": is_greedy,
         "regions": {
             name: {what: number / COUNTED_STEPS for what, number in sorted(counts.items())}
             for name, counts in sorted(COUNTS.by_region.items())
@@ -315,26 +330,56 @@ def count(case: str, batch: int, is_greedy: bool, folder: str) -> dict:
     }
 
 
+def table(results: list[dict]) -> str:
+    """A line for each case, batch and temperature."""
+    lines = [
+        "| case | batch | tokens | launches outside passes: vLLM's, TriForce's | uploads: vLLM's, "
+        "TriForce's | passes (launches in each; MB read in each) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        regions = result["regions"]
+        own = [c for n, c in regions.items() if n.startswith(("propose", "recorder"))]
+        vllm = regions["step"]
+        passes = []
+        for name, counts in regions.items():
+            number = sum(c.get(name, 0) for c in result["names"].values())
+            if name.startswith("pass") and number:
+                read = counts.get("weight bytes", 0) + counts.get("KV bytes", 0)
+                passes.append(
+                    f"{number:g} x {name.removeprefix('pass: ')} "
+                    f"({counts['launches'] / number:.0f}; {read / number / 1e6:.2f})"
+                )
+        lines.append(
+            f"| {result['case']} | {result['batch']} | "
+            f"{'greedy' if result['greedy'] else 'sampled'} | {vllm.get('launches', 0):.1f}, "
+            f"{sum(c.get('launches', 0) for c in own):.1f} | {vllm.get('uploads', 0):.1f}, "
+            f"{sum(c.get('uploads', 0) for c in own):.1f} | {'; '.join(passes)} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("batch", type=int)
-    parser.add_argument("temperature", choices=("greedy", "sampled"))
-    parser.add_argument("--out", required=True)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--out", help="where all counts go, as JSON")
     args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"{sorted(unknown)} are no cases; use some of {list(CASES)}")
     if os.environ.get("GPU_EMULATION"):  # Triton's interpreter cannot run vLLM's top-p kernel
         from vllm.v1.sample.ops import topk_topp_sampler
 
         topk_topp_sampler.HAS_TRITON = False
     count_triton()
+    results: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         save_models(folder)
-        result = count(args.case, args.batch, args.temperature == "greedy", folder)
-    with open(args.out, "w") as file:
-        json.dump(result, file, indent=1)
-    for name, counts in result["regions"].items():
-        print(name, counts)
-    sys.stdout.flush()
+        for case in args.cases or CASES:
+            results += count_case(case, folder)
+            if args.out:
+                with open(args.out, "w") as file:
+                    json.dump(results, file, indent=1)
+    print(table(results), flush=True)
 
 
 if __name__ == "__main__":

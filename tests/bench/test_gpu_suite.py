@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.models import ROOT
+from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce_bench.gpu_suite.ladder import IMPORT, STOCK, TRIFORCE, modes, rung
 from vllm_triforce_bench.gpu_suite.machine import prepare
 from vllm_triforce_bench.gpu_suite.report import figures, log
 from vllm_triforce_bench.gpu_suite.run import Step, run_steps
-from vllm_triforce_bench.gpu_suite.state import MOST_CUTS, State
-from vllm_triforce_bench.gpu_suite.steps import BACKENDS, BUDGETS, CELLS, STOCK, steps
+from vllm_triforce_bench.gpu_suite.smoke import LIMIT_S as RUNG_LIMIT_S
+from vllm_triforce_bench.gpu_suite.state import MOST_CUTS, MOST_TRIES, State
+from vllm_triforce_bench.gpu_suite.steps import BACKENDS, BUDGETS, CELLS, Plan
+from vllm_triforce_bench.gpu_suite.suite import write
 
 
 def script(name: str, body: str, limit_s: float = 30, **more) -> Step:
@@ -38,7 +42,8 @@ def writes(name: str, tmp_path, **more) -> Step:
 def run(tmp_path):
     def run(todo, deadline_s=1e9, environment=None, state=None):
         state = state or State(tmp_path / "state.json")
-        return run_steps(todo, state, tmp_path, environment or {}, deadline_s), state.data["steps"]
+        complete = run_steps(todo, state, tmp_path, environment or {}, deadline_s, poll_s=0.02)
+        return complete, state.data["steps"]
 
     return run
 
@@ -52,16 +57,99 @@ def test_a_failing_step_is_recorded_and_the_rest_goes_on(run, tmp_path, capsys):
         writes("last", tmp_path, needs=("first",)),
     ]
     complete, found = run(todo)
-    assert complete
+    assert not complete, "who waits may hope for another try"
     assert {name: step["status"] for name, step in found.items()} == {
         "first": "done",
         "broken": "failed",
-        "needy": "skipped",
+        "needy": "waiting",
         "last": "done",
     }
     assert found["first"]["result"] == {"ran": "first"}
     assert "the reason" in found["broken"]["log_tail"] and found["broken"]["result"] is None
     assert "broken" in found["needy"]["why"]
+
+
+def mended(tmp_path, **more) -> Step:
+    """Fails until there is a file "mended"."""
+    body = f"import pathlib, sys; sys.exit(not pathlib.Path({str(tmp_path / 'mended')!r}).exists())"
+    return script("mended", body, **more)
+
+
+def test_who_waits_runs_once_its_need_has_come_good(run, tmp_path):
+    needy = writes("needy", tmp_path, needs=("mended",))
+    todo = [mended(tmp_path), needy, writes("last", tmp_path, needs=("needy",))]
+    _, found = run(todo)
+    assert [found[step.name]["status"] for step in todo] == ["failed", "waiting", "waiting"]
+    (tmp_path / "mended").touch()
+    complete, found = run(todo)
+    assert complete and {step["status"] for step in found.values()} == {"done"}
+    assert (tmp_path / "needy").read_text() == "x"
+
+
+def test_what_others_wait_for_is_tried_again_but_not_for_ever(run, tmp_path):
+    body = f"open({str(tmp_path / 'broken')!r}, 'a').write('x'); raise SystemExit(1)"
+    todo = [script("broken", body), writes("needy", tmp_path, needs=("broken",))]
+    for _ in range(MOST_TRIES - 1):
+        complete, _ = run(todo)
+        assert not complete
+    for _ in range(3):
+        complete, found = run(todo)
+        assert complete and found["needy"]["status"] == "waiting"
+    assert (tmp_path / "broken").read_text() == "x" * MOST_TRIES
+    other = [script("broken", "pass"), todo[1]]  # told something else: --no-compile, say
+    complete, found = run(other)
+    assert complete and found["needy"]["status"] == "done"
+
+
+def test_nobody_tries_again_what_nobody_waits_for(run, tmp_path):
+    complete, found = run([mended(tmp_path)])
+    (tmp_path / "mended").touch()
+    complete, found = run([mended(tmp_path)])
+    assert complete and found["mended"]["status"] == "failed" and found["mended"]["tries"] == 1
+
+
+def items(name: str, work: str, **more) -> Step:
+    """A step with items; ``work`` has ``items`` and ``time``."""
+    body = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r});"
+        "from pathlib import Path; from vllm_triforce_bench.gpu_suite.items import Items;"
+        f"items = Items(Path(sys.argv[1])); {work}; sys.exit(items.num_errors > 0)"
+    )
+    return script(name, body, **more)
+
+
+def test_a_need_may_be_one_item_whatever_becomes_of_the_others(run, tmp_path):
+    """A smoke step that hangs in its last rung does not keep the first rung's users waiting."""
+    work = (
+        "items.run('good', lambda: {'x': 1});"
+        "items.run('bad', lambda: 1 / 0) if 'bad' not in items.found else None;"
+        "time.sleep(60)"
+    )
+    todo = [
+        items("smoke", work, limit_s=2, least_s=0),
+        writes("of good", tmp_path, needs=("smoke:good",)),
+        writes("of bad", tmp_path, needs=("smoke:bad",)),
+        writes("of none", tmp_path, needs=("smoke:none",)),
+    ]
+    complete, found = run(todo)
+    assert found["smoke"]["status"] == "timeout" and not complete
+    assert found["smoke"]["result"]["items"]["good"] == {"x": 1}
+    assert "ZeroDivisionError" in found["smoke"]["result"]["items"]["bad"]["error"]
+    assert [found[f"of {item}"]["status"] for item in ("good", "bad", "none")] == [
+        "done",
+        "waiting",
+        "waiting",
+    ]
+
+
+def test_a_step_that_its_limit_ends_goes_on_where_it_got_further(run, tmp_path):
+    """Four items of a second each, and a limit of two and a half: nothing is done twice."""
+    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
+    work = f"[items.run(n, lambda: ({count}, time.sleep(1), {{}})[2]) for n in 'abcd']"
+    complete, found = run([items("long", work, limit_s=2.5, least_s=0)])
+    assert complete and found["long"]["status"] == "done"
+    assert set(found["long"]["result"]["items"]) == set("abcd")
+    assert 4 <= len((tmp_path / "count").read_text()) <= 4 + 2, "at most one is cut off each time"
 
 
 def test_a_step_may_say_that_it_has_nothing_to_do(run):
@@ -93,9 +181,9 @@ SLEEP = "import time; time.sleep(60)"
 def test_a_step_cut_off_by_the_deadline_is_tried_again_but_not_for_ever(run, tmp_path):
     todo = [script("sleeper", SLEEP, least_s=0.1), writes("last", tmp_path)]
     for _ in range(MOST_CUTS):
-        complete, found = run(todo, deadline_s=0.5)
+        complete, found = run(todo, deadline_s=2)
         assert not complete and found["sleeper"]["status"] == "cut"
-    run(todo, deadline_s=0.5)
+    run(todo, deadline_s=2)
     complete, found = run(todo)
     assert complete and found["sleeper"]["status"] == "timeout"
     assert found["sleeper"]["seconds"] > 1 and found["last"]["status"] == "done"
@@ -151,20 +239,94 @@ def test_what_a_new_machine_lacks_is_made_again_where_it_is_needed(run, tmp_path
     assert (tmp_path / "maker").read_text() == "xx", "nobody needs it any more"
 
 
-def test_the_steps_of_a_gpu_name_each_other_rightly(tmp_path):
-    todo = steps("cuda", tmp_path)
+@pytest.mark.parametrize("no_compile", [False, True])
+@pytest.mark.parametrize("device, tiny", [("cuda", False), ("cpu", True), ("cpu", False)])
+def test_the_steps_name_each_other_rightly(tmp_path, device, tiny, no_compile):
+    todo = Plan(device, tmp_path, tiny, no_compile).steps()
     names = [step.name for step in todo]
     assert len(names) == len(set(names)) and names[0] == "smoke"
+    rungs = {IMPORT}
+    for mode in modes(device, no_compile):
+        rungs |= {rung(mode, STOCK), rung(mode, TRIFORCE)}
     for place, step in enumerate(todo):
-        assert set(step.needs) <= set(names[:place])
+        for name, _, item in (need.partition(":") for need in step.needs):
+            assert name in names[:place] and (not item or item in rungs)
         assert step.limit_s <= 560, "a step must fit into a call of ten minutes"
-    assert {f"exact-{b.lower()}" for b in BACKENDS} <= set(names)
-    assert {f"bench-{g}-{b or 'stock'}" for g in CELLS for b in (STOCK, *BUDGETS)} <= set(names)
-    assert {"train-target", "train-draft", "pair"} <= set(names)
-    for step in [*todo, *steps("cpu", tmp_path, tiny=True)]:
         command = step.command[1:] if step.command[1] != "-u" else step.command[2:]
-        is_there = find_spec(command[1]) if command[0] == "-m" else Path(command[0]).is_file()
+        is_module = command[0] == "-m"
+        is_there = find_spec(command[1]) if is_module else Path(command[0]).is_file()
         assert is_there, command
+        assert not is_module or ("--no-compile" in command) == no_compile
+
+
+def test_the_order_of_the_steps_is_that_of_what_is_most_wanted(tmp_path):
+    names = [step.name for step in Plan("cuda", tmp_path).steps()]
+    first = ["smoke", "kernels", "exact-flash_attn"]
+    first += [
+        f"bench-{g}-{b}" for g in ("llama-2-7b-128k", "llama-3.1-8b") for b in ("stock", 4096)
+    ]
+    first += ["exact-triton_attn", "train-target", "train-draft", "export", "pair"]
+    assert names[: len(first)] == first
+    assert CELLS["llama-2-7b-128k"][0] == "122000x1" and CELLS["llama-3.1-8b"][0] == "100000x4"
+    left_out_first = [n for n in names if n.startswith("bench-") and n not in first]
+    assert names[-len(left_out_first) :] == left_out_first
+    assert all("qwen3" in name or name.endswith("-1024") for name in left_out_first)
+    assert {f"exact-{b.lower()}" for b in BACKENDS} <= set(names)
+    assert {f"bench-{g}-{b or 'stock'}" for g in CELLS for b in (0, *BUDGETS)} <= set(names)
+
+
+def test_smoke_has_time_for_a_rung_that_hangs(tmp_path):
+    (smoke,) = (s for s in Plan("cuda", tmp_path).steps() if s.name == "smoke")
+    assert smoke.limit_s == 300 and smoke.limit_s / 2 >= RUNG_LIMIT_S
+
+
+MULTIPLIES = """
+import triton, triton.language as tl
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+
+@triton.jit
+def multiply(a, b, c, N: tl.constexpr):
+    places = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(c + places, tl.dot(tl.load(a + places), tl.load(b + places)))
+
+target = GPUTarget("cuda", 90, 32)  # an H200's
+backend, context = make_backend(target), ir.context()
+ir.load_dialects(context)
+backend.load_dialects(context)
+options = backend.parse_options({})
+source = ASTSource(multiply, {n: "*fp32" for n in "abc"} | {"N": "constexpr"}, {"N": 32})
+functions = backend.get_codegen_implementation(options)
+print(source.make_ir(target, options, functions, backend.get_module_map(), context))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton; pip install triton==3.9.0")
+def test_float32_is_multiplied_as_float32(tmp_path):
+    """Triton's own default, which its kernels for attention take, is TF32: no GPU is needed to see
+    what they are compiled to."""
+    by_name = {step.name: step for step in Plan("cuda", tmp_path).steps()}
+    program = tmp_path / "multiplies.py"  # triton reads the source of its kernels
+    program.write_text(MULTIPLIES)
+
+    def compiled(environment: dict[str, str]) -> str:
+        (line,) = (
+            line
+            for line in subprocess.run(
+                [sys.executable, program],
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.splitlines()
+            if "tt.dot" in line
+        )
+        return line
+
+    assert "tf32" in compiled(by_name["exact-flash_attn"].environment)
+    assert "tf32" not in compiled(by_name["exact-triton_attn"].environment)
 
 
 FAKE_KIT = """mkdir -p "$2/vllm"; touch "$2/vllm/__init__.py"; echo ran >> "$2/runs"
@@ -207,15 +369,26 @@ def test_the_report_is_made_of_what_is_there(tmp_path):
     """Half of a suite: one geometry without its stock run, one cell of another, a failed pair."""
     parts = dict(selection_ms=0.5, level1_step_ms=0.3, level2_pass_ms=4.4, verification_ms=0.1)
     ours = parts | dict(propose_ms=20.0, full_pass_ms=24.0, step_ms=44.0, rounds_per_step=4.0)
+    ours["parts_are_synchronized"] = True
+    error = {"error": "RuntimeError: the reason\nits traceback"}
+    by_tokens = [(1.0, [(16.0, 0.02), (122000.0, 0.03)]), (7.0, [(16.0, 0.021), (122000.0, 0.04)])]
+    measured = Measurements([(1.0, 0.02)], by_tokens, [(1, 0.005)], 0.001).to_dict()
+    measured["runner"] = "v2"
 
     def bench(geometry, budget, cells):
-        result = {"geometry": geometry, "budget": budget, "cells": cells}
-        result["parts_are_synchronized"] = True
+        result = {"geometry": geometry, "budget": budget, "items": cells}
         return {"status": "done", "seconds": 9.0, "result": result}
 
     ran = {
         "bench-a-stock": bench("a", 0, {"8000x1": {"step_ms": 20.0}, "4096x1": {"step_ms": 4.0}}),
-        "bench-a-4096": bench("a", 4096, {"8000x1": ours, "32000x1": ours}),
+        "bench-a-4096": bench(
+            "a", 4096, {"measured": measured, "8000x1": ours, "32000x1": ours, "32000x4": error}
+        ),
+        "smoke": {
+            "status": "failed",
+            "seconds": 3.0,
+            "result": {"items": {"choosing": {"measured": measured}, "import": {}}},
+        },
         "bench-b-4096": bench("b", 4096, {"8000x1": ours}),
         "bench-b-stock": {"status": "failed", "seconds": 1.0, "result": None},
         "pair": {"status": "failed", "seconds": 1.0, "result": None},
@@ -227,6 +400,9 @@ def test_the_report_is_made_of_what_is_there(tmp_path):
     assert cell["speedup"]["0.92"] > cell["speedup"]["0.8"] > 1
     text = log({"steps": ran, "machine": {"device": "some GPU"}}, found)
     assert "some GPU" in text and "a 4096 8000x1" in text and "failed" in text
+    assert "32000x4: RuntimeError: the reason" in text and "its traceback" not in text
+    assert "smoke (choosing), Model Runner v2" in text and "bench-a-4096 (measured)" in text
+    assert "7 at 16: 21.00 122000: 40.00" in text and "level 2: 1: 5.00, +1.000" in text
     json.dumps(found)
     assert log({"steps": {}}, figures({})).startswith("{}")
 
@@ -244,3 +420,13 @@ def test_parts_of_a_step_add_up():
     assert parts["rounds_per_step"] == 4
     assert parts["propose_ms"] + parts["full_pass_ms"] == pytest.approx(50.0)
     assert parts["selection_ms"] == pytest.approx(2.0)
+
+
+def test_results_are_kept_where_no_log_can_be_made_of_them(tmp_path, monkeypatch):
+    def fails(steps):
+        raise KeyError("step_ms")
+
+    monkeypatch.setattr("vllm_triforce_bench.gpu_suite.suite.figures", fails)
+    text = write({"steps": {"smoke": {"status": "done", "seconds": 1.0}}}, tmp_path)
+    assert "KeyError" in text and (tmp_path / "suite.log").read_text() == text
+    assert json.loads((tmp_path / "suite.json").read_text())["steps"]["smoke"]["status"] == "done"

@@ -266,6 +266,20 @@ def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_spe
     assert all(longest <= capacity for longest, capacity in seen), max(seen)
 
 
+def test_what_passes_take_is_told(engines, pair):
+    """As measured at start-up, where something is chosen by it; or anew, whatever is chosen."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
+    llm = engines.get(pair["target"], keys)
+    (told,) = llm.collective_rpc("triforce_measured")
+    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    measured = adapter._built.speculator.controller.measured.measured
+    assert told == measured.to_dict() and type(measured)(**told) == measured
+    llm = engines.get(pair["target"], {**keys, "adaptive": False, "min_context": 0})
+    assert llm.collective_rpc("triforce_measured") == [None]
+    (anew,) = llm.collective_rpc("triforce_measured", args=(True,))
+    assert anew.keys() == told.keys() and anew["draft"] > 0 and anew["full_by_rows"][0][1] > 0
+
+
 def test_a_prompt_that_just_fits_is_read_in_one_step(engines, pair):
     """Steps are filled as stock vLLM fills them: no token of the budget is kept for drafting."""
     text = held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 1024)

@@ -12,6 +12,8 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
 from vllm_triforce.attention.gpu.draft import GPUDraftAttention
 from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl, kernel_for
 from vllm_triforce.attention.gpu.paged_kernels import (
@@ -25,7 +27,13 @@ from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"
+<<<<<<< HEAD
 KERNELS = [triton_attention] + ([FlashAttention(3)] if ON_GPU else [])
+=======
+# What vLLM would use on this device: 3 on Hopper, 2 before it; level 2 knows these two.
+FLASH_VERSION = get_flash_attn_version() if ON_GPU else None
+KERNELS = [triton_attention] + ([flash_attention] if FLASH_VERSION in (2, 3) else [])
+>>>>>>> main
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = dict(rtol=2e-2, atol=2e-2) if ON_GPU else dict(rtol=1e-4, atol=1e-4)
 # Tokens that each of three requests reads, the new ones included.
@@ -56,7 +64,7 @@ class Case:
             sliding_window=(-1, -1),
             logits_soft_cap=0,
             kv_cache_dtype="auto",
-            vllm_flash_attn_version=3,
+            vllm_flash_attn_version=FLASH_VERSION,
         )
         one = torch.ones(1, device=DEVICE)
         self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)

@@ -29,6 +29,10 @@ def run(asked: dict) -> dict:
     del llm
     gc.collect()
     llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
+    results["measured"] = {
+        anew: llm.collective_rpc("triforce_measured", args=(anew == "anew",))[0]
+        for anew in ("at start", "anew")
+    }
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
     return results
 

@@ -101,3 +101,16 @@ def test_what_a_grammar_may_cut_is_handed_up_as_certain(found):
     assert any(p < 0.999 for p in free), "level 2's own distribution"
     for row in (0, 2):
         assert set(found["grammar"]["texts"][row]) <= set(" abcdefghijklm")
+
+
+def test_what_passes_take_is_told(found):
+    """Where lengths are given nothing is measured at start-up; asked to, the worker measures."""
+    assert found["measured"]["at start"] is None
+    measured = found["measured"]["anew"]
+    # Differences of two times, of one run each in the interpreter: 0 where the first was longer.
+    assert measured["draft"] >= 0 and [tokens for tokens, _ in measured["level2_by_tokens"]] == [1]
+    for tokens, points in measured["full_by_tokens"]:
+        assert tokens in (1, 5), "EIGHT proposes four"
+        assert [context for context, _ in points] == sorted(context for context, _ in points)
+        assert all(seconds > 0 for _, seconds in points)
+    assert [rows for rows, _ in measured["full_by_rows"]] == [1, 2, 4]

@@ -3,7 +3,16 @@
 from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.measurements import StepTime
+from vllm_triforce.controller.measurements import Measurements, StepTime
 from vllm_triforce.controller.options import Candidate
 
-__all__ = ["PLAIN", "Candidate", "Choice", "Controller", "CostModel", "Route", "StepTime"]
+__all__ = [
+    "PLAIN",
+    "Candidate",
+    "Choice",
+    "Controller",
+    "CostModel",
+    "Measurements",
+    "Route",
+    "StepTime",
+]

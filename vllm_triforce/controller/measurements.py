@@ -2,8 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class Measurements:
     sampling: float = 0.0
     """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {its.name: getattr(self, its.name) for its in fields(self) if its.init}
 
     def attention(self, max_tokens: int) -> np.ndarray:
         """[contexts, at least ``max_tokens`` + 1], seconds that each measured context adds to a

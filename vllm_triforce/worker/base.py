@@ -86,6 +86,17 @@ class TriForceWorkerMixin:
         """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
         return self.triforce.counters.to_dict()
 
+    def triforce_measured(self, anew: bool = False) -> dict | None:
+        """Seconds that passes take (``controller/measurements.py``), as measured at start-up; None
+        where nothing is chosen by them.
+
+        Args:
+            anew: measures them now, whatever is chosen. It writes to the KV cache: only for an
+                engine without requests and without prefix caching.
+        """
+        measured = self.triforce.measured_passes(anew)
+        return None if measured is None else measured.to_dict()
+
     def triforce_synchronize_times(self, synchronize: bool) -> None:
         """Makes the times by part those of the device rather than of launching on it, for
         benchmarks: each part then waits for the device."""

@@ -2,55 +2,66 @@
 
 A cell is a context and a batch. Every request has a prompt of its own. Random weights accept
 what they accept: what a pass costs does not depend on it, and ``speedup.py`` does the rest.
-Written after every cell, so what a cut-off run measured is not lost; cells that are there from
-an earlier run are not measured again.
+Before the cells TriForce's own measurement of passes is asked for, which it chooses by otherwise.
 """
 
 import argparse
-import json
-import os
 import time
-from pathlib import Path
 
-from vllm_triforce_bench.gpu_suite.engine import decode, make_engine, synchronized_times
+from vllm_triforce_bench.gpu_suite.engine import (
+    argument_parser,
+    decode,
+    make_engine,
+    measured_passes,
+    synchronized_times,
+)
 from vllm_triforce_bench.gpu_suite.geometry import GEOMETRIES, draft_of
+from vllm_triforce_bench.gpu_suite.items import Items
+
+MEASURED = "measured"
+# While the last prompts are read, the first requests decode: up to 7 tokens in each of their steps.
+TOKENS_PER_STEP = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--geometry", choices=GEOMETRIES, required=True)
     parser.add_argument("--budget", type=int, default=0, help="of level 2; 0 is stock vLLM")
     parser.add_argument(
         "--cells", nargs="+", required=True, help="CONTEXTxBATCH, most wanted first"
     )
-    parser.add_argument("--num-tokens", type=int, default=96)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--num-steps", type=int, default=96, help="timed of each cell, at most")
     args = parser.parse_args()
 
     geometry = GEOMETRIES[args.geometry]
     memory = _memory_bytes(args.device)
-    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
-    possible = [cell for cell in cells if geometry.fits(*cell, memory)]
-    kept = args.work / "cells" / f"{args.geometry}-{args.budget}.json"
-    found = json.loads(kept.read_text()) if kept.exists() else {"cells": {}}
-    found |= {"geometry": args.geometry, "budget": args.budget}
-    found["does_not_fit"] = [f"{c}x{b}" for c, b in cells if (c, b) not in possible]
-    missing = [cell for cell in possible if f"{cell[0]}x{cell[1]}" not in found["cells"]]
-    if missing:
-        began = time.monotonic()
-        llm = _engine(args, geometry, possible)
-        found["start_s"] = time.monotonic() - began
-        found["parts_are_synchronized"] = bool(args.budget) and synchronized_times(llm)
-        for context, batch in missing:
-            found["cells"][f"{context}x{batch}"] = _cell(llm, args, geometry, context, batch)
-            _write(found, kept, args.result)
-    _write(found, kept, args.result)
+    possible = [cell for cell in args.cells if geometry.fits(*_sizes(cell), memory)]
+    items = Items(
+        args.result,
+        geometry=args.geometry,
+        budget=args.budget,
+        is_compiled=not args.no_compile,
+        does_not_fit=[cell for cell in args.cells if cell not in possible],
+    )
+    names = [MEASURED, *possible] if args.budget else possible
+    items.run_all(
+        names,
+        lambda: _engine(args, geometry, possible),
+        lambda engine, name: _item(engine, args, geometry, name),
+    )
+    raise SystemExit(int(items.num_errors > 0))
 
 
-def _engine(args, geometry, cells):
+def _sizes(cell: str) -> tuple[int, int]:
+    context, batch = cell.split("x")
+    return int(context), int(batch)
+
+
+def _most_tokens(args: argparse.Namespace) -> int:
+    return args.num_steps * (TOKENS_PER_STEP if args.budget else 1)
+
+
+def _engine(args: argparse.Namespace, geometry, cells: list[str]):
     keys = None
     if args.budget:
         draft = draft_of(geometry).write(args.work / "models" / f"{args.geometry}-draft")
@@ -60,29 +71,31 @@ def _engine(args, geometry, cells):
             "min_context": 0,
             "adaptive": False,
         }
-    limits = {} if args.device == "cpu" else {"dtype": "bfloat16", "gpu_memory_utilization": 0.88}
-    if args.backend:
-        limits["attention_backend"] = args.backend
     return make_engine(
         geometry.write(args.work / "models" / args.geometry),
-        args.device,
+        args,
         keys,
         load_format="dummy",
-        max_model_len=max(context for context, _ in cells) + args.num_tokens + 64,
-        max_num_seqs=max(batch for _, batch in cells),
+        dtype="bfloat16",
+        gpu_memory_utilization=0.88,
+        max_model_len=max(_sizes(cell)[0] for cell in cells) + _most_tokens(args) + 64,
+        max_num_seqs=max(_sizes(cell)[1] for cell in cells),
         max_num_batched_tokens=16384,
         enable_prefix_caching=False,
-        **limits,
     )
 
 
-def _cell(llm, args, geometry, context: int, batch: int) -> dict:
+def _item(llm, args: argparse.Namespace, geometry, name: str) -> dict:
+    if name == MEASURED:
+        return measured_passes(llm, anew=True)
     import torch
 
+    is_synchronized = bool(args.budget) and synchronized_times(llm)
+    context, batch = _sizes(name)
     draw = torch.Generator().manual_seed(context + batch)
     prompts = torch.randint(3, geometry.vocab, (batch, context), generator=draw).tolist()
     began = time.monotonic()
-    decoded = decode(llm, prompts, args.num_tokens)
+    decoded = decode(llm, prompts, _most_tokens(args), most_steps=args.num_steps)
     cell = {
         "num_steps": decoded.num_steps,
         "num_tokens": decoded.num_tokens,
@@ -91,6 +104,7 @@ def _cell(llm, args, geometry, context: int, batch: int) -> dict:
     }
     if decoded.counters is not None:
         cell |= parts_ms(decoded.counters, decoded.num_steps, cell["step_ms"])
+        cell["parts_are_synchronized"] = is_synchronized
     return cell
 
 
@@ -123,14 +137,6 @@ def _memory_bytes(device: str) -> float:
     import torch
 
     return float(torch.cuda.mem_get_info()[1]) if device != "cpu" else 16e9
-
-
-def _write(found: dict, *paths: Path) -> None:
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text(json.dumps(found))
-        os.replace(fresh, path)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ GEOMETRIES = {
     "llama-2-7b-128k": Geometry(4096, 32, 32, 32, 11008, 32000, 131072, 1e4),
     "llama-3.1-8b": Geometry(4096, 32, 32, 8, 14336, 128256, 131072, 5e5),
     "qwen3-8b": Geometry(4096, 36, 32, 8, 12288, 151936, 131072, 1e6, "qwen3"),
+    "smoke": Geometry(256, 2, 4, 2, 512, 1024, 8192, 1e4, head_dim=64),
     "tiny": Geometry(128, 2, 4, 2, 256, 512, 8192, 1e4, head_dim=32),
 }
 
@@ -75,5 +76,6 @@ GEOMETRIES = {
 def draft_of(target: Geometry) -> Geometry:
     """Llama-68M, the paper's draft, with the target's vocabulary."""
     if target.hidden < 1024:
-        return Geometry(64, 1, 2, 2, 128, target.vocab, 2048, 1e4, head_dim=32)
+        size = target.head_dim
+        return Geometry(2 * size, 1, 2, 2, 4 * size, target.vocab, 2048, 1e4, head_dim=size)
     return Geometry(768, 2, 12, 12, 3072, target.vocab, 2048, 1e4, head_dim=64)

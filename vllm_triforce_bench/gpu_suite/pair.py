@@ -1,77 +1,83 @@
 """A pair trained on this machine: its acceptance, and its speed against stock vLLM.
 
-Held-out source code, greedy and sampled; both engines in this process, one right after the other.
+Held-out source code, greedy; the engines one after the other in this process.
 """
 
 import argparse
-import gc
-import json
-from pathlib import Path
+from functools import partial
 
-from vllm_triforce_bench.gpu_suite.engine import decode, make_engine
+from vllm_triforce_bench.gpu_suite.engine import argument_parser, decode, make_engine
+from vllm_triforce_bench.gpu_suite.items import Items
+
+STOCK = "stock"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", type=Path, required=True, help="folder with target and draft")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--models", required=True, help="folder with target and draft")
     parser.add_argument("--cells", nargs="+", required=True, help="CONTEXTxBATCH")
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--num-tokens", type=int, default=192)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend")
-    parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
-    cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
-    target, draft = str(args.models / "target"), str(args.models / "draft")
+    cells = {cell: tuple(map(int, cell.split("x"))) for cell in args.cells}
+    items = Items(args.result)
 
-    stock = _engine(args, target, None, cells)
-    plain = {cell: decode(stock, _prompts(target, *cell), args.num_tokens) for cell in cells}
-    found: list[dict] = []
+    def stock(llm, name: str) -> dict:
+        context, batch = cells[name.removeprefix(f"{STOCK} ")]
+        decoded = decode(llm, _prompts(args, context, batch), args.num_tokens)
+        rate = decoded.num_tokens / decoded.seconds
+        return {"tokens_per_s": rate, "token_ids": decoded.token_ids}
+
+    names = [f"{STOCK} {cell}" for cell in cells]
+    items.run_all(names, lambda: _engine(args, None, cells), stock)
     for budget in args.budgets:
-        keys = {"model": draft, "retrieval_budget": budget, "min_context": 0, "adaptive": False}
-        llm = _engine(args, target, keys, cells)
-        for cell in cells:
-            decoded = decode(llm, _prompts(target, *cell), args.num_tokens)
-            found.append(_compare(cell, budget, plain[cell], decoded))
-            args.result.write_text(json.dumps({"cells": found}))
-        del llm
-        gc.collect()
+        names = [
+            f"{budget} {cell}" for cell in cells if "error" not in items.found[f"{STOCK} {cell}"]
+        ]
+        keys = {"retrieval_budget": budget, "min_context": 0, "adaptive": False}
+
+        def ours(llm, name: str, budget: int = budget) -> dict:
+            cell = name.removeprefix(f"{budget} ")
+            decoded = decode(llm, _prompts(args, *cells[cell]), args.num_tokens)
+            return _compare(cells[cell], budget, items.found[f"{STOCK} {cell}"], decoded)
+
+        items.run_all(names, partial(_engine, args, keys, cells), ours)
+    raise SystemExit(int(items.num_errors > 0))
 
 
-def _engine(args, target, keys, cells):
+def _engine(args: argparse.Namespace, keys: dict | None, cells):
     return make_engine(
-        target,
-        args.device,
-        keys,
-        max_model_len=max(context for context, _ in cells) + args.num_tokens + 64,
-        max_num_seqs=max(batch for _, batch in cells),
-        **({"attention_backend": args.backend} if args.backend else {}),
-        **({"dtype": "bfloat16", "gpu_memory_utilization": 0.4} if args.device != "cpu" else {}),
+        f"{args.models}/target",
+        args,
+        None if keys is None else {**keys, "model": f"{args.models}/draft"},
+        dtype="bfloat16",
+        gpu_memory_utilization=0.4,
+        max_model_len=max(context for context, _ in cells.values()) + args.num_tokens + 64,
+        max_num_seqs=max(batch for _, batch in cells.values()),
     )
 
 
-def _prompts(target: str, context: int, batch: int) -> list[list[int]]:
+def _prompts(args: argparse.Namespace, context: int, batch: int) -> list[list[int]]:
     """Stretches of the held-out text, which is repeated where it is too short."""
     from transformers import AutoTokenizer
 
     from tests.models import PROMPTS
 
-    text = AutoTokenizer.from_pretrained(target)((PROMPTS / "held_out.txt").read_text())
-    ids = text["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/target")
+    ids = tokenizer((PROMPTS / "held_out.txt").read_text())["input_ids"]
     stride = max(1, len(ids) // batch)
     long = ids * (2 + (context + stride * batch) // len(ids))
     return [long[stride * i :][:context] for i in range(batch)]
 
 
-def _compare(cell, budget: int, plain, decoded) -> dict:
-    rate = plain.num_tokens / plain.seconds
-    same = [a == b for a, b in zip(plain.token_ids, decoded.token_ids)]
+def _compare(cell, budget: int, plain: dict, decoded) -> dict:
+    same = [a == b for a, b in zip(plain["token_ids"], decoded.token_ids)]
     return {
         "context": cell[0],
         "batch": cell[1],
         "budget": budget,
-        "stock_tokens_per_s": rate,
-        "speedup": decoded.num_tokens / decoded.seconds / rate,
+        "stock_tokens_per_s": plain["tokens_per_s"],
+        "speedup": decoded.num_tokens / decoded.seconds / plain["tokens_per_s"],
         "share_of_requests_identical": sum(same) / len(same),
         "counters": decoded.counters.to_dict(),
     }

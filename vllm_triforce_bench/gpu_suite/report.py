@@ -13,15 +13,15 @@ TARGETS = {"level2_over_stock_4k": 1.15, "outside_the_levels": 0.05}
 def figures(steps: dict) -> dict:
     """Everything derived from ``State.data["steps"]``; what was not measured is not there."""
     done = {n: s["result"] for n, s in steps.items() if n.startswith("bench-") and s.get("result")}
-    stock = {r["geometry"]: r["cells"] for r in done.values() if not r["budget"]}
-    pair = (steps.get("pair", {}).get("result") or {}).get("cells", [])
+    stock = {r["geometry"]: _having("step_ms", r) for r in done.values() if not r["budget"]}
+    pair = list(_having("speedup", steps.get("pair", {}).get("result")).values())
     level1 = _level1_acceptance(pair)
     found: dict = {"level1_acceptance": level1, "cells": [], "pair": [_pair(c) for c in pair]}
     for result in done.values():
         if not result["budget"]:
             continue
         base = stock.get(result["geometry"], {})
-        for name, cell in result["cells"].items():
+        for name, cell in _having("step_ms", result).items():
             if name in base:
                 found["cells"].append(_cell(result, name, cell, base, level1))
     if pair:
@@ -32,6 +32,12 @@ def figures(steps: dict) -> dict:
                 "speedup"
             ]
     return found
+
+
+def _having(key: str, result: dict | None) -> dict[str, dict]:
+    """The items of a result that have it: those of a kind that went well."""
+    items = (result or {}).get("items", {})
+    return {name: item for name, item in items.items() if key in item}
 
 
 def _cell(result: dict, name: str, cell: dict, base: dict, level1: float) -> dict:
@@ -48,7 +54,7 @@ def _cell(result: dict, name: str, cell: dict, base: dict, level1: float) -> dic
     found |= curve(costs, ACCEPTANCES, level1)
     found["propose_ms"] = cell["propose_ms"]
     found["outside_the_levels"] = outside / cell["step_ms"]
-    found["parts_are_synchronized"] = result["parts_are_synchronized"]
+    found["parts_are_synchronized"] = cell["parts_are_synchronized"]
     batch = name.split("x")[1]
     if result["budget"] == 4096 and (near := base.get(f"4096x{batch}")):
         found["level2_over_stock_4k"] = cell["level2_pass_ms"] / near["step_ms"]
@@ -78,6 +84,10 @@ def log(data: dict, found: dict) -> str:
     for name, step in data["steps"].items():
         why = step.get("why", "")
         lines.append(f"  {name:32} {step['status']:8} {step['seconds']:6.0f} s  {why}")
+        for item, its in ((step.get("result") or {}).get("items") or {}).items():
+            if not its.get("ok", "error" not in its):
+                lines.append(f"    {item}: {str(its.get('error', its))[:160].splitlines()[0]}")
+    lines += _measured(data["steps"])
     lines += ["", "milliseconds a step; speed-up by level 2's acceptance (level 1's: "]
     lines[-1] += f"{found['level1_acceptance']:.2f}); 6 proposed, 0.92 is "
     lines[-1] += f"{tokens_per_step(0.92, 6):.2f} tokens a step"
@@ -114,3 +124,31 @@ def log(data: dict, found: dict) -> str:
 
 def _heads() -> list[str]:
     return [f"{a:5.2f}" for a in ACCEPTANCES]
+
+
+def _measured(steps: dict) -> list[str]:
+    """What TriForce measured passes to take, which it chooses by."""
+    lines = ["", "milliseconds of passes, as TriForce measures them at start-up"]
+    for step, entry in steps.items():
+        for item, its in _having("full_by_tokens", _flat(entry.get("result"))).items():
+            full = ", ".join(
+                f"{tokens:g} at "
+                + " ".join(f"{context:g}: {1e3 * seconds:.2f}" for context, seconds in points)
+                for tokens, points in its["full_by_tokens"]
+            )
+            rows = " ".join(f"{n:g}: {1e3 * seconds:.2f}" for n, seconds in its["full_by_rows"])
+            level2 = " ".join(f"{n:g}: {1e3 * s:.2f}" for n, s in its["level2_by_tokens"])
+            lines += [
+                f"  {step} ({item}), Model Runner {its['runner']}",
+                f"    full, tokens at contexts: {full}; requests: {rows}",
+                f"    level 2: {level2}, +{1e3 * its['level2_per_row']:.3f} a request; draft: "
+                f"{1e3 * its['draft']:.3f}, +{1e3 * its['draft_per_row']:.3f} a request; first "
+                f"selection: {1e6 * its['selection_per_token']:.4f} a thousand tokens",
+            ]
+    return lines
+
+
+def _flat(result: dict | None) -> dict:
+    """A result whose items are what was measured, whether it is all of an item or a part."""
+    items = (result or {}).get("items") or {}
+    return {"items": {name: item.get("measured", item) for name, item in items.items()}}

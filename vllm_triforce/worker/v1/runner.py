@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller import CostModel
+from vllm_triforce.controller import CostModel, Measurements
 from vllm_triforce.controller.report import describe
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
@@ -122,19 +122,20 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         """Measures the passes, where the controller has something to choose, and begins."""
         controller = self._built.speculator.controller
         if self.config.choices:
-            calibration = Calibration(
-                self._built,
-                self._target,
-                self.vllm_config,
-                self._runner.attn_groups,
-                self._block_sizes,
-                self._num_blocks,
-                self.device,
-                broadcast_from_first_rank,
-            )
-            with self._built.recorder.pausing(), torch.inference_mode():
-                controller.start(CostModel(calibration.run()), adopt=broadcast_from_first_rank)
+            controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
+
+    def measured_passes(self, anew: bool) -> Measurements | None:
+        model = self._built.speculator.controller.measured
+        known = None if model is None else model.measured
+        return self._measure() if anew else known
+
+    def _measure(self) -> Measurements:
+        built = self._built
+        parts = built, self._target, self.vllm_config, self._runner.attn_groups, self._block_sizes
+        calibration = Calibration(*parts, self._num_blocks, self.device, broadcast_from_first_rank)
+        with built.recorder.pausing(), torch.inference_mode():
+            return calibration.run()
 
     @property
     def counters(self):

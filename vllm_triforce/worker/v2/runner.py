@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.step_plan import StepPlan, plan_of
@@ -73,6 +74,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self._num_faults = 0
         self._plan: StepPlan | None = None
         self._reports = Reports(device)
+        self._measured: Measurements | None = None
         # By state: a proposal, and distributions, may still be there.
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
@@ -145,10 +147,16 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     def warm_up(self) -> None:
         """Compiles what proposals need, before a request waits for it; and measures, where there is
         something to choose. Behind the capture of CUDA graphs."""
-        measured = warm_up_proposals(
-            self.config, self._runner, self._built, self._num_blocks, self.device
+        self._measured = self._warm_up_proposals(measures=bool(self.config.choices))
+        self._reports.measured(self._measured)
+
+    def _warm_up_proposals(self, measures: bool) -> Measurements | None:
+        return warm_up_proposals(
+            self.config, self._runner, self._built, self._num_blocks, self.device, measures
         )
-        self._reports.measured(measured)
+
+    def measured_passes(self, anew: bool) -> Measurements | None:
+        return self._warm_up_proposals(measures=True) if anew else self._measured
 
     def held_requests(self) -> dict[str, int]:
         return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}

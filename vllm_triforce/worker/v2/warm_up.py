@@ -11,15 +11,23 @@ from vllm_triforce.worker.v2.trial_batches import TrialBatches
 
 @torch.inference_mode()
 def warm_up_proposals(
-    config: ResolvedConfig, runner, built: DeviceBuild, num_blocks: int, device: torch.device
+    config: ResolvedConfig,
+    runner,
+    built: DeviceBuild,
+    num_blocks: int,
+    device: torch.device,
+    measures: bool,
 ) -> Measurements | None:
     """Runs every kind of proposal once on a GPU, where kernels are compiled for it.
 
+    Args:
+        measures: whether they are timed.
+
     Returns:
-        What passes take; None where nothing is chosen by it.
+        What passes take; None where they are not timed.
     """
     is_gpu = device.type != "cpu"
-    if not (is_gpu or config.choices):
+    if not (is_gpu or measures):
         return None
     calibration = CalibrationV2(
         config,
@@ -33,6 +41,6 @@ def warm_up_proposals(
     with built.recorder.pausing():
         if is_gpu:
             calibration.warm_up()
-        measured = calibration.run() if config.choices else None
+        measured = calibration.run() if measures else None
     built.triforce.reset_counters()
     return measured
