@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "predict": Command(
         "vllm_triforce_bench.predict.command",
-        "predict the time of a step and TriForce's speed-up by arithmetic, for a machine and a model",
+        "predict the time of a step and TriForce's speed-up by arithmetic, by machine and model",
         needs_vllm=False,
     ),
 }

@@ -19,8 +19,8 @@ def machine_of(device: str) -> Machine | None:
 
 
 def beside(device: str, cell: dict) -> str:
-    """A line for a cell of the GPU suite: of each part the milliseconds predicted, and measured over
-    predicted. Empty where the machine or the model is not a named one.
+    """A line for a cell of the GPU suite: of each part the milliseconds predicted, and measured
+    over predicted. Empty where the machine or the model is not a named one.
 
     Args:
         device: its name, as PyTorch has it.

@@ -72,8 +72,10 @@ def _text(args: argparse.Namespace) -> str:
 
         return measure_machine(args.measure_machine)
     if args.measure_passes:
+        from vllm_triforce_bench import preload
         from vllm_triforce_bench.predict.measure import measure_passes
 
+        preload.restart_if_needed(args.argv)
         return measure_passes(args.measure_passes, args.quick)
     counts = Counts.load(args.counts) if args.counts else Counts()
     machines = [_machine(name) for name in args.machines.split(",")]

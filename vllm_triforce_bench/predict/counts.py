@@ -8,8 +8,8 @@ from vllm_triforce_bench.predict.machine import from_json
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels, uploads and waits of a greedy step, by what makes them. The defaults are read off the
-    code of Model Runner V2; a file with counted ones may take their place.
+    """Kernels, uploads and waits of a greedy step, by what makes them. The defaults are read off
+    the code of Model Runner V2; a file with counted ones may take their place.
 
     Args:
         graphs_per_pass: CUDA graphs of each pass of a model.

@@ -15,6 +15,8 @@ _ACCEPTANCE = Acceptance(0.965, draft=0.21)
 
 @dataclass(frozen=True)
 class PaperCell:
+    """A context, a batch, and the speed-up that was reported."""
+
     context: int
     batch: int
     reported: float

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import Geometry, draft_of
 from vllm_triforce_bench.predict.machine import Machine
-from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.settings import PLAIN, STOCK, Acceptance, Setting
 from vllm_triforce_bench.predict.steps import Predictor, Step
 
@@ -64,7 +64,7 @@ def markdown(found: Sequence[dict]) -> str:
     lines: list[str] = []
     for machine, model in dict.fromkeys((cell["machine"], cell["model"]) for cell in found):
         rows = [c for c in found if (c["machine"], c["model"]) == (machine, model)]
-        lines += _table(machine, model, rows) + [""]
+        lines += [*_table(machine, model, rows), ""]
     return "\n".join(lines)
 
 
