@@ -1,15 +1,16 @@
 """Measures what a CPU can do: the constants of ``Machine``, none of them typed in.
 
 Bandwidth is a sum over 1 GB; the share of it that weights get a matrix times a vector; arithmetic a
-large product of matrices, and the share of it that a few tokens get one with 32 rows. Attention is
-PyTorch's, of one query over long keys. An operation on a few numbers is timed with cold caches, as
-a step finds it: each follows a walk through memory that the caches do not hold.
+large product of matrices, and the share of it that a few tokens get one with 32 rows. An operation
+on a few numbers is timed as a step finds it, its caches emptied by as much memory as a layer's
+weights.
 """
 
 import dataclasses
 import json
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,7 @@ def measure_machine(path: Path, scale: float = 1.0) -> str:
     flops = 2 * side**3 / best(lambda: factor @ factor)
     rows = torch.ones(few, side)
     flops_few = 2 * few * side**2 / best(lambda: rows @ factor)
-    heads, head_dim, length = 8, 64, sized(65_536)
-    keys, values = (torch.ones(1, heads, length, head_dim) for _ in range(2))
-    query = torch.ones(1, heads, 1, head_dim)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    attention = 2 * keys.nbytes / best(lambda: attend(query, keys, values))
-    operation = _cold_operation(stream[: sized(50_000_000)])
+    operation = _cold_operation(stream[: sized(16_000_000)])
     bandwidth = max(bandwidth, weights)
     machine = Machine(
         f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -64,7 +60,6 @@ def measure_machine(path: Path, scale: float = 1.0) -> str:
         max(flops, flops_few),
         weights / bandwidth,
         min(1.0, flops_few / max(flops, flops_few)),
-        attention,
         launch_seconds=operation,
         kernel_seconds=operation,
     )
@@ -85,12 +80,11 @@ def _cold_operation(memory) -> float:
         lambda: torch.cat((numbers, numbers)),
         lambda: numbers.cumsum(0),
     )
-    seconds, count = 0.0, 0
-    for turn in range(_REPEATS + 1):
+    found = []
+    for _ in range(4 * _REPEATS):
         memory.sum()
         start = time.perf_counter()
         for operation in turns:
             operation()
-        if turn:
-            seconds, count = seconds + time.perf_counter() - start, count + len(turns)
-    return seconds / count
+        found.append((time.perf_counter() - start) / len(turns))
+    return statistics.median(found)

@@ -16,8 +16,6 @@ class Machine:
         bandwidth: bytes a second, peak.
         flops: a second, peak, in the weights' precision.
         bandwidth_share, flops_share: of these, what kernels reach.
-        attention_bandwidth: bytes of KV cache a second, where that is not the weights' bandwidth:
-            on a CPU attention is bound by arithmetic.
         num_sms: multiprocessors; one thread block of attention runs on each. 0: not a GPU.
         splits_queries: whether attention divides a sequence's KV among thread blocks, however many
             tokens a query has (FlashAttention 3), or only where a query has one token and heads
@@ -35,7 +33,6 @@ class Machine:
     flops: float
     bandwidth_share: float = 0.85
     flops_share: float = 0.6
-    attention_bandwidth: float | None = None
     num_sms: int = 0
     splits_queries: bool = True
     launch_seconds: float = 0.0

@@ -55,13 +55,12 @@ def model_pass(
     bandwidth = machine.bandwidth * machine.bandwidth_share
     flops = machine.flops * machine.flops_share
     busy = machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
-    of_attention = min(bandwidth, machine.attention_bandwidth or bandwidth)
     kernels = model.layers * counts.layer_kernels + counts.pass_kernels
     kernels += model.layers * counts.moe_layer_kernels * (model.experts > 0)
     seconds = (
         max(dense[0] / bandwidth, dense[1] / flops)
         + max(experts[0] / bandwidth, experts[1] / flops)
-        + max(attention[0] / of_attention, attention[1] / flops) / busy
+        + max(attention[0] / bandwidth, attention[1] / flops) / busy
         + kernels * machine.kernel_seconds
         + counts.graphs_per_pass * machine.graph_launch_seconds
     )

@@ -37,9 +37,9 @@ def validation(machine: Machine, counts: Counts, paths: Sequence[Path]) -> str:
     ]
     ratios: list[float] = []
     ranks: list[str] = []
-    for path in paths:
-        found = _read(path)
-        at = _with_engine(machine, counts, found.get("tiny"))
+    files = [_read(path) for path in paths]
+    at = _with_engine(machine, counts, next((f["tiny"] for f in files if "tiny" in f), None))
+    for found in files:
         grouped: dict[tuple, list[tuple[Setting, dict, Predictor]]] = {}
         for cell in found["cells"]:
             model, setting = Geometry(**cell["model"]), Setting(**cell["setting"])
