@@ -86,7 +86,7 @@ def _measure(model: Geometry, setting: Setting, cells, folder: Path) -> list[dic
         distributed_executor_backend="uni",
         max_model_len=longest,
         max_num_seqs=max(batch for _, batch in cells),
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=512,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=tokens * model.kv_bytes_per_token,
         kv_transfer_config={
