@@ -16,9 +16,6 @@ class Pass:
     seconds: float
     limit_seconds: float
 
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.seconds + other.seconds, self.limit_seconds + other.limit_seconds)
-
     def times(self, count: float) -> "Pass":
         return Pass(count * self.seconds, count * self.limit_seconds)
 
