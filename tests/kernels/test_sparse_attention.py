@@ -27,13 +27,9 @@ from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"
-<<<<<<< HEAD
-KERNELS = [triton_attention] + ([FlashAttention(3)] if ON_GPU else [])
-=======
 # What vLLM would use on this device: 3 on Hopper, 2 before it; level 2 knows these two.
 FLASH_VERSION = get_flash_attn_version() if ON_GPU else None
-KERNELS = [triton_attention] + ([flash_attention] if FLASH_VERSION in (2, 3) else [])
->>>>>>> main
+KERNELS = [triton_attention] + ([FlashAttention(FLASH_VERSION)] if FLASH_VERSION in (2, 3) else [])
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = dict(rtol=2e-2, atol=2e-2) if ON_GPU else dict(rtol=1e-4, atol=1e-4)
 # Tokens that each of three requests reads, the new ones included.

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         variants = methods.variants(
             names, asked_for.budgets, asked_for.draft, asked_for.method_keys
         )
-        from vllm_triforce_bench.compare import preload
+        from vllm_triforce_bench import preload
 
         preload.restart_if_needed(args.argv)
         return _measure_and_report(asked_for, variants, left_out, Path(args.output), args.argv)

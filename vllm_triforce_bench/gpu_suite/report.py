@@ -1,6 +1,7 @@
 """From the results of the steps to the figures that are asked for, and to a short log."""
 
 from vllm_triforce_bench.gpu_suite.speedup import Costs, curve, per_test, tokens_per_step
+from vllm_triforce_bench.predict.beside import beside
 
 # Per test, of level 2: the paper reports 0.92 (streaming) to 0.97 at 120K.
 ACCEPTANCES = [0.7, 0.8, 0.9, 0.92, 0.95, 0.97]
@@ -103,6 +104,8 @@ def log(data: dict, found: dict) -> str:
             f"{c['level1_step']:7.2f} {c['selection']:7.2f} {c['verification']:6.2f} "
             f"{100 * cell['outside_the_levels']:6.1f}%  {ratios}{mark}"
         )
+        if predicted := beside(str(data.get("machine", {}).get("device", "")), cell):
+            lines.append(f"    {predicted}")
     for cell in found["cells"]:
         if (ratio := cell.get("level2_over_stock_4k")) is not None:
             wanted = TARGETS["level2_over_stock_4k"]

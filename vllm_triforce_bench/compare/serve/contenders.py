@@ -13,8 +13,8 @@ import vllm_triforce
 from vllm_triforce_bench.compare import methods
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.model_facts import ModelFacts, kv_bytes_of
-from vllm_triforce_bench.compare.preload import libraries
 from vllm_triforce_bench.compare.serve.settings import CONTROL, STOCK, TRIFORCE, ServeSettings
+from vllm_triforce_bench.preload import libraries
 
 MODEL = "model"
 """The name that the servers give it."""

@@ -1,0 +1,1 @@
+"""``vllm-triforce predict``: what a step takes, by arithmetic (docs/prediction.md)."""

@@ -1,0 +1,128 @@
+"""What a machine can do: the handful of numbers that a decoding step is made of."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """
+    Args:
+        memory_bytes: of the device.
+        bandwidth: bytes a second, peak.
+        flops: a second, peak, in the weights' precision.
+        bandwidth_share, flops_share: of these, what kernels reach.
+        num_sms: multiprocessors; one thread block of attention runs on each. 0: not a GPU.
+        splits_queries: whether attention divides a sequence's KV among thread blocks, however many
+            tokens a query has (FlashAttention 3), or only where a query has one token and heads
+            are grouped (FlashAttention 2 as vLLM calls it).
+        launch_seconds: of a kernel that no CUDA graph holds.
+        graph_launch_seconds: of a CUDA graph.
+        kernel_seconds: of a kernel within a graph, beside what it reads and computes.
+        upload_seconds: of a copy from the host to the device.
+        sync_seconds: of waiting for the device once.
+    """
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops: float
+    bandwidth_share: float = 0.85
+    flops_share: float = 0.6
+    num_sms: int = 0
+    splits_queries: bool = True
+    launch_seconds: float = 0.0
+    graph_launch_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    upload_seconds: float = 0.0
+    sync_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
+            if field.type is float and (value < 0 or (value == 0 and field.name in least)):
+                raise ValueError(f"machine {self.name!r} has {field.name}={value!r}; give more")
+        for name in ("bandwidth_share", "flops_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"machine {self.name!r} has {name}={getattr(self, name)!r}, more than its "
+                    "peak; give a share up to 1"
+                )
+        if not self.splits_queries and not self.num_sms:
+            raise ValueError(
+                f"machine {self.name!r} does not split queries' KV, and num_sms is 0: nothing says "
+                "what then stands idle; give num_sms"
+            )
+
+    def occupancy(self, num_reqs: int, query_tokens: int, heads: int, kv_heads: int) -> float:
+        """Share of the device that attention keeps busy.
+
+        FlashAttention 2, in vLLM's ``varlen`` form, divides a sequence's KV only where each query
+        is one token and heads are grouped (``seqlenq_ngroups_swapped`` in its
+        ``csrc/flash_attn/flash_api.cpp``). Otherwise a request and head is one thread block, for
+        every 64 tokens of the query.
+        """
+        if self.splits_queries or (query_tokens == 1 and heads > kv_heads):
+            return 1.0
+        blocks = num_reqs * heads * -(-query_tokens // 64)
+        return min(1.0, blocks / self.num_sms)
+
+    @classmethod
+    def load(cls, path: Path) -> "Machine":
+        """As ``vllm-triforce predict --measure-machine`` writes it.
+
+        Raises:
+            ValueError: a key is missing, unknown, or out of range.
+        """
+        return from_json(cls, path)
+
+
+def from_json(kind, path: Path):
+    """A dataclass of numbers and names from a JSON object with its fields.
+
+    Raises:
+        ValueError: it is no such object; the message names the file and the key.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    fields = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(found, dict) or (unknown := found.keys() - fields):
+        what = sorted(unknown) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"{path} has {what}, which is not known; use {sorted(fields)}")
+    try:
+        return kind(**found)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _gpu(name: str, gib: float, bandwidth: float, flops: float, sms: int, splits: bool) -> Machine:
+    """Launches cost about the same on all of them: they are the host's."""
+    return Machine(
+        name,
+        gib * GIB,
+        bandwidth,
+        flops,
+        num_sms=sms,
+        splits_queries=splits,
+        launch_seconds=5e-6,
+        graph_launch_seconds=15e-6,
+        kernel_seconds=1.2e-6,
+        upload_seconds=6e-6,
+        sync_seconds=30e-6,
+    )
+
+
+# Peaks are the vendors' (dense, bfloat16 with float32 sums); shares and launches are assumptions
+# until they are measured (docs/prediction.md).
+MACHINES = {
+    "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True),
+    "A100-80GB": _gpu("A100-80GB", 79, 2.039e12, 312e12, 108, False),
+    "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False),
+}
