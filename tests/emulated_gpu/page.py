@@ -1,0 +1,103 @@
+"""The results as a page."""
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+
+from tests.emulated_gpu.requests import REQUESTS
+from tests.emulated_gpu.verdict import Verdict
+from tests.models import ROOT
+
+_PACKAGES = ("vllm", "torch", "triton", "transformers", "numpy")
+
+_HEAD = """# Emulated GPU, {date}
+
+`make emulated-gpu`, commit {commit}, {versions}. vLLM's CUDA build on CPU tensors, Model Runner V2, asynchronous scheduling; what that shows
+and what not says [gpu-emulation.md](../gpu-emulation.md). {kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and interpreted{failed}.
+A random Llama (2 layers, GQA 2, vocabulary of 512), a draft that differs from it a little, blocks of 16, a budget of 64. Each case is an engine in a process of its own that
+serves {requests}; four at a time, {tokens} tokens each on FLASH_ATTN, {fewer} on TRITON_ATTN. *Dice* draw anew in each step what each request proposes, in the controller's place.
+
+Greedy tokens are compared with stock vLLM's there, eager; a *tie* is where they part and the target's own logits, in float32, leave both tokens possible by rounding. With graphs
+(stand-ins: decode passes are recorded, and a replay launches the same operations on the same tensors) tokens of the request with a seed are compared with those of the same run without. Lengths are checked everywhere.
+Top-k and top-p were PyTorch's (`HAS_TRITON = False` in `vllm.v1.sample.ops.topk_topp_sampler`), since the interpreter is too slow for vLLM's kernel.
+
+| case | result | greedy | graphs, replays | level 2: passes, accepted | level 1: accepted | straight | s |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def line(verdict: Verdict) -> str:
+    """Of one case, for people who wait."""
+    result = verdict.result or {}
+    said = "ok" if not verdict.faults else "FAILED: " + "; ".join(verdict.faults)
+    parts = [f"{verdict.case.name}: {said}"]
+    if result:
+        parts.append(greedy(verdict))
+        if verdict.case.graphs:
+            parts.append("{} graphs, {} replays".format(*result["graphs"]))
+        if counters := result["counters"]:
+            parts.append(f"{counters['num_proposals']} proposals")
+            parts.append(f"{counters['num_level2_passes']} passes of level 2")
+    return ", ".join(parts) + f" ({verdict.seconds:.0f} s)"
+
+
+def greedy(verdict: Verdict) -> str:
+    """How the greedy requests compare with stock vLLM's."""
+    if not verdict.ties:
+        return "identical" if not verdict.faults else "see above"
+    return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
+
+
+def page(verdicts: list[Verdict]) -> str:
+    results = [verdict.result for verdict in verdicts if verdict.result]
+    kernels = {name for result in results for name in result["kernels"]}
+    failed = {name for result in results for name in result["not_compiled"]}
+    tokens = {verdict.case.backend: verdict.case.num_tokens for verdict in verdicts}
+    head = _HEAD.format(
+        date=f"{datetime.date.today():%-d %B %Y}",
+        commit=_commit(),
+        versions=", ".join(
+            [f"Python {platform.python_version()}"]
+            + [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+        ),
+        kernels=len(kernels),
+        failed=f", but for {', '.join(sorted(failed))}" if failed else "",
+        requests="; ".join(
+            f"{request.num_prompt_tokens} tokens, {request.name}" for request in REQUESTS
+        ),
+        tokens=tokens.get("FLASH_ATTN", "no"),
+        fewer=tokens.get("TRITON_ATTN", "none"),
+    )
+    rows = "".join(_row(verdict) for verdict in verdicts)
+    faults = "".join(
+        f"\n## {verdict.case.name}\n\n```\n{'\n'.join(verdict.faults)}\n```\n"
+        for verdict in verdicts
+        if verdict.faults
+    )
+    return head + rows + faults
+
+
+def _row(verdict: Verdict) -> str:
+    cells = [verdict.case.name, "failed" if verdict.faults else "ok"]
+    if result := verdict.result:
+        cells += [greedy(verdict), "{}, {}".format(*result["graphs"])]
+        if counters := result["counters"]:
+            accepted = "{num_level2_accepted} of {num_level2_drafted}".format(**counters)
+            cells += [
+                f"{counters['num_level2_passes']}, {accepted}",
+                "{num_level1_accepted} of {num_level1_drafted}".format(**counters),
+                str(counters["num_direct_proposals"]),
+            ]
+    cells += [""] * (7 - len(cells))
+    return "| " + " | ".join([*cells, f"{verdict.seconds:.0f}"]) + " |\n"
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    try:
+        commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.strip() + " with changes" * bool(changed)
