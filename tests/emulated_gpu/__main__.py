@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
-from tests.emulated_gpu.page import line, page
+from tests.emulated_gpu.page import current_commit, line, page
 from tests.emulated_gpu.requests import make_pair
 from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
 from tests.models import ROOT
@@ -91,9 +91,10 @@ def main() -> None:
     if args.list:
         print(*(case.name for case in cases), sep="\n")
         return
+    commit = current_commit()
     verdicts = run_all(cases, args.jobs)
     if args.out:
-        args.out.write_text(page(verdicts))
+        args.out.write_text(page(verdicts, commit))
     num_failed = sum(bool(verdict.faults) for verdict in verdicts)
     print(f"{len(verdicts) - num_failed} of {len(verdicts)} cases passed")
     sys.exit(1 if num_failed else 0)

@@ -13,16 +13,26 @@ _PACKAGES = ("vllm", "torch", "triton", "transformers", "numpy")
 
 _HEAD = """# Emulated GPU, {date}
 
-`make emulated-gpu`, commit {commit}, {versions}. vLLM's CUDA build on CPU tensors, Model Runner V2, asynchronous scheduling; what that shows
-and what not says [gpu-emulation.md](../gpu-emulation.md). {kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and interpreted{failed}.
-A random Llama (2 layers, GQA 2, vocabulary of 512), a draft that differs from it a little, blocks of 16, a budget of 64. Each case is an engine in a process of its own that
-serves {requests}; four at a time, {tokens} tokens each on FLASH_ATTN, {fewer} on TRITON_ATTN. *Dice* draw anew in each step what each request proposes, in the controller's place.
+`make emulated-gpu`, commit {commit}. {versions}. vLLM's CUDA build on CPU tensors, Model Runner V2,
+asynchronous scheduling; [gpu-emulation.md](../gpu-emulation.md) says what that shows and what it
+does not. {kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and
+interpreted{failed}.
 
-Greedy tokens are compared with stock vLLM's there, eager; a *tie* is where they part and the target's own logits, in float32, leave both tokens possible by rounding. With graphs
-(stand-ins: decode passes are recorded, and a replay launches the same operations on the same tensors) tokens of the request with a seed are compared with those of the same run without. Lengths are checked everywhere.
-Top-k and top-p were PyTorch's (`HAS_TRITON = False` in `vllm.v1.sample.ops.topk_topp_sampler`), since the interpreter is too slow for vLLM's kernel.
+A random Llama (2 layers, GQA 2, vocabulary of 512) and a draft that differs from it a little;
+blocks of 16, a budget of 64 tokens. Each case is an engine in a process of its own, which serves
+these requests, four at a time ({tokens} tokens each):
 
-| case | result | greedy | graphs, replays | level 2: passes, accepted | level 1: accepted | straight | s |
+{requests}
+
+Greedy tokens are compared with stock vLLM's there, eager; a *tie* is a request that parts from it
+where the target's logits in float32 leave both tokens possible by rounding. *Dice* draw anew in
+each step what each request proposes, in the place of the controller. *Graphs* are stand-ins: what a
+pass launches is recorded, and a replay launches the same on the same tensors. Tokens of the request
+with a seed are compared with those of the same case without graphs. All lengths are checked.
+Top-k and top-p are PyTorch's (`HAS_TRITON = False` in `vllm.v1.sample.ops.topk_topp_sampler`): the
+interpreter is too slow for vLLM's kernel. Seconds are those of a shared machine.
+
+| case | result | greedy | graphs, replays | level 2: passes, accepted | level 1 | straight | s |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -49,33 +59,32 @@ def greedy(verdict: Verdict) -> str:
     return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
 
 
-def page(verdicts: list[Verdict]) -> str:
+def page(verdicts: list[Verdict], commit: str) -> str:
     results = [verdict.result for verdict in verdicts if verdict.result]
     kernels = {name for result in results for name in result["kernels"]}
     failed = {name for result in results for name in result["not_compiled"]}
     tokens = {verdict.case.backend: verdict.case.num_tokens for verdict in verdicts}
     head = _HEAD.format(
         date=f"{datetime.date.today():%-d %B %Y}",
-        commit=_commit(),
+        commit=commit,
         versions=", ".join(
             [f"Python {platform.python_version()}"]
             + [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
         ),
         kernels=len(kernels),
         failed=f", but for {', '.join(sorted(failed))}" if failed else "",
-        requests="; ".join(
-            f"{request.num_prompt_tokens} tokens, {request.name}" for request in REQUESTS
+        requests="\n".join(
+            f"- {request.num_prompt_tokens} tokens: {request.name}" for request in REQUESTS
         ),
-        tokens=tokens.get("FLASH_ATTN", "no"),
-        fewer=tokens.get("TRITON_ATTN", "none"),
+        tokens=", ".join(f"{number} on {backend}" for backend, number in tokens.items()),
     )
     rows = "".join(_row(verdict) for verdict in verdicts)
-    faults = "".join(
-        f"\n## {verdict.case.name}\n\n```\n{'\n'.join(verdict.faults)}\n```\n"
+    faults = [
+        f"\n## {verdict.case.name}\n\n```\n" + "\n".join(verdict.faults) + "\n```\n"
         for verdict in verdicts
         if verdict.faults
-    )
-    return head + rows + faults
+    ]
+    return head + rows + "".join(faults)
 
 
 def _row(verdict: Verdict) -> str:
@@ -93,7 +102,7 @@ def _row(verdict: Verdict) -> str:
     return "| " + " | ".join([*cells, f"{verdict.seconds:.0f}"]) + " |\n"
 
 
-def _commit() -> str:
+def current_commit() -> str:
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)

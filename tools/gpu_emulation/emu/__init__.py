@@ -1,13 +1,14 @@
-"""Runs the Python of vLLM's CUDA build on a machine without a GPU. For tests only; nothing here is fast.
+"""vLLM's CUDA build in Python on a CPU, for tests (docs/gpu-emulation.md):
 
-    python -m emu script.py args...        python -m emu -m pytest tests/...
+    python -m emu script.py args...        python -m emu -m module args...
 
-What is faked, one file each:
-  native.py      the driver library (every call fails) and NVML (one H200)
-  device.py      `cuda` devices, streams and events: tensors on "cuda" are CPU tensors
-  triton_jit.py  Triton launches: compiled for sm_90 for real, then run by Triton's interpreter
-  bfloat16.py    mends that interpreter's bfloat16
-  cuda_ops.py    vLLM's CUDA ops and FlashAttention 3: plain PyTorch with the same signatures
+A file for each thing that is put in the place of the real one:
+  native.py      the driver, of which every call fails, and NVML, with one H200
+  device.py      devices, streams and events of CUDA: its tensors lie on the CPU
+  graphs.py      CUDA graphs: what is launched in a capture is kept, and launched again
+  triton_jit.py  launches of Triton: compiled for sm_90, then interpreted
+  bfloat16.py    what the interpreter gets wrong of bfloat16
+  cuda_ops.py    vLLM's CUDA operations and FlashAttention 3, in PyTorch
 """
 
 import os
@@ -17,14 +18,12 @@ _started = False
 
 
 def start() -> None:
-    """Starts the emulation in this process; must come before the first import of torch or vLLM."""
+    """In this process, before torch or vLLM is imported."""
     global _started
     if _started:
         return
     _started = True
-    os.environ["GPU_EMULATION"] = (
-        "1"  # Python processes started from here emulate too (see setup.sh's .pth file)
-    )
+    os.environ["GPU_EMULATION"] = "1"  # for processes that this one starts: see setup.sh's .pth
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in {
@@ -46,10 +45,10 @@ def start() -> None:
 
 
 def _prepare_vllm() -> None:
-    """The three places where vLLM itself must know that its CUDA tensors lie on the CPU."""
+    """What vLLM itself has to know of CUDA tensors that lie on the CPU."""
     from vllm.platforms import cuda
 
-    cuda.CudaPlatformBase.dispatch_key = "CPU"  # where vLLM registers its own Python ops
+    cuda.CudaPlatformBase.dispatch_key = "CPU"  # of the operations that vLLM writes in Python
     cuda.CudaPlatformBase.dist_backend = "gloo"
 
     from vllm.utils import torch_utils

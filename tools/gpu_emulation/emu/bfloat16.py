@@ -1,7 +1,7 @@
-"""bfloat16 in Triton's interpreter, which keeps it as uint16 and multiplies those as integers.
+"""bfloat16 in Triton's interpreter, which keeps it as uint16 and calculates with those integers.
 
-Here casts, dot and elementwise arithmetic go through float32 and round to nearest even. Reductions and scans of
-bfloat16 values (tl.sum, tl.max) are not mended: kernels do them in float32.
+Casts, dot and arithmetic by element go through float32 here, and round to nearest even. Reductions
+and scans (tl.sum, tl.max) stay wrong in bfloat16: kernels take float32 for them.
 """
 
 import numpy as np

@@ -1,10 +1,12 @@
-"""CPU stand-ins for the CUDA ops that a dense model reaches: vLLM's `_C`, `_C_cache_ops`, FlashAttention 3.
+"""What a dense model reaches of vLLM's CUDA operations and of FlashAttention 3, in PyTorch.
 
-They carry the schemas of the real ops, which are loaded from vLLM's CUDA libraries, so a wrong call fails as on
-a GPU. An op without a stand-in fails with "Could not run '...' with arguments from the 'CPU' backend": add it here.
+The real operations' schemas come from vLLM's CUDA libraries, so wrong arguments fail as on a GPU.
+"Could not run '...' with arguments from the 'CPU' backend" names an operation that has no stand-in:
+it belongs here.
 """
 
 import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -112,8 +114,8 @@ def get_scheduler_metadata(*args):
 @stands_in_for("_vllm_fa3_C", "fwd")
 def flash_attention_3(
     q,  # [num_tokens, num_heads, head_dim]
-    k,  # [num_blocks, block_size, num_kv_heads, head_dim] with a page table, else [num_keys, num_kv_heads, head_dim]
-    v,
+    k,  # [num_blocks, block_size, num_kv_heads, head_dim]; without a page table
+    v,  # [num_keys, num_kv_heads, head_dim]
     k_new,
     v_new,
     q_v,
@@ -164,7 +166,7 @@ def flash_attention_3(
     out = torch.empty_like(q) if out is None else out
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
     starts = cu_seqlens_q.tolist()
-    for i, (start, end) in enumerate(zip(starts, starts[1:])):
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
         if page_table is not None:
             num_keys = int(seqused_k[i])
             blocks = page_table[i, : -(-num_keys // k.shape[1])].long()
@@ -188,7 +190,8 @@ def flash_attention_3(
 
 
 def _attention(q, k, v, scale, is_causal, window_left, window_right, softcap):
-    """One sequence: [num_queries, num_heads, head_dim], and the log-sum-exp [num_heads, num_queries]."""
+    """One sequence: output [num_queries, num_heads, head_dim], and log-sum-exp [num_heads,
+    num_queries]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale

@@ -1,8 +1,8 @@
-"""`cuda` mapped to the CPU: devices, memory queries, streams, events, pinned memory.
+"""Devices, memory sizes, streams, events and pinned memory of CUDA, on the CPU.
 
-A tensor made on "cuda" is a CPU tensor, so `tensor.is_cuda` is False. Copies between host and device are
-real copies, as on a GPU. Streams and events do nothing: all work is done when the call returns, so a
-missing synchronization is not noticed.
+A tensor made on "cuda" lies on the CPU, and its ``is_cuda`` is False. Copies between host and
+device are copies, as on a GPU. All work is done when a call returns, so streams and events do
+nothing, and a synchronization that is missing is not noticed.
 """
 
 import collections

@@ -36,7 +36,8 @@ class Report:
         for name in self.failed:
             errors = self.kernels[name].compile_errors
             lines.append(
-                f"GPU emulation: {name} DOES NOT COMPILE for sm_90 ({len(errors)} launches): {errors[0]}"
+                f"GPU emulation: {name} DOES NOT COMPILE for sm_90 ({len(errors)} launches): "
+                f"{errors[0]}"
             )
         return "\n".join(lines)
 

@@ -1,7 +1,8 @@
-"""Triton launches: compiled for sm_90 by the real compiler (down to the cubin), then run by Triton's interpreter.
+"""Triton kernels: a launch compiles for sm_90, to the cubin, then runs in Triton's interpreter.
 
-The compiled code is thrown away: what runs is numpy. So a launch proves that the kernel compiles with exactly
-these argument types, and that its algorithm is right; not that the machine code computes the same.
+Nothing runs the cubin. So a launch shows that the kernel compiles for exactly these types of
+arguments, and that its algorithm, in numpy, does what it should; nothing of the machine code's
+numbers.
 """
 
 import functools
@@ -74,7 +75,7 @@ def _interpreter_of(fn) -> interpreter.InterpretedFunction:
 
 
 def _launch(self, *args, grid, warmup, **kwargs):
-    """JITFunction.run: a kernel that does not compile is reported at the end, and interpreted all the same."""
+    """``JITFunction.run``: what does not compile is interpreted all the same, and reported."""
     kernel = report.kernel(f"{self.fn.__module__}.{self.fn.__name__}")
     try:
         compiled = _compile(self, *args, grid=grid, warmup=True, **kwargs)
@@ -93,7 +94,7 @@ def _launch(self, *args, grid, warmup, **kwargs):
 
 
 def _call_from_kernel(self, *args, **kwargs):
-    """JITFunction.__call__: a @triton.jit helper called by an interpreted kernel."""
+    """``JITFunction.__call__``: an interpreted kernel calls a helper."""
     scope = interpreter._patch_lang(self.fn)
     try:
         return _interpreter_of(self.fn).rewrite()(*args, **kwargs)
@@ -102,7 +103,7 @@ def _call_from_kernel(self, *args, **kwargs):
 
 
 def _mend_index_of_scalars() -> None:
-    """The interpreter keeps scalars as arrays of one element, of which numpy >= 2.4 takes no int()."""
+    """The interpreter's scalars are arrays of one element, whose int() numpy refuses since 2.4."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
@@ -112,9 +113,36 @@ def _mend_index_of_scalars() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _patch_the_language_once() -> None:
+    """The interpreter replaces all of triton.language for every call of a helper, although the
+    kernel that calls has done so: a sixth of all time."""
+    original = interpreter._patch_lang
+    patched: list[set[int]] = []
+
+    class Scope:
+        def __init__(self, scope) -> None:
+            self._scope = scope
+
+        def restore(self) -> None:
+            patched.pop()
+            self._scope.restore()
+
+    def patch(fn):
+        languages = {
+            id(value) for value in fn.__globals__.values() if value is tl or value is tl.core
+        }
+        if patched and languages <= patched[-1]:
+            return interpreter._LangPatchScope()
+        scope = original(fn)
+        patched.append(languages)
+        return Scope(scope)
+
+    interpreter._patch_lang = patch
+
+
 def _give_libdevice_to_interpreter() -> None:
-    """The interpreter runs libdevice's placeholders, which return None: the functions of the same name in numpy
-    take their place. The compiler is not affected; it goes by module and name."""
+    """What the interpreter finds in libdevice returns None: numpy's functions of the same names
+    take their places. The compiler goes by module and name, and does not notice."""
 
     def interpreted(placeholder):
         @functools.wraps(placeholder)
@@ -138,6 +166,7 @@ def install() -> None:
     CudaDriver.is_active = staticmethod(lambda: True)
     driver.set_active(H200Driver())
     _mend_index_of_scalars()
+    _patch_the_language_once()
     _give_libdevice_to_interpreter()
     bfloat16.install()
     jit.JITFunction.run = _launch
