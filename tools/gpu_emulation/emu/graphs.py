@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 # They make memory and leave its contents open: a replay finds the memory of the capture.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
+_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
 num_captured = 0
 num_replayed = 0
 
@@ -97,9 +99,7 @@ def _refuse_to_wait(func, args) -> None:
     if func is torch.ops.aten.index.Tensor:
         waits = any(_is_tensor(i) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     else:
-        waits = bool(
-            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
-        )
+        waits = func is torch.ops.aten.is_nonzero.default or not _WAITING.isdisjoint(func.tags)
     if waits:
         raise RuntimeError(
             f"{func} in the capture of a CUDA graph: its result depends on numbers that lie on the "
