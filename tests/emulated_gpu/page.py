@@ -54,9 +54,13 @@ def line(verdict: Verdict) -> str:
 
 def greedy(verdict: Verdict) -> str:
     """How the greedy requests compare with stock vLLM's."""
-    if not verdict.ties:
-        return "identical" if not verdict.faults else "see above"
-    return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
+    if not verdict.num_compared:
+        return "not compared"
+    if verdict.num_parted:
+        return f"{verdict.num_parted} not stock vLLM's"
+    if verdict.ties:
+        return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
+    return "identical"
 
 
 def page(verdicts: list[Verdict], commit: str) -> str:

@@ -20,14 +20,17 @@ class Verdict:
     Args:
         faults: in words; none is a case that passed.
         result: as ``run_case.py`` wrote it; None where it did not.
-        ties: of each greedy request that parted from stock vLLM at a tie, how far the two tokens
-            are apart in the logits.
+        num_compared: greedy requests that were compared with stock vLLM's.
+        num_parted: greedy requests that parted from stock vLLM where it was no tie.
+        ties: of each other one that parted, how far the two tokens are apart in the logits.
     """
 
     case: Case
     seconds: float
     faults: list[str] = field(default_factory=list)
     result: dict | None = None
+    num_compared: int = 0
+    num_parted: int = 0
     ties: list[float] = field(default_factory=list)
 
 
@@ -91,12 +94,14 @@ def _judge_greedy(verdict: Verdict, result: dict, reference: dict | None, exact:
     for request, wanted, found in zip(REQUESTS, reference["token_ids"], result["token_ids"]):
         if not request.is_greedy:
             continue
+        verdict.num_compared += 1
         distance = distance_where_parted(request, wanted, found, exact)
         if distance is None:
             continue
         if distance <= TIE[verdict.case.dtype]:
             verdict.ties.append(distance)
         else:
+            verdict.num_parted += 1
             verdict.faults.append(
                 f"{request.name!r}: {found}, stock vLLM there {wanted}; where they part, "
                 f"{distance:.3g} from the best logit"
@@ -113,12 +118,15 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 
 
 def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:
-    """Or nothing was tested."""
-    wanted = {"num_level2_drafted", "num_level2_passes", "num_level3_rejections"}
-    if verdict.case.plan == "dice":
+    """Or nothing was tested. Prompt lookup may find nothing to propose straight."""
+    wanted = {
+        "num_level2_passes",
+        "num_level2_drafted",
+        "num_level2_accepted",
+        "num_level3_rejections",
+    }
+    if verdict.case.plan == "dice" and verdict.case.source == "draft_model":
         wanted.add("num_direct_proposals")
-    if verdict.case.source == "draft_model":
-        wanted.add("num_level2_accepted")
     verdict.faults += [f"{name} is 0" for name in sorted(wanted) if counters[name] == 0]
     for name in ("num_nan_requests", "num_boundary_faults"):
         if counters[name]:

@@ -193,6 +193,9 @@ def test_what_is_wrong_is_said():
     parted = [[*row] for row in tokens]
     parted[0][-1] = 2
     assert faults(0.01, token_ids=parted) == [0.01]
+    verdict = Verdict(case, 1.0, result={**good, "token_ids": parted})
+    judge(verdict, results, TwoTokens(1.0))
+    assert (verdict.num_compared, verdict.num_parted, verdict.ties) == (3, 1, [])
     assert "'greedy, long'" in faults(1.0, token_ids=parted)[0]
     seeded = next(i for i, request in enumerate(REQUESTS) if "seed" in request.params)
     other = [[*row] for row in tokens]

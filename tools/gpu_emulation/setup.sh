@@ -28,12 +28,8 @@ find_python() {
 if ! cmp -s "$here/requirements.txt" "$folder/requirements.txt"; then
   echo "== Python packages"
   [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-  if command -v uv >/dev/null; then
-    uv pip install --quiet --python "$venv/bin/python" -r "$here/requirements.txt"
-  else
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      -r "$here/requirements.txt"
-  fi
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r "$here/requirements.txt"
   cp "$here/requirements.txt" "$folder/requirements.txt"
 fi
 
