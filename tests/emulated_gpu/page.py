@@ -15,7 +15,8 @@ _HEAD = """# Emulated GPU, {date}
 
 `make emulated-gpu`, commit {commit}: {versions}.
 vLLM's CUDA build on CPU tensors, Model Runner V2, asynchronous scheduling;
-[gpu-emulation.md](../gpu-emulation.md) says what that shows and what it does not. {kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and
+[gpu-emulation.md](../gpu-emulation.md) says what that shows and what it does not.
+{kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and
 interpreted{failed}.
 
 A random Llama (2 layers, GQA 2, vocabulary of 512) and a draft that differs from it a little;
