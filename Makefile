@@ -1,12 +1,14 @@
 # make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
 # make test    installs into .venv and passes the tests
+# make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
+#                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER
 # make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
 PYTHON ?= python3
 VENV := .venv
 # Compiled modules are kept, whatever the environment says: to compile vLLM's takes 15 s a process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test hunt lint types install
+.PHONY: demo test hunt emulated-gpu lint types install
 demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
@@ -16,6 +18,11 @@ test: $(VENV)/.ready
 
 hunt: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.hunt $(ARGS)
+
+EMULATION ?= build/gpu-emulation
+emulated-gpu:
+	bash tools/gpu_emulation/setup.sh $(EMULATION)
+	$(EMULATION)/venv/bin/python -m tests.emulated_gpu $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -6,7 +6,6 @@ for a GPU, must be in place before vLLM is imported.
 
 import os
 import pickle
-import random
 import subprocess
 import sys
 import traceback
@@ -157,27 +156,16 @@ class _Inside:
 
 
 def _plan_by_dice(speculator, seed: int) -> None:
-    """In the place of the scheduler's plan: each request proposes nothing, or some tokens by some
-    route, in some rounds that may be too few."""
-    from vllm_triforce.controller.choice import LEVELS
-    from vllm_triforce.core.step_plan import Proposing, StepPlan
-    from vllm_triforce.device.sources.prompt_lookup import DevicePromptLookup
+    """In the place of the scheduler's plan."""
+    from tests.parity.dice import Dice
+    from vllm_triforce.core.step_plan import StepPlan
 
-    sources = speculator._built.triforce.sources
-    sources.setdefault("prompt_lookup", DevicePromptLookup(8))
-    draw = random.Random(seed)
+    dice = Dice(speculator, seed)
 
     def begin_step(scheduler_output) -> None:
-        proposing = {
-            name: Proposing(
-                draw.choice([LEVELS, LEVELS, *sources]),
-                draw.randint(1, speculator.num_speculative_steps),
-                draw.randint(1, 4),
-            )
-            for name in scheduler_output.num_scheduled_tokens
-            if draw.random() < 0.8
-        }
-        speculator._plan = StepPlan(0, proposing)
+        most = speculator.num_speculative_steps
+        able = {name: most for name in scheduler_output.num_scheduled_tokens}
+        speculator._plan = StepPlan(0, dice.proposing(able))
 
     speculator.begin_step = begin_step
 

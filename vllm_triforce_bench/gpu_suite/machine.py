@@ -35,7 +35,7 @@ def prepare(work: Path, kit: Path | None) -> dict[str, str]:
     if not _look(environment)["vllm"]:
         environment = _installed_kit(work / "site", kit, environment)
     if not _look(environment)["plugin"]:
-        plugin = _plugin_folder(work / "plugin")
+        plugin = plugin_folder(work / "plugin")
         environment["PYTHONPATH"] = _joined([plugin], environment["PYTHONPATH"])
     found = _look(environment)
     if not all(found.values()):
@@ -74,7 +74,7 @@ def _installed_kit(site: Path, kit: Path | None, environment: dict[str, str]) ->
     return {**environment, **{k: v for k, v in changed.items() if k not in ("_", "SHLVL", "PWD")}}
 
 
-def _plugin_folder(folder: Path) -> Path:
+def plugin_folder(folder: Path) -> Path:
     """Links to the packages and the entry point of setup.cfg: what an installation would leave."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -1,0 +1,1 @@
+"""TriForce in vLLM's CUDA build on an emulated GPU (docs/gpu-emulation.md)."""

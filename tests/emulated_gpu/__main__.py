@@ -1,0 +1,119 @@
+"""Runs the cases on an emulated GPU and says what came of each: ``make emulated-gpu``.
+
+The Python that runs this must be the emulation's (tools/gpu_emulation/setup.sh).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
+from tests.emulated_gpu.page import current_commit, line, page
+from tests.emulated_gpu.requests import make_pair
+from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
+from tests.models import ROOT
+from vllm_triforce_bench.gpu_suite.machine import plugin_folder
+
+
+class Runner:
+    """Runs cases in processes of their own.
+
+    Args:
+        work: what they read and write.
+        target, draft: folders of the models.
+    """
+
+    def __init__(self, work: Path, target: str, draft: str) -> None:
+        self._work = work
+        self._models = {"target": target, "draft": draft}
+        path = [ROOT, ROOT / "tools" / "gpu_emulation", plugin_folder(work / "plugin")]
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_TRIFORCE_CHECK": "raise",
+            # Compiled modules are kept: to compile vLLM's takes 15 s a process.
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+
+    def __call__(self, case: Case) -> Verdict:
+        asked, result, log = (
+            self._work / f"{case.name}.{kind}" for kind in ("asked", "json", "log")
+        )
+        asked.write_text(json.dumps({"case": dataclasses.asdict(case), **self._models}))
+        child = ["-m", "emu", "-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
+        begin = time.monotonic()
+        faults = []
+        with log.open("w") as said:
+            try:
+                done = subprocess.run(
+                    [sys.executable, *child],
+                    cwd=ROOT,
+                    env=self._environment,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    timeout=case.limit_s,
+                )
+                status = done.returncode
+            except subprocess.TimeoutExpired:
+                status = None
+                faults.append(f"stopped after {case.limit_s} s")
+        verdict = Verdict(case, time.monotonic() - begin, faults)
+        if result.exists():
+            verdict.result = json.loads(result.read_text())
+        elif status is not None:
+            faults.append(f"ended with status {status}:\n{read_log(log)}")
+        return verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.emulated_gpu", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--only", metavar="PATTERN", help="of names, as in a shell: '*quest*'")
+    parser.add_argument("--all", action="store_true", help="also what takes long: 2 hours")
+    parser.add_argument("--list", action="store_true", help="the cases' names, and nothing else")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--out", type=Path, help="write the results as a page of markdown")
+    args = parser.parse_args()
+    try:
+        cases = chosen(args.only) if args.only else every_case() if args.all else default_cases()
+    except ValueError as error:
+        parser.error(str(error))
+    if args.list:
+        print(*(case.name for case in cases), sep="\n")
+        return
+    commit = current_commit()
+    verdicts = run_all(cases, args.jobs)
+    if args.out:
+        args.out.write_text(page(verdicts, commit))
+    num_failed = sum(bool(verdict.faults) for verdict in verdicts)
+    print(f"{len(verdicts) - num_failed} of {len(verdicts)} cases passed")
+    sys.exit(1 if num_failed else 0)
+
+
+def run_all(cases: list[Case], num_jobs: int) -> list[Verdict]:
+    """Says each case as soon as those before it have ended."""
+    verdicts, results = [], {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
+        target, draft = make_pair(Path(folder))
+        exact = Exact(target)
+        for verdict in pool.map(Runner(Path(folder), target, draft), cases):
+            if verdict.result is not None:
+                results[verdict.case] = verdict.result
+                judge(verdict, results, exact)
+            verdicts.append(verdict)
+            print(line(verdict), flush=True)
+    return verdicts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What is run, one engine a case, and with what each is compared."""
+
+import fnmatch
+from dataclasses import dataclass, replace
+from itertools import product
+
+from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.selection import POLICIES
+
+# Each backend in the type in which it can be compared: FlashAttention has no float32.
+BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
+PLANS = ("fixed", "dice")
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Args:
+        source: of level 1's tokens; empty is stock vLLM.
+        plan: ``fixed`` lengths, or ``dice`` in the place of the controller.
+        graphs: whether decode passes are (stand-ins for) CUDA graphs.
+    """
+
+    backend: str
+    source: str = ""
+    selection: str = ""
+    plan: str = ""
+    graphs: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.backend, self.source or "stock", self.selection, self.plan]
+        return "-".join(part for part in [*parts, "graphs" * self.graphs] if part)
+
+    @property
+    def dtype(self) -> str:
+        return BACKENDS[self.backend]
+
+    @property
+    def reference(self) -> "Case":
+        """Whose greedy tokens are to be found."""
+        return Case(self.backend)
+
+    @property
+    def eager(self) -> "Case":
+        """Whose tokens of requests with a seed are to be found."""
+        return replace(self, graphs=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of each request. Triton's attention takes its time in the interpreter."""
+        return 14 if self.backend == "FLASH_ATTN" else 8
+
+    @property
+    def limit_s(self) -> int:
+        return 400 if self.backend == "FLASH_ATTN" else 900
+
+
+def every_case() -> list[Case]:
+    """References first; with each way of choosing drafts and chunks both kinds of plan."""
+    stock = [Case(backend, graphs=graphs) for graphs in (False, True) for backend in BACKENDS]
+    policies = sorted(set(POLICIES) - {"streaming"})
+    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, (False, True))
+    return [*stock, *(Case(*way) for way in ways)]
+
+
+# Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
+# minutes, each of them comes once.
+_PAIRS = {
+    ("draft_model", "retrieval", "fixed"),
+    ("draft_model", "quest", "dice"),
+    ("prompt_lookup", "retrieval", "dice"),
+    ("prompt_lookup", "quest", "fixed"),
+}
+_FEW = {("draft_model", "retrieval", "fixed"), ("prompt_lookup", "quest", "dice")}
+
+
+def default_cases() -> list[Case]:
+    """What is worth the time; with sources and policies that are not named there, all of those."""
+    named = {name for way in _PAIRS for name in way}
+    return [
+        case
+        for case in every_case()
+        if not case.source
+        or (case.source, case.selection, case.plan)
+        in (_PAIRS if case.backend == "FLASH_ATTN" else _FEW)
+        or not {case.source, case.selection} <= named
+    ]
+
+
+def chosen(pattern: str) -> list[Case]:
+    """Those of all cases whose names fit a pattern of the shell, with what they are compared with.
+
+    Raises:
+        ValueError: none does.
+    """
+    cases = every_case()
+    fitting = {case for case in cases if fnmatch.fnmatch(case.name, pattern)}
+    if not fitting:
+        names = "\n  ".join(case.name for case in cases)
+        raise ValueError(f"--only {pattern!r} fits no case; there are\n  {names}")
+    needed = {other for case in fitting for other in (case, case.reference, case.eager)}
+    return [case for case in cases if case in needed]

@@ -1,0 +1,58 @@
+"""The models, and the batch that every case serves."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.models import make_llama
+
+VOCAB_SIZE = 512  # the grid of a sampler grows with it
+MIN_CONTEXT = 32
+GREEDY = {"temperature": 0.0}
+
+
+@dataclass(frozen=True)
+class Request:
+    name: str
+    num_prompt_tokens: int
+    params: dict = field(default_factory=lambda: GREEDY)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params["temperature"] == 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens at random that come again, so that prompt lookup finds some."""
+        draw = random.Random(self.num_prompt_tokens)
+        some = [draw.randrange(3, VOCAB_SIZE) for _ in range(29)]
+        return (some * 8)[: self.num_prompt_tokens]
+
+
+# One more than are served at a time.
+REQUESTS = (
+    Request("greedy, long", 151),
+    Request("sampled", 111, {"temperature": 0.8, "top_p": 0.9}),
+    Request("sampled with a seed", 90, {"temperature": 0.8, "top_k": 40, "seed": 7}),
+    Request("greedy, below min_context: proposes nothing", 4),
+    Request("greedy, short", 40),
+)
+
+
+def make_pair(folder: Path) -> tuple[str, str]:
+    """A random target, and the target disturbed a little as its draft."""
+    from transformers import LlamaForCausalLM
+
+    shape = dict(vocab_size=VOCAB_SIZE, hidden_size=128, num_heads=4, num_kv_heads=2)
+    target = make_llama(
+        folder / "target", **shape, std=0.1, query_scale=2, max_position_embeddings=1024
+    )
+    draft = LlamaForCausalLM.from_pretrained(target)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.03 * weight.std() * torch.randn_like(weight))
+    draft.save_pretrained(folder / "draft")
+    return target, str(folder / "draft")

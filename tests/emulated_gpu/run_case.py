@@ -1,0 +1,127 @@
+"""One case, in a process of its own, under the emulation:
+
+python -m emu -m tests.emulated_gpu.run_case CASE.json RESULT.json
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+from pathlib import Path
+
+from tests.emulated_gpu.cases import Case
+from tests.emulated_gpu.requests import MIN_CONTEXT, REQUESTS
+
+ENGINE = dict(
+    skip_tokenizer_init=True,
+    disable_log_stats=True,
+    enable_prefix_caching=False,
+    block_size=16,
+    max_model_len=256,
+    max_num_batched_tokens=256,
+    max_num_seqs=4,
+    num_gpu_blocks_override=96,
+    gpu_memory_utilization=0.1,
+    seed=0,
+)
+# Whole decode passes, not compiled: what is captured is what the models launch.
+GRAPHS = dict(
+    mode=0,
+    cudagraph_mode="FULL_DECODE_ONLY",
+    cudagraph_capture_sizes=[1, 2, 4, 8, 20],
+)
+TRIFORCE = dict(
+    method="triforce",
+    adaptive=False,
+    num_speculative_tokens=4,
+    gamma=2,
+    min_context=MIN_CONTEXT,
+    retrieval_budget=64,
+    num_sink_tokens=4,
+    num_recent_tokens=40,
+)
+
+
+def make_engine(case: Case, target: str, draft: str):
+    from vllm import LLM
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    gc.collect()
+    gc.freeze()  # vLLM collects often, and what was imported never goes
+    # vLLM's kernel for top-k and top-p takes minutes in the interpreter; PyTorch's way is exact.
+    topk_topp_sampler.HAS_TRITON = False
+    triforce = None
+    if case.source:
+        triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
+        if case.source == "draft_model":
+            triforce["model"] = draft
+    llm = LLM(
+        target,
+        dtype=case.dtype,
+        attention_backend=case.backend,
+        speculative_config=triforce,
+        enforce_eager=not case.graphs,
+        **({"compilation_config": GRAPHS} if case.graphs else {}),
+        **ENGINE,
+    )
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert any("v1.worker.gpu." in base.__module__ for base in type(runner).__mro__), (
+        f"{type(runner)} is not Model Runner V2"
+    )
+    if case.plan == "dice":
+        _plan_by_dice(llm, runner.speculator)
+    return llm
+
+
+def _plan_by_dice(llm, speculator) -> None:
+    from tests.parity.dice import Dice
+    from vllm_triforce.core.step_plan import StepPlan
+
+    dice = Dice(speculator, seed=5)
+    numbers = iter(range(1 << 30))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler._plan = lambda able, num_plain: StepPlan(next(numbers), dice.proposing(able))
+
+
+def run(case: Case, target: str, draft: str) -> dict:
+    from vllm import SamplingParams
+
+    llm = make_engine(case, target, draft)
+    outputs = llm.generate(
+        [{"prompt_token_ids": request.prompt} for request in REQUESTS],
+        [
+            SamplingParams(
+                **request.params, max_tokens=case.num_tokens, ignore_eos=True, detokenize=False
+            )
+            for request in REQUESTS
+        ],
+        use_tqdm=False,
+    )
+    counters = {}
+    if case.source:
+        from vllm_triforce.metrics.report import counters_of
+
+        counters = dataclasses.asdict(counters_of(llm))
+    return {
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "counters": {name: n for name, n in counters.items() if isinstance(n, int)},
+    }
+
+
+def main() -> None:
+    from emu import graphs
+    from emu.report import report
+
+    asked, result = map(Path, sys.argv[1:])
+    asked = json.loads(asked.read_text())
+    found = run(Case(**asked["case"]), asked["target"], asked["draft"])
+    found |= {
+        "kernels": {name: kernel.runs for name, kernel in report.kernels.items()},
+        "not_compiled": {name: report.kernels[name].compile_errors[0] for name in report.failed},
+        "graphs": [graphs.num_captured, graphs.num_replayed],
+    }
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

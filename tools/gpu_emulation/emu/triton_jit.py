@@ -1,0 +1,173 @@
+"""Triton kernels: a launch compiles for sm_90, to the cubin, then runs in Triton's interpreter.
+
+Nothing runs the cubin. So a launch shows that the kernel compiles for exactly these types of
+arguments, and that its algorithm, in numpy, does what it should; nothing of the machine code's
+numbers.
+"""
+
+import functools
+import inspect
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.language.extra.libdevice as libdevice
+import triton.runtime.interpreter as interpreter
+import triton.runtime.jit as jit
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime import driver
+
+from . import bfloat16, graphs
+from .report import report
+
+_compile = jit.JITFunction.run
+_interpreted: dict = {}
+
+
+class H200Driver:
+    """The parts of Triton's CUDA driver that compiling and choosing kernels ask for."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device):
+            return dict(
+                max_shared_mem=232448,
+                max_num_regs=65536,
+                multiprocessor_count=132,
+                warpSize=32,
+                sm_clock_rate=1980000,
+                mem_clock_rate=3201000,
+                mem_bus_width=6144,
+            )
+
+    @staticmethod
+    def is_active():
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self):
+        return torch.cuda
+
+    def get_benchmarker(self):
+        return lambda *args, **kwargs: [
+            0.0,
+            0.0,
+            0.0,
+        ]  # the autotuner takes the first configuration
+
+
+def _interpreter_of(fn) -> interpreter.InterpretedFunction:
+    if fn not in _interpreted:
+        _interpreted[fn] = interpreter.InterpretedFunction(fn)
+    return _interpreted[fn]
+
+
+def _launch(self, *args, grid, warmup, **kwargs):
+    """``JITFunction.run``: what does not compile is interpreted all the same, and reported."""
+    kernel = report.kernel(f"{self.fn.__module__}.{self.fn.__name__}")
+    try:
+        compiled = _compile(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel.variants.add(getattr(compiled, "hash", None))
+    except Exception as error:
+        kernel.compile_errors.append(f"{error!r} {error.__cause__ or ''}")
+    if warmup:
+        return
+
+    def interpret() -> None:
+        with torch._C.DisableTorchFunction(), np.errstate(all="ignore"):
+            _interpreter_of(self.fn).run(*args, grid=grid, warmup=False, **kwargs)
+        kernel.runs += 1
+
+    graphs.perform(interpret)
+
+
+def _call_from_kernel(self, *args, **kwargs):
+    """``JITFunction.__call__``: an interpreted kernel calls a helper."""
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        return _interpreter_of(self.fn).rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
+def _mend_index_of_scalars() -> None:
+    """The interpreter's scalars are arrays of one element, whose int() numpy refuses since 2.4."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _patch_the_language_once() -> None:
+    """The interpreter replaces all of triton.language for every call of a helper, although the
+    kernel that calls has done so: a sixth of all time."""
+    original = interpreter._patch_lang
+    patched: list[set[int]] = []
+
+    class Scope:
+        def __init__(self, scope) -> None:
+            self._scope = scope
+
+        def restore(self) -> None:
+            patched.pop()
+            self._scope.restore()
+
+    def patch(fn):
+        languages = {
+            id(value) for value in fn.__globals__.values() if value is tl or value is tl.core
+        }
+        if patched and languages <= patched[-1]:
+            return interpreter._LangPatchScope()
+        scope = original(fn)
+        patched.append(languages)
+        return Scope(scope)
+
+    interpreter._patch_lang = patch
+
+
+def _give_libdevice_to_interpreter() -> None:
+    """What the interpreter finds in libdevice returns None: numpy's functions of the same names
+    take their places. The compiler goes by module and name, and does not notice."""
+
+    def interpreted(placeholder):
+        @functools.wraps(placeholder)
+        def call(*args):
+            function = getattr(np, placeholder.__name__, None)
+            if function is None:
+                raise NotImplementedError(
+                    f"numpy has no {placeholder.__name__} to interpret libdevice's"
+                )
+            values = [getattr(getattr(arg, "handle", arg), "data", arg) for arg in args]
+            result = function(*values).astype(values[0].dtype)
+            return tl.tensor(interpreter.TensorHandle(result, args[0].handle.dtype), args[0].type)
+
+        return call
+
+    for name, function in inspect.getmembers(libdevice, inspect.isfunction):
+        setattr(libdevice, name, interpreted(function))
+
+
+def install() -> None:
+    CudaDriver.is_active = staticmethod(lambda: True)
+    driver.set_active(H200Driver())
+    _mend_index_of_scalars()
+    _patch_the_language_once()
+    _give_libdevice_to_interpreter()
+    bfloat16.install()
+    jit.JITFunction.run = _launch
+    jit.JITFunction.__call__ = _call_from_kernel
