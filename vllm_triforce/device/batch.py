@@ -1,6 +1,7 @@
 """What Model Runner V2 hands to the device-resident loop."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ class DeviceSampling(DrawParameters):
     all_greedy: bool
     is_certain: torch.Tensor | None = None
     """[num_rows], int32; not 0: the proposal is handed up as if each token were certain."""
+
+    @cached_property
+    def divisor(self) -> torch.Tensor:  # [num_rows], float32
+        """Temperatures, and 1 where a row is greedy."""
+        return torch.where(self.temperature > 0, self.temperature, 1.0)
 
 
 @dataclass

@@ -25,6 +25,8 @@ class DeviceLevels:
         self._batch = batch
         self._rounds_left = int(batch.max_num_rounds.max())
         self._is_first = True
+        if not batch.sampling.all_greedy:
+            self._of_places = _Repeated(batch.sampling, parts.rows.gamma + 1)
 
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
@@ -62,7 +64,7 @@ class DeviceLevels:
         distributions = None
         if not sampling.all_greedy:
             length = logits.shape[1]
-            masked, lse = masked_logits(logits.flatten(0, 1), _Repeated(sampling, length))
+            masked, lse = masked_logits(logits.flatten(0, 1), self._of_places)
             distributions = Distributions(masked.view(logits.shape), lse.view(count, length))
         target = LevelLogits(best, top, distributions)
         verify_drafts(rows, target, drafted, sampling, parts.race, parts.counters)
@@ -88,6 +90,6 @@ class _Repeated:
         def repeat(values):
             return None if values is None else values.repeat_interleave(length)
 
-        self.temperature = repeat(sampling.temperature)
+        self.divisor = repeat(sampling.divisor)
         self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
         self.min_p = repeat(sampling.min_p)

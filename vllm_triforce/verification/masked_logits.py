@@ -6,20 +6,24 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 def masked_logits(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
-    sampling,  # temperature [num_tokens], and top_k, top_p, min_p or None
+    sampling,  # divisor [num_tokens], and top_k, top_p, min_p or None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits before the temperature, with -inf for what the request would never draw.
 
     They are what Runner V2's rejection sampler wants of a draft: it divides them by the
     temperature, and nothing else. ``token_distribution`` gives the same distributions.
 
+    Args:
+        sampling: its divisor is the temperature, 1 where that is 0.
+
     Returns:
         [num_tokens, vocab_size] in the dtype of ``logits``, and [num_tokens], float32, the
-        logarithm of the sum of exponentials of them divided by the temperature.
+        logarithm of the sum of exponentials of them divided by the temperature. The first is
+        ``logits`` itself where no request leaves a token out.
     """
-    temperature = sampling.temperature
-    temperature = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
-    scaled = logits.float() / temperature[:, None]
+    scaled = logits.float() / sampling.divisor[:, None]
+    if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
+        return logits, scaled.logsumexp(-1)
     if sampling.min_p is not None:
         probs = scaled.softmax(-1)
         floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
