@@ -56,9 +56,6 @@ def _configured(is_ours: bool, keys: tuple = ()) -> VllmConfig:
 class _AnyToken(SimpleNamespace):
     """A grammar that allows everything."""
 
-    def grammar_init(self, request) -> None:
-        request.status = RequestStatus.WAITING
-
     def accept_tokens(self, request, tokens) -> bool:
         return True
 
@@ -211,6 +208,8 @@ class Engine:
             arrival_time=arrival.at,
             block_hasher=self._hasher if self.scheduler.cache_config.enable_prefix_caching else None,
         )
+        if request.structured_output_request is not None:
+            request.structured_output_request.grammar = SimpleNamespace()  # it is compiled
         if arrival.stops_after is not None:
             self.worker.stops[name] = arrival.prompt + arrival.stops_after - 1
         if arrival.aborted_after is not None:
@@ -222,12 +221,16 @@ class Engine:
     def run(self, arrivals: Iterable[Arrival], until=None) -> None:
         """Serves what arrives, to the end; ``until`` may end it before."""
         waiting = deque(sorted(arrivals, key=lambda arrival: arrival.at))
+        num_idle = 0
         while waiting or self.scheduler.has_requests() or self._queue:
             if not self.scheduler.has_requests() and not self._queue:
                 self.now = self._last_output = max(self.now, waiting[0].at)
             while waiting and waiting[0].at <= self.now:
                 self.add(waiting.popleft())
+            before = len(self.seen)
             self._turn()
+            num_idle = 0 if len(self.seen) > before else num_idle + 1
+            assert num_idle < 1000, f"nobody gets on: {list(self.scheduler.requests.values())}"
             if until is not None and until():
                 return
 
@@ -236,6 +239,7 @@ class Engine:
         deferred = None
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
+            self._check(step)
             self.now += self.worker.world.machine.scheduling
             if self._is_asynchronous and step.pending_structured_output_tokens:
                 deferred = step  # what its grammar allows depends on the output before
@@ -246,16 +250,19 @@ class Engine:
         if self._queue:
             self._take_output()
         if deferred is not None:
+            drafts = self.worker.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids_in_output(drafts, deferred)
+            self.scheduler.get_grammar_bitmask(deferred)
             self._submit(deferred)
 
     def _submit(self, step) -> None:
-        self.check_plan(step)
         done = self.worker.execute(step)
         begun = max(self._free_at, self.now)
         self._free_at = begun + done.full + done.proposing
         self._queue.append((step, done, begun + done.full))
 
-    def check_plan(self, step) -> None:
+    def _check(self, step) -> None:
         """Nothing is scheduled for who is not there."""
         self.num_preempted += len(step.preempted_req_ids or ())
         assert step.num_scheduled_tokens.keys() <= self.scheduler.requests.keys()

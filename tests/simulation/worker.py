@@ -148,6 +148,9 @@ class Worker:
         """What a scheduler that waits is told."""
         if self.config is None:
             return None
+        if self.is_asynchronous:
+            places = self.config.num_speculative_tokens
+            return DraftTokenIds(self._took, [[TOKEN] * places for _ in self._took])
         tokens = [[TOKEN] * self._states[name].proposed for name in self._took]
         return DraftTokenIds(self._took, tokens)
 
@@ -175,9 +178,11 @@ class Worker:
         if not self.is_asynchronous:
             assert drafts <= state.proposed <= state.planned, (name, drafts, state)
             return
-        # The scheduler cuts them where they would reach beyond max_model_len.
-        most = self._max_model_len - 1 - state.computed - 1
-        assert drafts == state.planned or most < state.planned, (name, drafts, state)
+        # The scheduler cuts them where they would reach beyond max_model_len if all that is in
+        # flight were accepted.
+        reach = state.computed + 2 * (1 + self.config.num_speculative_tokens)
+        is_cut = drafts < state.planned and reach >= self._max_model_len - 1
+        assert drafts == state.planned or is_cut, (name, drafts, state)
 
     def _verify(self, name: str, state: _State, num_tokens: int) -> int:
         text, route = self.world.text, state.route
