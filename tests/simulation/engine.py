@@ -193,7 +193,10 @@ class Engine:
         self._emitted: dict[str, int] = {}
         self._num_requests = self.num_preempted = 0
         init_none_hash(sha256)
+        is_caching = scheduler.cache_config.enable_prefix_caching
         self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
+        if not is_caching:
+            self._hasher = None
 
     def add(self, arrival: Arrival) -> str:
         name, self._num_requests = f"r{self._num_requests}", self._num_requests + 1
@@ -206,7 +209,9 @@ class Engine:
             params,
             None,
             arrival_time=arrival.at,
-            block_hasher=self._hasher if self.scheduler.cache_config.enable_prefix_caching else None,
+            block_hasher=self._hasher
+            if self.scheduler.cache_config.enable_prefix_caching
+            else None,
         )
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = SimpleNamespace()  # it is compiled

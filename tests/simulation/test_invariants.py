@@ -1,7 +1,9 @@
-"""Promise: vLLM's own scheduler, with plans, asks of a worker what it can do, and nothing is left of
-a request that is over. ``worker.py`` and ``engine.py`` check every step: as many placeholders as
-were planned, room for their keys and values, slots, nobody planned for who cannot propose, and each
-request's tokens to the last."""
+"""Promise: vLLM's own scheduler, with plans, asks of a worker what it can do, and nothing is left
+of a request that is over.
+
+``worker.py`` and ``engine.py`` check every step: as many placeholders as were planned, room for
+their keys and values, slots, nobody planned for who cannot propose, and each request's tokens to
+the last."""
 
 import random
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.world import MACHINES, TEXTS, World
+
 
 def mixed(seed: int, count: int, longest: int, rate: float = 20.0) -> list[Arrival]:
     """Requests of many kinds, that come and go."""
