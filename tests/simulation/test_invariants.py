@@ -60,6 +60,8 @@ ALWAYS = {"adaptive": False, "min_context": 40, "max_speculating_seqs": 4}
 def test_requests_that_come_and_go(is_asynchronous, keys, num_blocks, seed):
     is_short = num_blocks < 100
     arrivals = mixed(seed, 60, longest=300, rate=500.0 if is_short else 20.0)
+    if is_short:  # which begin together, and outgrow the cache
+        arrivals += [Arrival(0.0, 40, 150) for _ in range(6)]
     settings = {"num_blocks": num_blocks, "max_num_seqs": 12 if is_short else 6}
     engine = serve(arrivals, seed=seed, is_asynchronous=is_asynchronous, **settings, **keys)
     assert sum(its.step.num_drafts for its in engine.seen) > 0
