@@ -111,20 +111,6 @@ def test_expected_tokens_are_what_happens(rate):
         assert expected[length] == pytest.approx(total / 20_000, abs=0.06)
 
 
-def test_a_text_that_changes_is_believed_at_once():
-    """A request's acceptance of level 2's tokens was 0.9, and then nothing is accepted."""
-    rate = Rate(0.9, weight=6, memory=48)
-    for _ in range(40):
-        rate.add(12, 11)
-    assert rate.value > 0.9
-    for _ in range(8):
-        rate.add(6, 0)
-    assert rate.value < 0.2
-    for _ in range(4):
-        rate.add(12, 11)
-    assert rate.value > 0.7, "and so is one that is good again"
-
-
 def test_rate_follows_and_forgets():
     rate = Rate(0.5, weight=4, memory=48)
     assert rate.value == 0.5
