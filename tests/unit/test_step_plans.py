@@ -46,7 +46,7 @@ class VLLMs:
 
     def __init__(self, vllm_config, max_num_running_reqs: int) -> None:
         self.vllm_config, self.max_num_running_reqs = vllm_config, max_num_running_reqs
-        self.num_spec_tokens = 6
+        self.num_spec_tokens, self.max_model_len = 6, 4096
         self.requests, self.running = {}, []
 
     def update_from_output(self, scheduler_output, output):
@@ -110,6 +110,15 @@ def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
     assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
     seeded = scheduler.step(Running("one", max_tokens=max_tokens, seed=3))
     assert seeded == {"one": ALL}, "the device cuts it, by what it knows for certain"
+
+
+@pytest.mark.parametrize(("max_model_len", "expected"), [(1995 + 9, 6), (1995 + 5, 3)])
+def test_nothing_is_proposed_beyond_what_the_model_reads(scheduler, max_model_len, expected):
+    scheduler.max_model_len = max_model_len
+    (its,) = scheduler.step(Running("one", max_tokens=1000)).values()
+    assert its.num_tokens == expected
+    scheduler.max_model_len = 1995 + 2
+    assert scheduler.step(Running("one", max_tokens=1000)) == {}
 
 
 def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):

@@ -45,6 +45,7 @@ class PlansSteps:
     running: list[Any]
     num_spec_tokens: int
     max_num_running_reqs: int
+    max_model_len: int
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -117,7 +118,7 @@ class PlansSteps:
             # This step adds a token at least, and so does the next one, beside the proposal. How
             # much is known of it depends on when outputs come, and nothing of a request with a
             # seed may: the device, which knows, cuts its proposals alone.
-            most = min(most, _num_left(request) - 2)
+            most = min(most, self._num_left(request) - 2)
         return most if most > 0 and self._has_slot(request.request_id) else 0
 
     def _has_slot(self, request_id: str) -> bool:
@@ -135,8 +136,13 @@ class PlansSteps:
             {name: 0 for name in self._config.sources},
             params.seed is not None,
             params.temperature < GREEDY_EPSILON,
-            num_left=_num_left(request),
+            num_left=self._num_left(request),
         )
+
+    def _num_left(self, request) -> int:
+        """Tokens that it may still emit, beside those that are in flight."""
+        end = request.num_prompt_tokens + request.max_tokens
+        return min(end, self.max_model_len) - request.num_tokens
 
     # Behind a step.
 
@@ -178,11 +184,6 @@ class PlansSteps:
                 is_comparable,
             )
         )
-
-
-def _num_left(request) -> int:
-    """Tokens that it may still emit, beside those that are in flight."""
-    return request.num_prompt_tokens + request.max_tokens - request.num_tokens
 
 
 def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outcome]:

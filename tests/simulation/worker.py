@@ -1,0 +1,249 @@
+"""A worker of Model Runner V2 whose device is a ``World``: it hears what a real one hears, sends
+what a real one sends, and checks that it can do what it is asked."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
+
+from tests.simulation.world import World
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.core.eligibility import decodes_plainly, room
+from vllm_triforce.core.step_plan import Proposing, plan_of
+from vllm_triforce.worker.v2.reports import Reports
+
+TOKEN, STOP = 7, 3
+"""What requests emit, and what ends those that have it among their ``stop_token_ids``."""
+
+
+@dataclass
+class _State:
+    """A request as the worker knows it."""
+
+    prefill: int
+    """Tokens to be read before it decodes."""
+    computed: int
+    blocks: int
+    limit: int
+    """Tokens at which it ends."""
+    params: object
+    planned: int = 0
+    """Tokens, by the plan of its last step."""
+    proposed: int = 0
+    route: str = ""
+    num_passes: int = 0
+    """Since level 2 selected; 0 before."""
+
+
+@dataclass
+class Step:
+    """What a step took, in seconds, and gave."""
+
+    full: float
+    proposing: float
+    output: ModelRunnerOutput
+    num_decoding: int = 0
+    num_reading: int = 0
+    plain: float = 0.0
+    """That its full pass would have taken with a token a request."""
+    num_drafts: int = 0
+    routes: Counter = field(default_factory=Counter)
+
+
+class Worker:
+    """
+    Args:
+        config: ours; None for stock vLLM, without speculation.
+        world: the machine and the text.
+        is_asynchronous: whether as many tokens are verified as were planned.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: ResolvedConfig | None,
+        is_asynchronous: bool,
+        max_model_len: int,
+        block_size: int,
+        measured=None,
+    ) -> None:
+        self.world, self.config = world, config
+        self.is_asynchronous = is_asynchronous
+        self._max_model_len, self._block_size = max_model_len, block_size
+        self._reports = Reports(torch.device("cpu"))
+        self._reports.measured(measured)
+        self._states: dict[str, _State] = {}
+        self._slots: set[str] = set()
+        self._took: list[str] = []
+        self.num_beyond = 0
+        """Placeholders that were verified though their request was sure to have ended."""
+        self.stops: dict[str, int] = {}
+        """Position of the stop token, of requests that emit one."""
+
+    def execute(self, step) -> Step:
+        plan = plan_of(step)
+        assert (plan is None) == (self.config is None)
+        self._reports.begin(None if plan is None else plan.number)
+        self._hear(step)
+        if not step.total_num_scheduled_tokens:
+            assert plan is None or not plan.proposing
+            return Step(0.0, 0.0, EMPTY_MODEL_RUNNER_OUTPUT)
+        names = list(step.num_scheduled_tokens)
+        machine = self.world.machine
+        tokens, contexts, sampled, num_prompt, num_drafts = [], [], [], 0, 0
+        emitting = []
+        for name in names:
+            state, count = self._states[name], step.num_scheduled_tokens[name]
+            drafts = len(step.scheduled_spec_decode_tokens.get(name, ()))
+            assert state.computed + count <= state.blocks * self._block_size, "no room for its KV"
+            assert state.computed + count < self._max_model_len
+            if state.computed + count - drafts < state.prefill:
+                assert not drafts
+                num_prompt += count
+                state.computed += count
+                sampled.append([])
+                continue
+            emitting.append(name)
+            own = count - drafts
+            if state.computed >= state.prefill:
+                assert own == 1
+                self._check_placeholders(name, state, drafts)
+            if own == 1:
+                tokens.append(count)
+                contexts.append(state.computed)
+                num_drafts += drafts
+            else:
+                num_prompt += own
+            accepted = self._verify(name, state, min(drafts, state.proposed))
+            self.num_beyond += max(0, state.computed + own + drafts - state.limit)
+            state.computed += own + accepted
+            state.num_passes += state.num_passes > 0
+            start = state.computed - accepted  # where the first new token stands
+            stop = self.stops.get(name)
+            sampled.append(
+                [STOP if start + n == stop else TOKEN for n in range(accepted + 1)],
+            )
+        full = machine.full_pass(tokens, contexts, num_prompt) + machine.beside
+        full += machine.verifying * (num_drafts > 0)
+        routes = self._propose(plan, set(emitting), step)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+        return Step(
+            full,
+            sum(seconds for seconds, _ in routes.values()),
+            self._reports.send(output),
+            len(tokens),
+            len(names) - len(tokens),
+            machine.full_pass([1] * len(tokens), contexts, num_prompt) + machine.beside,
+            num_drafts,
+            Counter({route: count for route, (_, count) in routes.items()}),
+        )
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What a scheduler that waits is told."""
+        if self.config is None:
+            return None
+        if self.is_asynchronous:
+            places = self.config.num_speculative_tokens
+            return DraftTokenIds(self._took, [[TOKEN] * places for _ in self._took])
+        tokens = [[TOKEN] * self._states[name].proposed for name in self._took]
+        return DraftTokenIds(self._took, tokens)
+
+    def _hear(self, step) -> None:
+        for name in {*step.finished_req_ids, *(step.preempted_req_ids or ())}:
+            self._states.pop(name, None)
+            self._slots.discard(name)
+        for new in step.scheduled_new_reqs:
+            assert new.req_id not in self._states
+            self._slots.discard(new.req_id)
+            prompt = len(new.prompt_token_ids)
+            self._states[new.req_id] = _State(
+                len(new.prefill_token_ids),
+                new.num_computed_tokens,
+                len(new.block_ids[0]),
+                min(self._max_model_len, prompt + new.sampling_params.max_tokens),
+                new.sampling_params,
+            )
+        cached = step.scheduled_cached_reqs
+        assert not cached.resumed_req_ids, "Model Runner V2 takes them for new ones"
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids):
+            self._states[name].blocks += len(blocks[0]) if blocks else 0
+
+    def _check_placeholders(self, name: str, state: _State, drafts: int) -> None:
+        if self.config is None:
+            assert not drafts
+            return
+        if not self.is_asynchronous:
+            assert drafts <= state.proposed <= state.planned, (name, drafts, state)
+            return
+        # The scheduler cuts them where they would reach beyond max_model_len if all that is in
+        # flight were accepted.
+        reach = state.computed + 2 * (1 + self.config.num_speculative_tokens)
+        is_cut = drafts < state.planned and reach >= self._max_model_len - 1
+        assert drafts == state.planned or is_cut, (name, drafts, state)
+
+    def _verify(self, name: str, state: _State, num_tokens: int) -> int:
+        text, route = self.world.text, state.route
+        rates = {LEVELS: text.level2, "prompt_lookup": text.lookup}
+        rate = rates.get(route, text.level1 * text.level2)
+        return self.world.accepted(rate, name, state.computed, num_tokens)
+
+    def _propose(self, plan, emitting: set[str], step) -> dict[str, tuple[float, int]]:
+        """Seconds and requests by route; and ``proposed`` of every request."""
+        self._took = list(step.num_scheduled_tokens)
+        for name in self._took:
+            self._states[name].proposed = self._states[name].planned = 0
+        if plan is None:
+            return {}
+        assert plan.proposing.keys() <= emitting, "planned for requests that cannot propose"
+        by_route: dict[str, dict[str, Proposing]] = {}
+        for name, its in plan.proposing.items():
+            state = self._states[name]
+            assert 0 < its.num_tokens <= self.config.num_speculative_tokens and its.num_rounds > 0
+            assert not decodes_plainly(state.params)
+            self._slots.add(name)
+            by_route.setdefault(its.route, {})[name] = its
+            state.planned, state.route = its.num_tokens, its.route
+        assert len(self._slots) <= self.config.max_speculating_seqs, "more than have slots"
+        return {route: (self._go(route, plans), len(plans)) for route, plans in by_route.items()}
+
+    def _go(self, route: str, plans: dict[str, Proposing]) -> float:
+        """What the requests of a route propose, and what that takes."""
+        machine, gamma, rows = self.world.machine, self.config.gamma, []
+        rounds = max(its.num_rounds for its in plans.values())
+        seconds = machine.proposing(route, len(plans), rounds, gamma)
+        for name, its in plans.items():
+            state = self._states[name]
+            most = room(
+                state.computed,
+                its.num_tokens,
+                state.blocks * self._block_size,
+                state.limit,
+                self.config.min_context,
+            )
+            row = self._levels(name, most, its) if route == LEVELS else (max(0, most), 0, 0, 0)
+            if route == LEVELS and state.num_passes % self.config.refresh_interval == 0:
+                is_first = state.num_passes == 0
+                seconds += machine.selection * (state.computed if is_first else 256)
+                state.num_passes += 1
+            if route == "prompt_lookup" and self.world.draw.random() >= self.world.text.match:
+                row = (0, 0, 0, 0)
+            state.proposed = row[0]
+            rows.append(row)
+        self._reports.add(list(plans), torch.tensor(rows, dtype=torch.int32))
+        return seconds
+
+    def _levels(self, name: str, most: int, its: Proposing) -> tuple[int, int, int, int]:
+        state, gamma = self._states[name], self.config.gamma
+        length = rounds = right = wrong = 0
+        while length < most and rounds < its.num_rounds:
+            at = state.computed + length
+            kept = self.world.accepted(self.world.text.level1, name, at, gamma)
+            right, wrong, rounds = right + kept, wrong + (kept < gamma), rounds + 1
+            length = min(most, length + kept + 1)
+        return length, rounds, right, wrong

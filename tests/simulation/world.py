@@ -1,0 +1,201 @@
+"""A machine and a text: what passes take, and how much of a proposal is accepted."""
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.worker.v2 import calibration
+
+# Sizes of vLLM's CUDA graphs, in tokens: a pass computes as many as the graph that it fits.
+_GRAPHS = [1, 2, 4, *range(8, 513, 8)]
+
+
+@dataclass
+class Machine:
+    """Seconds, by arithmetic: bytes over bandwidth, operations over throughput, launches."""
+
+    weights: float
+    """To read the target's weights once, and to launch what a pass launches."""
+    per_kv: float
+    """To read a token's keys and values in all layers."""
+    per_token: float = 10e-6
+    """That a token adds to a pass that is bound by reading weights."""
+    per_prompt_token: float = 30e-6
+    """Of a pass that is bound by computing."""
+    per_query: float = 0.04
+    """Share of the context's reading that each token more of a request adds."""
+    alone: float = 1.0
+    """Factor on the context's reading in a pass of several tokens of a single request, where the
+    kernel spreads it over the machine for single tokens only; it fades with more requests."""
+    budget: int = 4096
+    """Tokens that level 2 reads."""
+    draft: float = 0.0004
+    """A pass of the draft."""
+    draft_per_row: float = 4e-6
+    selection: float = 2e-9
+    """That a first selection takes for a token of context."""
+    begin: float = 0.0002
+    """Of any proposal: kernels beside the passes, which calibration by differences cannot see."""
+    beside: float = 0.0003
+    """Of any step: sampling and inputs."""
+    verifying: float = 0.0001
+    """Of a step that verifies anything: the rejection sampler's kernels."""
+    no_graph: float = 0.0015
+    """Of a pass that no graph fits."""
+    serves_any_mix: bool = True
+    """Whether graphs serve any mix of 1 to ``longest`` tokens, as where ``varlen_decode`` can be;
+    else those of equal numbers alone, single tokens or ``longest``."""
+    longest: int = 13
+    scheduling: float = 0.0003
+    """The host's, for a step; beside the device's where scheduling is asynchronous."""
+
+    def full_pass(self, tokens: Sequence[int], contexts: Sequence[int], num_prompt: int = 0):
+        """
+        Args:
+            tokens, contexts: of each request that decodes.
+            num_prompt: further tokens, of prompts.
+        """
+        total = sum(tokens) + num_prompt
+        kinds = set(tokens)
+        is_uniform = len(kinds) == 1 and kinds <= {1, self.longest}
+        has_graph = total <= _GRAPHS[-1] and not num_prompt
+        has_graph &= is_uniform or self.serves_any_mix
+        if has_graph:
+            total = _GRAPHS[bisect_left(_GRAPHS, total)]
+        seconds = max(self.weights + self.per_token * total, self.per_prompt_token * total)
+        spread = 1 + (self.alone - 1) / max(1, len(tokens))
+        for count, context in zip(tokens, contexts):
+            reading = self.per_kv * context * (1 + self.per_query * (count - 1))
+            seconds += reading * (spread if count > 1 else 1.0)
+        return seconds + (0.0 if has_graph else self.no_graph)
+
+    def level2(self, num_rows: int, num_tokens: int) -> float:
+        tokens = _GRAPHS[bisect_left(_GRAPHS, num_rows * num_tokens)]
+        return self.weights + self.per_token * tokens + num_rows * self.budget * self.per_kv
+
+    def drafting(self, num_rows: int, num_passes: int) -> float:
+        return num_passes * (self.draft + self.draft_per_row * (num_rows - 1))
+
+    def proposing(self, route: str, num_rows: int, num_rounds: int, gamma: int) -> float:
+        """Of requests that go by the same route together."""
+        if route == "prompt_lookup":
+            return self.begin
+        seconds = self.begin + self.drafting(num_rows, num_rounds * gamma)
+        if route == LEVELS:
+            seconds += num_rounds * self.level2(num_rows, gamma + 1)
+        return seconds
+
+    def measured(self, config, max_context: int, max_reqs: int) -> Measurements:
+        """What the worker's own calibration finds at start-up, on the simulated clock."""
+        clock = SimpleNamespace(now=0.0)
+
+        def dummy_run(num_tokens: int, uniform_decode: bool, context_len: int) -> None:
+            length = config.num_speculative_tokens + 1 if uniform_decode else 1
+            count = num_tokens // length
+            clock.now += self.full_pass([length] * count, [context_len] * count)
+
+        def propose(batch, draft_tokens, route=LEVELS) -> None:
+            clock.now += self.proposing(route, batch.rows, batch.rounds, config.gamma)
+            clock.now += self.selection * batch.context * batch.rows * (route == LEVELS)
+
+        batches = SimpleNamespace(
+            max_rows=min(max_reqs, config.max_speculating_seqs),
+            make=lambda rows, context, tokens, rounds, is_greedy: SimpleNamespace(
+                rows=rows, context=context, rounds=rounds
+            ),
+            forget=lambda batch: None,
+        )
+        triforce = SimpleNamespace(
+            begin=lambda *_: None,
+            end=lambda *_: None,
+            propose=propose,
+            propose_directly=lambda route, batch, tokens: propose(batch, tokens, route),
+            keeps_window=lambda route: route == "draft_model",
+        )
+        calibrating = calibration.CalibrationV2(
+            config, dummy_run, triforce, batches, max_context, max_reqs, torch.device("cpu")
+        )
+        timer = SimpleNamespace(perf_counter=lambda: clock.now)
+        with patch.object(calibration, "time", timer):
+            return calibrating.run()
+
+
+# By arithmetic for an H200 (4 TB/s of what it is sold as 4.8): an 8B model with grouped heads (131
+# KB a token), a 7B one whose heads have keys of their own (524 KB); and the first on an A100 with
+# FlashAttention 2. A draft of 68M parameters, or of 1B.
+MACHINES = {
+    "gqa": Machine(weights=0.0040, per_kv=33e-9),
+    "mha": Machine(weights=0.0036, per_kv=131e-9),
+    "gqa, large draft": Machine(weights=0.0040, per_kv=33e-9, draft=0.0012, draft_per_row=2e-5),
+    "mha, large draft": Machine(weights=0.0036, per_kv=131e-9, draft=0.0012, draft_per_row=2e-5),
+    "gqa, FA2": Machine(
+        weights=0.0100, per_kv=82e-9, per_token=25e-6, alone=2.0, serves_any_mix=False
+    ),
+    "mha, uniform graphs": Machine(weights=0.0036, per_kv=131e-9, serves_any_mix=False),
+}
+
+
+@dataclass
+class Text:
+    """How often tokens are accepted by the level above.
+
+    Args:
+        level2: of level 2's, by the full pass.
+        level1: of the draft's, by level 2.
+        match: how often prompt lookup has something to propose, and ...
+        lookup: ... how often such a token is accepted.
+        spread: standard deviation of the log odds, between requests and between passages.
+        passage: tokens of one.
+        fading: factor on the rate for each place of a proposal.
+    """
+
+    level2: float = 0.0
+    level1: float = 0.0
+    match: float = 0.3
+    lookup: float = 0.0
+    spread: float = 0.0
+    passage: int = 64
+    fading: float = 1.0
+
+    def rate(self, base: float, request: str, position: int, place: int) -> float:
+        rate = base * self.fading**place
+        if not self.spread or not 0 < rate < 1:
+            return rate
+        odds = math.log(rate / (1 - rate))
+        for its in (request, f"{request} {position // self.passage}"):
+            odds += random.Random(its).gauss(0, self.spread)
+        return 1 / (1 + math.exp(-odds))
+
+
+HOPELESS = Text()
+TEXTS = {
+    "hopeless": HOPELESS,
+    "0.4, 0.3": Text(0.4, 0.3, lookup=0.1),
+    "0.7, 0.5": Text(0.7, 0.5, lookup=0.3),
+    "0.8, 0.5": Text(0.8, 0.5, lookup=0.3),
+    "0.95, 0.7": Text(0.95, 0.7, lookup=0.5),
+    "0.9, 0.6, uneven": Text(0.9, 0.6, lookup=0.4, spread=0.7),
+}
+
+
+@dataclass
+class World:
+    machine: Machine
+    text: Text
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def accepted(self, base: float, request: str, position: int, count: int) -> int:
+        """Of ``count`` tokens in a row."""
+        for place in range(count):
+            rate = self.text.rate(base, request, position + place, place)
+            if self.draw.random() >= rate:
+                return place
+        return count
