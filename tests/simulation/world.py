@@ -109,12 +109,13 @@ class Machine:
         batches = SimpleNamespace(
             max_rows=min(max_reqs, config.max_speculating_seqs),
             make=lambda rows, context, tokens, rounds, is_greedy: SimpleNamespace(
-                rows=rows, context=context, rounds=rounds
+                rows=rows, context=context, rounds=rounds, num_sampled=None
             ),
             forget=lambda batch: None,
         )
         triforce = SimpleNamespace(
             begin=lambda *_: None,
+            count_full_pass=lambda *_: None,
             end=lambda *_: None,
             propose=propose,
             propose_directly=lambda route, batch, tokens: propose(batch, tokens, route),
