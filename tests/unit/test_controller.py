@@ -689,7 +689,7 @@ def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
 def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():
     """A request that drafts seldom has the draft read what it missed, each time; the plan knows."""
     found = controller(LONG_PAYS)
-    found._planned = Planned(num_drafts=4, seconds=0.01)
+    found.planned = Planned(num_drafts=4, seconds=0.01)
     found.reads_window(200)
     assert found.take_plan().seconds == pytest.approx(0.01 + found.model.reading_window(200))
     found.reads_window(200)

@@ -98,7 +98,7 @@ def test_steps_aside(machine, model, context, size, level2, draft):
 
 @pytest.mark.parametrize(
     "machine, model, context, size, level2, draft, share",
-    [*((*cell, 0.84) for cell in PAYS), (*NOT_ADDITIVE, 0.72)],
+    [*((*cell, 0.93) for cell in PAYS), (*NOT_ADDITIVE, 0.76)],
 )
 def test_speculates_where_it_pays(machine, model, context, size, level2, draft, share):
     device, measured = world(machine, model, level2, draft)

@@ -49,12 +49,15 @@ class Rate:
             # test, an accepted one many, so it would take long to be outweighed.
             self.accepted /= 2
 
-    def fade(self) -> None:
+    def fade(self, share: float | None = None) -> None:
         """Forgets a little of a rate that is not tested, so that it is tried again some time."""
-        self.accepted *= 1 - 1 / (8 * self.memory)
-        self.rejected *= 1 - 1 / (8 * self.memory)
+        keep = 1 - (1 / (8 * self.memory) if share is None else share)
+        self.accepted *= keep
+        self.rejected *= keep
 
 
+# What a draft that does better than level 2 did makes forget of level 2.
+_DOUBT = 1 / 16
 # Chance below which a run of misses is not taken for bad luck.
 _SURPRISING = 1e-4
 
@@ -94,6 +97,16 @@ class Rates:
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
+
+    def doubt_level2(self) -> None:
+        """A draft is accepted more often than level 2 was, which reads more and with the target's
+        weights: what is known of level 2 is of another text, and fades."""
+        self.level2.fade(_DOUBT)
+        self.round_tokens += _DOUBT * max(0.0, ROUND_PRIOR - self.round_tokens)
+        for (_, through_level2), by_confidence in self.level1.items():
+            if through_level2:
+                for rate in by_confidence:
+                    rate.fade(_DOUBT)
 
     def of(self, source: str, through_level2: bool, confidence: int) -> Rate:
         return self.level1[source, through_level2][confidence]

@@ -17,6 +17,7 @@ from vllm_triforce.controller.learning import Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.promise import kind_of
+from vllm_triforce.controller.whole_rounds import settle_rounds
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class DecisionsAhead:
         chosen = controller.choose(candidates, num_plain)
         rounds = [self._rounds(c, choice) for c, choice in zip(candidates, chosen)]
         by_levels = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]
+        if by_levels:
+            chosen = settle_rounds(controller, candidates, chosen, rounds)
         plan = {
             # Who is short of its tokens goes on as long as there are rounds for another.
             c.request_id: (choice, n if c.has_seed or choice.route != LEVELS else max(by_levels))

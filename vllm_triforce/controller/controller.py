@@ -48,6 +48,8 @@ class Controller(Learning):
         self._preferred = sources[0]
         self._fixed = FixedChoices(config, sources)
         self._num_decisions = 0
+        # Seconds, of the newest decision: a request's share; what a place adds, attention apart.
+        self.share = self.slope = 0.0
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
         self._level1 = Level1Choices(config, self.sources, self.acceptance)
@@ -98,7 +100,7 @@ class Controller(Learning):
         Args:
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
-        self._planned = None
+        self.planned = None
         expected = [0.0] * len(candidates)
         if not self.chooses:
             chosen = [self._fixed.choice(c) for c in candidates]
@@ -123,6 +125,7 @@ class Controller(Learning):
             self._exploration.begin_turn(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
             best = plan(found, plain, fixed, num_plain, model.error)
+            self.share = best.seconds / (num_rows + num_plain)
             by_levels = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
             if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
                 found = self._options(candidates, by_levels, num_plain)
@@ -147,7 +150,7 @@ class Controller(Learning):
             if candidate.has_seed:
                 chosen[row] = self._fixed.choice(candidate)
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
-            self._planned = self._plan_of(found, rows, columns[rows], candidates)
+            self.planned = self._plan_of(found, rows, columns[rows], candidates)
         return chosen, expected
 
     def _plan_of(self, found: Options, rows, columns, candidates) -> Planned:
@@ -185,10 +188,11 @@ class Controller(Learning):
         if "length" in self.chooses:
             measured = [q - 1 for q, _ in model.measured.full_by_tokens]
             lengths = [n for n in sorted({*_SHORT_LENGTHS, *measured}) if 0 < n <= most]
-        # What a token adds to the linear part of the pass: the straight line from all plain to all
-        # at full length.
+        # What a token adds to the linear part: the line from all plain to all at full length.
         longest = num_reqs * (most + 1)
-        slope = max(0.0, model.rows(longest) - model.rows(num_reqs)) / (longest - num_reqs)
+        slope = self.slope = max(0.0, model.rows(longest) - model.rows(num_reqs)) / (
+            longest - num_reqs
+        )
         has_levels = self.config.levels != "1,3"
         sources = self.sources if "gamma" in self.chooses else []
         if not has_levels:
@@ -221,9 +225,10 @@ class Controller(Learning):
         """Adds trials; where nobody speculates even so, the batch rests."""
         exploration = self._exploration
         promise = exploration.promise_of(candidates, found)
-        exploration.earn(best.seconds, plain, promise)
+        # What was in vain where nobody speculated says little of those who do.
+        exploration.earn(best.seconds, plain, promise if best.is_plain else 1.0)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
-        # The step that verifies a trial takes longer, and the one after it is a re-evaluation.
+        # The step that verifies a trial takes longer; the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
         around += self.model.reevaluation_seconds(num_reqs, is_greedy)
         exploration.add_trials(

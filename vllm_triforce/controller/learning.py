@@ -39,7 +39,7 @@ class Learning:
         self.model: CostModel | None = None
         """What decisions are made by."""
         self._exploration = Exploration()
-        self._planned: Planned | None = None
+        self.planned: Planned | None = None
         self._chosen: dict[str, tuple[Choice, float]] = {}
         """What each request did last, and how many tokens that was expected to gain."""
 
@@ -153,7 +153,10 @@ class Learning:
             if choice.route == LEVELS:
                 rates.level2.add(drafted, accepted)
             elif choice.confidence is not None:
-                rates.of(choice.route, False, choice.confidence).add(drafted, accepted)
+                straight = rates.of(choice.route, False, choice.confidence)
+                straight.add(drafted, accepted)
+                if straight.value > rates.level2.value:
+                    rates.doubt_level2()
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
         """A step has ended; ``planned`` is what ``take_plan()`` gave for its drafts."""
@@ -165,15 +168,15 @@ class Learning:
 
     def take_plan(self) -> Planned | None:
         """Of the proposals that are verified next."""
-        planned, self._planned = self._planned, None
+        planned, self.planned = self.planned, None
         return planned
 
     def reads_window(self, num_tokens: int) -> None:
         """The present proposal takes longer, since the draft reads so many tokens for it that it
         has not seen."""
-        if self._planned is not None:
-            self._planned.seconds += self.model.reading_window(num_tokens)
+        if self.planned is not None:
+            self.planned.seconds += self.model.reading_window(num_tokens)
 
     def forget_plan(self) -> None:
         """The present proposal takes longer for a reason that will not be again."""
-        self._planned = None
+        self.planned = None
