@@ -35,9 +35,9 @@ def test_a_place_is_planned_as_long_as_it_is_worth_it():
     assert lengthened(6, **usual, acceptance=0.95, worth=1e6) == 9
     assert lengthened(6, **usual, acceptance=0.95, worth=0.0) == 6
     assert lengthened(6, **usual, acceptance=0.0, worth=1e6) == 6
-    some = lengthened(6, **usual, acceptance=0.9, worth=5.0)
+    some = lengthened(6, **usual, acceptance=0.9, worth=20.0)
     likely = chances(3, 0.618, 2)
     assert 6 < some < 9
-    assert likely[some] * 0.9**some * 5 >= 0.9 > likely[some + 1] * 0.9 ** (some + 1) * 5
+    assert likely[some] * 0.9**some * 20 >= 1 > likely[some + 1] * 0.9 ** (some + 1) * 20
     assert lengthened(6, **(usual | {"most": 7}), acceptance=0.95, worth=1e6) == 7
     assert lengthened(12, **usual, acceptance=0.95, worth=1e6) == 12, "nothing is taken away"

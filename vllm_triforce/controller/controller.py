@@ -48,7 +48,7 @@ class Controller(Learning):
         self._preferred = sources[0]
         self._fixed = FixedChoices(config, sources)
         self._num_decisions = 0
-        # Seconds, of the newest decision: a request's share; what a place adds, attention apart.
+        # Of the newest decision, in seconds: a request's share, and a place without attention.
         self.share = self.slope = 0.0
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
@@ -101,10 +101,8 @@ class Controller(Learning):
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
         self.planned = None
-        expected = [0.0] * len(candidates)
-        if not self.chooses:
-            chosen = [self._fixed.choice(c) for c in candidates]
-        else:
+        chosen, expected = [self._fixed.choice(c) for c in candidates], [0.0] * len(candidates)
+        if self.chooses:
             chosen, expected = self._choose(candidates, num_plain)
         for candidate, choice, tokens in zip(candidates, chosen, expected):
             self._chosen[candidate.request_id] = choice, tokens
@@ -117,9 +115,8 @@ class Controller(Learning):
         self._adopt_measurements()
         model, num_rows = self.model, len(candidates)
         is_greedy = all(c.is_greedy for c in candidates)
-        contexts = [c.context for c in candidates]
-        overhead = model.overhead(num_rows + num_plain, is_greedy)
-        plain = model.full_pass([1] * num_rows, contexts) + overhead
+        plain = model.full_pass([1] * num_rows, [c.context for c in candidates])
+        plain += model.overhead(num_rows + num_plain, is_greedy)
         found = self._options(candidates, num_rows, num_plain)
         if "context" in self.chooses:
             self._exploration.begin_turn(candidates)
@@ -225,7 +222,6 @@ class Controller(Learning):
         """Adds trials; where nobody speculates even so, the batch rests."""
         exploration = self._exploration
         promise = exploration.promise_of(candidates, found)
-        # What was in vain where nobody speculated says little of those who do.
         exploration.earn(best.seconds, plain, promise if best.is_plain else 1.0)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer; the one after it is a re-evaluation.
