@@ -97,9 +97,10 @@ def test_who_is_too_short_or_reads_its_prompt_proposes_nothing(scheduler):
 
 
 def test_who_decodes_plainly_proposes_nothing(scheduler):
-    allowed = Running("allowed", allowed_token_ids=[1, 2])
     named = Running("named", logprob_token_ids=[1, 2])
-    assert scheduler.step(allowed, named, Running("usual")) == {"usual": ALL}
+    assert scheduler.step(named, Running("usual")) == {"usual": ALL}
+    allowed = Running("allowed", allowed_token_ids=[1, 2])
+    assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])

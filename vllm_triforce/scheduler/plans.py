@@ -109,7 +109,7 @@ class PlansSteps:
         if (
             request.is_prefill_chunk
             or request.num_computed_tokens < self._config.min_context
-            or decodes_plainly(request.sampling_params)
+            or decodes_plainly(request.sampling_params, is_shaped=True)
         ):
             return 0
         most = self.num_spec_tokens
