@@ -17,7 +17,7 @@ class FiguresOfProposals:
 
     # The scheduler's own.
     requests: dict[str, Any]
-    spec_decode_metrics_level: str
+    spec_decode_metrics_level: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -82,9 +82,7 @@ class FiguresOfProposals:
         for name, proposed in self._verified.items():
             figures = getattr(self.requests.get(name), "spec_decode_metrics", None)
             if figures is not None:
-                found.append(
-                    (figures, proposed, list(figures.histogram), figures.num_draft_tokens)
-                )
+                found.append((figures, proposed, list(figures.histogram), figures.num_draft_tokens))
         return found
 
     def _count_again(self, figures, proposed: int, histogram: list[int], num_drafted: int) -> None:

@@ -6,6 +6,8 @@ vLLM's own states and kernels, as its sampler applies them to the full pass's lo
 penalties. Nothing runs where nobody in the batch asks for any.
 """
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
@@ -13,6 +15,9 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 
 from vllm_triforce.device.batch import LogitShaping
 from vllm_triforce.kernels.rows import PassInputs, Rows
+
+# Of vLLM's context, what biases do not depend on.
+_UNREAD: Any = None
 
 
 def logit_shaping(
@@ -78,10 +83,10 @@ class _RowBias:
             expanded_idx_mapping=self._on_device.repeat_interleave(query_len),
             idx_mapping=self._on_device,
             idx_mapping_np=self._states,
-            expanded_local_pos=None,  # not read by this one, as the two below
-            input_ids=None,
+            expanded_local_pos=_UNREAD,
+            input_ids=_UNREAD,
             pos=positions,
-            seq_lens_upper_bound_np=None,
+            seq_lens_upper_bound_np=_UNREAD,
         )
         return self._state.apply(logits, context)
 
@@ -94,14 +99,9 @@ class _RowPenalties:
     """
 
     def __init__(self, state: PenaltiesState, on_device: torch.Tensor) -> None:
-        self._factors = [
-            values.gpu[on_device]
-            for values in (
-                state.repetition_penalty,
-                state.frequency_penalty,
-                state.presence_penalty,
-            )
-        ]
+        self._repetition = state.repetition_penalty.gpu[on_device]
+        self._frequency = state.frequency_penalty.gpu[on_device]
+        self._presence = state.presence_penalty.gpu[on_device]
         self._in_prompt = state.prompt_bin_mask[on_device]
         self._counts = state.output_bin_counts[on_device]  # [num_rows, vocab_size]
         self._num_counted = torch.zeros_like(on_device)  # tokens of each row's proposal
@@ -121,7 +121,9 @@ class _RowPenalties:
             owners.repeat_interleave(inputs.query_len),
             inputs.token_ids[: len(logits)],
             places.repeat(count),
-            *self._factors,
+            self._repetition,
+            self._frequency,
+            self._presence,
             self._in_prompt,
             self._counts,
         )
