@@ -143,11 +143,11 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
     # What level 2's logits are shaped by, in the sampler's order: its own states and kernels.
-    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "logit_bias_state, < self.penalties_state,", SHAPING),
+    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "self.penalties_state = < LogitBiasState(", SHAPING),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors penalties_state", SHAPING),
-    does("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState.apply", "self.use_logit_bias[ctx.idx_mapping_np] < ctx.expanded_idx_mapping < ctx.pos", SHAPING),
+    does("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState.apply", "np.any( < apply_logit_bias(", SHAPING),
     has("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState", "use_logit_bias apply", SHAPING),
-    calls("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsContext", "expanded_idx_mapping=, idx_mapping=, idx_mapping_np=, expanded_local_pos=, input_ids=, pos=, seq_lens_upper_bound_np=", SHAPING),
+    has("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsContext", "expanded_idx_mapping idx_mapping idx_mapping_np expanded_local_pos input_ids pos seq_lens_upper_bound_np", SHAPING),
     has("v1/worker/gpu/sample/penalties.py", "PenaltiesState", "use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts", SHAPING),
     calls("v1/worker/gpu/sample/penalties.py", "apply_penalties", "logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty, frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts", SHAPING),
     # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
@@ -184,7 +184,7 @@ RUNNER_V2: list[Surface] = [
     # vLLM's figures: what it counts of a step, by this method and for each request.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", FIGURES),
     overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", FIGURES),
-    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self.make_spec_decoding_stats( < request.spec_decode_metrics.observe( < EngineCoreOutput( < spec_decode_metrics=", FIGURES),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self.make_spec_decoding_stats( < request.spec_decode_metrics.observe( < EngineCoreOutput(", FIGURES),
     has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", FIGURES),
     has("v1/request.py", "Request", "spec_decode_metrics", FIGURES),
     has("v1/metrics/stats.py", "RequestSpecDecodeMetrics", "histogram num_draft_tokens per_step_accepted per_step_drafted", FIGURES),
