@@ -16,6 +16,8 @@ WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
 FACTS = "vllm_triforce/worker/v2/request_facts.py"
+SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
+FIGURES = "vllm_triforce/scheduler/figures.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -140,6 +142,14 @@ RUNNER_V2: list[Surface] = [
     calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
+    # What level 2's logits are shaped by, in the sampler's order: its own states and kernels.
+    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "self.penalties_state = < LogitBiasState(", SHAPING),
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors penalties_state", SHAPING),
+    does("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState.apply", "np.any( < apply_logit_bias(", SHAPING),
+    has("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState", "use_logit_bias apply", SHAPING),
+    has("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsContext", "expanded_idx_mapping idx_mapping idx_mapping_np expanded_local_pos input_ids pos seq_lens_upper_bound_np", SHAPING),
+    has("v1/worker/gpu/sample/penalties.py", "PenaltiesState", "use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts", SHAPING),
+    calls("v1/worker/gpu/sample/penalties.py", "apply_penalties", "logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty, frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts", SHAPING),
     # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
     does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "vllm_triforce/kernels/noise.py"),
     calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "vllm_triforce/kernels/noise.py"),
@@ -171,6 +181,14 @@ RUNNER_V2: list[Surface] = [
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/plans.py"),
     has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/plans.py"),
     has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/plans.py"),
+    # vLLM's figures: what it counts of a step, by this method and for each request.
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", FIGURES),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", FIGURES),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self.make_spec_decoding_stats( < request.spec_decode_metrics.observe( < EngineCoreOutput(", FIGURES),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", FIGURES),
+    has("v1/request.py", "Request", "spec_decode_metrics", FIGURES),
+    has("v1/metrics/stats.py", "RequestSpecDecodeMetrics", "histogram num_draft_tokens per_step_accepted per_step_drafted", FIGURES),
+    calls("v1/metrics/stats.py", "RequestSpecDecodeMetrics.observe", "num_draft_tokens, num_accepted, detailed=", FIGURES),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/device/begin.py"),

@@ -355,6 +355,23 @@ VARIOUS = (
     NARROW,
     dict(temperature=1.0, seed=11),
 )
+BIASED = (
+    dict(temperature=1.0, logit_bias={3: 1.5, 5: -2.0}),
+    dict(temperature=0, logit_bias={2: 3.0}),
+    dict(temperature=1.0),
+    dict(temperature=0.8, logit_bias={1: -100}),
+)
+PENALTIES = dict(repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3)
+SHAPED = (
+    dict(temperature=0, logit_bias={3: 100}),
+    dict(temperature=0),
+    dict(temperature=1.0, allowed_token_ids=[1, 2, 6]),
+    dict(temperature=1.0, **PENALTIES),
+    dict(temperature=0, logit_bias={1: 2.0, 4: -9.0}, **PENALTIES),
+    dict(temperature=0, allowed_token_ids=[0, 3, 5]),
+    dict(temperature=1.0, logit_bias={2: 4.0}, min_tokens=25, stop_token_ids=[2]),
+    dict(temperature=1.0),
+)
 
 
 def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
@@ -435,6 +452,25 @@ def _calibrated() -> list[Case]:
             source="prompt_lookup",
             keys=EIGHT | {"retrieval_budget": 1024},
             **shape,
+        ),
+        Case(
+            "sampled-biased",
+            distribution.format("with biases, beside a request without one and a greedy one"),
+            _eight(BIASED, 45),
+            ("calibrated",),
+            keys=EIGHT,
+            **shape,
+            at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
+        ),
+        Case(
+            "shaped-full-budget",
+            "What requests ask of their logits, level 2 knows as level 3 does: biases, allowed "
+            "tokens, penalties, no end before min_tokens.",
+            (*_eight(SHAPED[:4], 34), *_eight(SHAPED[4:], 34)),
+            ("stock", "always right"),
+            keys=EIGHT | {"retrieval_budget": 1024},
+            **shape,
+            skip={"host": "level 2 of Runner V1 does not know of them"},
         ),
     ]
 

@@ -131,10 +131,12 @@ class _Inside:
         poison = Poison(owner._model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "_model", poison),
             watch(triforce, "propose") as proposals,
+            watch(scheduler, "_plan") as plans,
         ):
             yield said
         # Of an engine, the first is logged.
@@ -145,6 +147,7 @@ class _Inside:
             "warned": [w.startswith("NaN in level 1's or level 2's") for w in warnings]
             == [True] * is_first,
             "rows": [len(args[0]) for args, _ in proposals],
+            "able": [len(args[0]) for args, _ in plans],
             "finite": are_finite(llm),
         }
 

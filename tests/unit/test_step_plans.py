@@ -97,9 +97,10 @@ def test_who_is_too_short_or_reads_its_prompt_proposes_nothing(scheduler):
 
 
 def test_who_decodes_plainly_proposes_nothing(scheduler):
-    allowed = Running("allowed", allowed_token_ids=[1, 2])
     named = Running("named", logprob_token_ids=[1, 2])
-    assert scheduler.step(allowed, named, Running("usual")) == {"usual": ALL}
+    assert scheduler.step(named, Running("usual")) == {"usual": ALL}
+    allowed = Running("allowed", allowed_token_ids=[1, 2])
+    assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])
@@ -181,6 +182,38 @@ class Outputs:
         return output
 
 
+def _disabling(scheduler: Ours, *names: str) -> None:
+    """The output of the last step says so."""
+    step = scheduler.last
+    output = SimpleNamespace(
+        req_id_to_index={name: place for place, name in enumerate(step.num_scheduled_tokens)},
+        sampled_token_ids=[[5]] * len(step.num_scheduled_tokens),
+    )
+    number = plan_of(step).number
+    send(output, lambda: StepReport(number - 1, {}, disabled=names))
+    scheduler.update_from_output(step, output)
+
+
+def test_nothing_is_planned_for_who_is_disabled(scheduler):
+    first, second, third = (Running(name) for name in "abc")
+    assert set(scheduler.step(first, second, third)) == {"a", "b"}
+    _disabling(scheduler, "a", "gone")
+    assert set(scheduler.step(first, second, third)) == {"b", "c"}, "its slot is another's"
+    _disabling(scheduler)
+    assert set(scheduler.step(first, second)) == {"b"}, "for good"
+    scheduler.step(second)
+    assert set(scheduler.step(first)) == {"a"}, "another of its name"
+
+
+def test_who_is_disabled_is_not_chosen_for(choosing):
+    first, second = Running("a"), Running("b")
+    choosing.step(first, second)
+    assert choosing._most(first) == choosing._most(second) == 6
+    _disabling(choosing, "a")
+    choosing.step(first, second)
+    assert (choosing._most(first), choosing._most(second)) == (0, 6)
+
+
 @pytest.fixture
 def choosing():
     keys = resolved(True).to_dict()
@@ -239,7 +272,12 @@ def test_a_report_goes_with_the_output_of_the_step_after():
     assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
     reports.begin(None)
     reports.begin(None)
-    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) == StepReport(9)
+    reports.disabled(["a"])
+    known = SimpleNamespace(req_ids=["a"])
+    assert report_of(reports.send(known)) == StepReport(9, disabled=("a",))
+    reports.begin(10)
+    reports.begin(None)
+    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) == StepReport(10)
     assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) is None
 
 

@@ -103,7 +103,10 @@ class StaticQueryRecorder(_Pausable):
 
     Of a request that decodes it is the query of the first token of its step: the newest token
     that is accepted for certain, so that nothing waits for the outcome of the pass. Of one that
-    is being read, it is the last token's.
+    is being read, it is the last token's. Which token is the last accepted one is known when the
+    pass is over: to have its query, those of all tokens of a step would have to be kept, which is
+    ``max_decode_tokens`` times the memory and the writing in every layer, in graphs of plain
+    lengths too, for a query that is at most ``max_decode_tokens - 1`` tokens newer.
 
     Nothing is kept in a step behind which nobody selects, as ``expect`` says. A captured graph does
     not hear of it: those for plain decoding are captured without (``worker/v2/decode_graphs.py``).

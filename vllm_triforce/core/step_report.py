@@ -32,11 +32,14 @@ class StepReport:
         number: the plan's.
         proposed: by request; those that proposed nothing may be left out.
         measured: what passes take (``controller/measurements.py``), once, when it is known.
+        disabled: requests of which it became known that they are not speculated on again, of
+            whatever step.
     """
 
     number: int
     proposed: Mapping[str, Proposed] = field(default_factory=dict)
     measured: Any = None
+    disabled: tuple[str, ...] = ()
 
 
 def attach(output, make_report) -> None:

@@ -1,5 +1,6 @@
 """What Model Runner V2 hands to the device-resident loop."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,29 @@ import numpy as np
 import torch
 
 from vllm_triforce.kernels.distributions import DrawParameters
+from vllm_triforce.kernels.rows import PassInputs, Rows
+
+
+class LogitShaping(ABC):
+    """What the requests of a proposal's rows ask of their logits, before anything is drawn.
+
+    What either method returns is float32, and may be what it was given, changed.
+    """
+
+    @abstractmethod
+    def shape_drafts(
+        self,
+        logits: torch.Tensor,  # [num_rows, vocab_size], level 1's
+        positions: torch.Tensor,  # [num_rows], int64, of the tokens that they follow
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def shape_target(
+        self,
+        logits: torch.Tensor,  # [num_rows, query_len, vocab_size], level 2's
+        inputs: PassInputs,  # of the pass that gave them
+        rows: Rows,
+    ) -> torch.Tensor: ...
 
 
 @dataclass
@@ -19,6 +43,8 @@ class DeviceSampling(DrawParameters):
     all_greedy: bool
     is_certain: torch.Tensor | None = None
     """[num_rows], int32; not 0: the proposal is handed up as if each token were certain."""
+    shaping: LogitShaping | None = None
+    """None where no row asks for any."""
 
     @cached_property
     def divisor(self) -> torch.Tensor:  # [num_rows], float32

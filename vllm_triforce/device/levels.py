@@ -56,7 +56,11 @@ class DeviceLevels:
     def forward(
         self, rows: Rows, drafted: Distributions | None
     ) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
-        return self._parts.level2.forward().to(self._parts.handed_up.logits.dtype)
+        level2, shaping = self._parts.level2, self._batch.sampling.shaping
+        logits = level2.forward()
+        if shaping is not None:
+            logits = shaping.shape_target(logits, level2.inputs, rows)
+        return logits.to(self._parts.handed_up.logits.dtype)
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: torch.Tensor) -> None:
         parts, sampling, count = self._parts, self._batch.sampling, rows.num_rows

@@ -10,7 +10,7 @@ from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.row_metadata import Refresh
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import PassInputs, Rows
 
 
 class DeviceRetrieval:
@@ -77,6 +77,11 @@ class DeviceRetrieval:
     def can_capture(self) -> bool:
         """Layers that stay dense have metadata that vLLM's builders make anew for every pass."""
         return not any(group.dense_layer_names for group in self._groups)
+
+    @property
+    def inputs(self) -> PassInputs:
+        """Of the last pass."""
+        return self._pass.inputs
 
     def capture(self, mode) -> None:
         if self.can_capture:

@@ -7,6 +7,8 @@ placeholders, and is verified as without speculation: off costs nothing.
     scheduler: plans a step, and sends the plan with it                     core/step_plan.py
     worker: proposes by it; what came of it goes with the next output       core/step_report.py
     scheduler: learns from that, and from when outputs come                 controller/ahead.py
+
+Of a request whose logits had a NaN the worker's report says so, and no more is planned for it.
 """
 
 import time
@@ -56,6 +58,8 @@ class PlansSteps:
         self._with_slots: set[str] = set()
         """The worker keeps something for so many requests at a time; theirs until they end, or lose
         their blocks."""
+        self._disabled: set[str] = set()
+        """They are not speculated on again: their logits had a NaN."""
         self._decisions: DecisionsAhead | None = None
         if config.choices:
             traits = [SOURCES[name].traits() for name in config.sources]
@@ -70,7 +74,8 @@ class PlansSteps:
 
     def _update_after_schedule(self, scheduler_output):
         super()._update_after_schedule(scheduler_output)
-        self._with_slots &= {request.request_id for request in self.running}
+        self._disabled &= self.requests.keys()
+        self._with_slots &= {request.request_id for request in self.running} - self._disabled
         names = scheduler_output.num_scheduled_tokens
         able = {name: most for name in names if (most := self._most(self.requests[name]))}
         plan = self._plan(able, len(names) - len(able))
@@ -109,8 +114,9 @@ class PlansSteps:
         # An upper bound: what is in flight may be rejected.
         if (
             request.is_prefill_chunk
+            or request.request_id in self._disabled
             or request.num_computed_tokens < self._config.min_context
-            or decodes_plainly(request.sampling_params)
+            or decodes_plainly(request.sampling_params, is_shaped=True)
         ):
             return 0
         most = self.num_spec_tokens
@@ -147,12 +153,21 @@ class PlansSteps:
     # Behind a step.
 
     def update_from_output(self, scheduler_output, model_runner_output):
+        report = report_of(model_runner_output)
+        if report is not None:
+            self._disabled.update(report.disabled)
         if self._decisions is not None:
-            self._learn(self._decisions, scheduler_output, model_runner_output)
+            self._learn(self._decisions, scheduler_output, model_runner_output, report)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _learn(self, decisions: DecisionsAhead, scheduler_output, model_runner_output) -> None:
-        plan, report = plan_of(scheduler_output), report_of(model_runner_output)
+    def _learn(
+        self,
+        decisions: DecisionsAhead,
+        scheduler_output,
+        model_runner_output,
+        report: StepReport | None,
+    ) -> None:
+        plan = plan_of(scheduler_output)
         now, last = self.clock(), self._last
         scheduled = scheduler_output.num_scheduled_tokens
         if not scheduled or plan is None:

@@ -3,6 +3,7 @@
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_triforce.scheduler.figures import FiguresOfProposals
 from vllm_triforce.scheduler.plans import PlansSteps
 
 
@@ -10,5 +11,5 @@ class TriForceSchedulerV2(PlansSteps, Scheduler):
     """Waits for each step's proposals, and has those verified."""
 
 
-class TriForceAsyncSchedulerV2(PlansSteps, AsyncScheduler):
+class TriForceAsyncSchedulerV2(PlansSteps, FiguresOfProposals, AsyncScheduler):
     """Has as many tokens verified as were planned, proposed or not."""

@@ -155,7 +155,11 @@ class DeviceDraftModel(DeviceSource):
 
     def _draw(self, batch: DeviceBatch, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
-        logits = self._model.compute_logits(hidden).to(self._logits_dtype)
+        logits, shaping = self._model.compute_logits(hidden), batch.sampling.shaping
+        if shaping is not None:
+            positions = rows.computed[:count] + rows.length[:count] + step
+            logits = shaping.shape_drafts(logits, positions.to(torch.int64))
+        logits = logits.to(self._logits_dtype)
         top, best = logits.max(-1)
         distributions = None
         if not self._all_greedy:

@@ -31,7 +31,7 @@ class RunnerBatch:
 
     def is_never_speculated_on(self, row: int) -> bool:
         request_id = self._runner.input_batch.req_ids[row]
-        return decodes_plainly(self._params(row)) or request_id in self._disabled
+        return decodes_plainly(self._params(row), is_shaped=False) or request_id in self._disabled
 
     def room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""

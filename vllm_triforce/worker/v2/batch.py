@@ -8,6 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.core.step_plan import Proposing
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
+from vllm_triforce.worker.v2.logit_shaping import logit_shaping
 from vllm_triforce.worker.v2.request_facts import RequestFacts
 
 
@@ -67,6 +68,7 @@ def _sampling(
         min_p=rows_of(sampling.min_p, 0.0),
         all_greedy=bool((sampling.temperature.np[states] == 0).all()),
         is_certain=_to_device(runner, is_cut.astype(np.int32)) if is_cut.any() else None,
+        shaping=logit_shaping(runner.sampler, states, on_device),
     )
 
 

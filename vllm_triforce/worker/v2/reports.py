@@ -17,6 +17,7 @@ class Reports:
         self._number: int | None = None
         self._rows: list[tuple[list[str], torch.Tensor]] = []
         self._measured: Measurements | None = None
+        self._disabled: tuple[str, ...] = ()
         self._ready: Callable[..., StepReport] | None = None
 
     def begin(self, number: int | None) -> None:
@@ -42,14 +43,19 @@ class Reports:
         """What passes take goes with the next report."""
         self._measured = measurements
 
+    def disabled(self, request_ids: list[str]) -> None:
+        """That these are not speculated on again goes with the next report."""
+        self._disabled += tuple(request_ids)
+
     def send(self, output):
         """``output`` with what is ready."""
         # vLLM's empty output is one object for all: what is ready can wait.
         if output is not None and getattr(output, "req_ids", True) and self._ready is not None:
             # A step without tokens has no output, and what it would have taken along is lost: what
-            # was measured must not be.
-            attach(output, partial(self._ready, self._measured))
+            # was measured, and who is disabled, must not be.
+            attach(output, partial(self._ready, self._measured, self._disabled))
             self._ready = self._measured = None
+            self._disabled = ()
         return output
 
     @property
@@ -64,7 +70,7 @@ class Reports:
         return event
 
     @staticmethod
-    def _make(number, rows, event, measured) -> StepReport:
+    def _make(number, rows, event, measured, disabled) -> StepReport:
         if event is not None:
             event.synchronize()  # of a step that is over: it waits for nothing
         proposed = {
@@ -72,4 +78,4 @@ class Reports:
             for names, outcomes in rows
             for name, values in zip(names, outcomes.tolist())
         }
-        return StepReport(number, proposed, measured)
+        return StepReport(number, proposed, measured, disabled)

@@ -248,6 +248,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
             slots.release(request_id)
+        self._reports.disabled(owners)
 
     def _warm_up(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
