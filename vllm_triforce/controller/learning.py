@@ -20,6 +20,11 @@ class Planned:
     seconds: float
     """That they and their verification add, without what is learnt from comparing it."""
 
+    def add(self, seconds: float, num_drafts: int = 0) -> None:
+        """More was planned."""
+        self.seconds += seconds
+        self.num_drafts += num_drafts
+
 
 class Learning:
     """What is known, and what is told of it; ``Controller`` decides by it.
@@ -175,7 +180,7 @@ class Learning:
         """The present proposal takes longer, since the draft reads so many tokens for it that it
         has not seen."""
         if self.planned is not None:
-            self.planned.seconds += self.model.reading_window(num_tokens)
+            self.planned.add(self.model.reading_window(num_tokens))
 
     def forget_plan(self) -> None:
         """The present proposal takes longer for a reason that will not be again."""

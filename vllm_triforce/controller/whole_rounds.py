@@ -9,6 +9,7 @@ import numpy as np
 from vllm_triforce.controller.acceptance import expected_by_length
 from vllm_triforce.controller.choice import LEVELS, Choice
 from vllm_triforce.controller.controller import Controller
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate
 
 _STEPS = 20  # in which tokens of a round are told apart, for each
@@ -28,24 +29,23 @@ def settle_rounds(
         chosen: by ``controller.choose()``, just now.
         rounds: that each needs.
     """
-    planned = controller.planned
-    if planned is None or not controller.chooses:
+    planned, model, measured = controller.planned, controller.model, controller.measured
+    if planned is None or model is None or measured is None:
         return chosen
-    batch = BatchOfRounds(controller)
+    batch = BatchOfRounds(controller, model)
     shares, seconds = batch.seconds(chosen, rounds)
-    planned.seconds += seconds - shares * controller.model.straggler_factor(batch.num_rows)
-    controller.measured.observe_proposal(batch.num_rows, shares, seconds)
+    measured.observe_proposal(batch.num_rows, shares, seconds)
     settled = batch.lengthen(candidates, chosen)
-    planned.num_drafts += sum(its.num_tokens for its in settled)
-    planned.num_drafts -= sum(its.num_tokens for its in chosen)
+    grown = sum(its.num_tokens for its in settled) - sum(its.num_tokens for its in chosen)
+    planned.add(seconds - shares * model.straggler_factor(batch.num_rows), grown)
     return settled
 
 
 class BatchOfRounds:
     """The rounds of one step."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller, self._model = controller, controller.model
+    def __init__(self, controller: Controller, model: CostModel) -> None:
+        self._controller, self._model = controller, model
         self.num_rows = self._num_rounds = 0
         """Requests that go through the levels, and in how many rounds."""
 
