@@ -45,9 +45,10 @@ class Rate:
         self.rejected = self.rejected * keep + num_rejected
         self.num_misses = 0 if num_accepted else self.num_misses + num_rejected
         if num_rejected and (1 - self.value) ** self.num_misses < _SURPRISING:
-            # The text has changed: what was accepted before it says little. A rejected draft is one
-            # test, an accepted one many, so it would take long to be outweighed.
-            self.accepted /= 2
+            # The text has changed: what was accepted before it says nothing, and the prior is
+            # outweighed. A rejected draft is one test, an accepted one many: that would take long.
+            self.accepted = 0.0
+            self.rejected += self.weight
 
     def fade(self, share: float | None = None) -> None:
         """Forgets a little of a rate that is not tested, so that it is tried again some time."""
