@@ -108,7 +108,7 @@ def test_killed_anywhere_it_goes_on_and_ends(tmp_path, seed):
             break
         assert process.returncode in (MORE_TO_DO, *ENDED)
     assert process.returncode in (0, 1), (tmp_path / "log").read_text()
-    assert num_kills >= MOST_KILLS // 3, "it was hardly killed"
+    assert num_kills >= 2, "it was hardly killed"
     check_the_end(suite, process.returncode)
 
 
