@@ -78,16 +78,20 @@ def test_grammars(is_asynchronous):
     arrivals = mixed(5, 40, longest=200)
     for its in arrivals[::3]:
         its.params["structured_outputs"] = StructuredOutputsParams(regex="a*")
-    serve(arrivals, is_asynchronous=is_asynchronous, **ALWAYS)
+    engine = serve(arrivals, is_asynchronous=is_asynchronous, **ALWAYS)
+    assert len(engine.served) >= sum(its.aborted_after is None for its in arrivals)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 20))
 def test_to_the_last_token(max_tokens):
     """Each length, alone, where everything is accepted and where nothing is."""
     for text in ("0.95, 0.7", "hopeless"):
-        serve([Arrival(0.0, 100, max_tokens)], text=text, **ALWAYS)
+        engine = serve([Arrival(0.0, 100, max_tokens)], text=text, **ALWAYS)
+        assert engine.served["r0"].num_tokens == max_tokens
 
 
 @pytest.mark.parametrize("prompt", range(1000, 1023))
 def test_to_the_last_token_that_the_model_can_read(prompt):
-    serve([Arrival(0.0, prompt, 100), Arrival(0.0, prompt, 100)], **ALWAYS)
+    engine = serve([Arrival(0.0, prompt, 100), Arrival(0.0, prompt, 100)], **ALWAYS)
+    served = [engine.served[name].num_tokens for name in ("r0", "r1")]
+    assert served == [min(100, 1024 - prompt)] * 2

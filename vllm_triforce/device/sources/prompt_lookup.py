@@ -166,9 +166,10 @@ class DevicePromptLookup(DeviceSource):
         return cls(parts.config.prompt_lookup_max)
 
     def draft(self, batch, rows, is_first) -> None:
-        if is_first or self._tokens is None:
+        if is_first:
             longest = int(batch.max_computed_tokens.max()) + 1
             self._tokens = gather_tokens(rows, batch.all_token_ids, longest)
+        assert self._tokens is not None, "a proposal's first round comes first"
         most = batch.all_token_ids.shape[1] + rows.num_speculative_tokens
         look_up(rows, self._tokens, self._max_ngram, triton.cdiv(most, _BLOCK))
 
