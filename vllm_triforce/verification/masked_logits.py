@@ -19,12 +19,13 @@ def masked_logits(
     Returns:
         [num_tokens, vocab_size] in the dtype of ``logits``, and [num_tokens], float32, the
         logarithm of the sum of exponentials of them divided by the temperature. Both are
-        new, and contiguous.
+        contiguous.
     """
     scaled = logits.float() / sampling.divisor[:, None]
     if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
-        # A copy, row by row: kernels keep and read it as such, whatever becomes of the given one.
-        return logits.clone(memory_format=torch.contiguous_format), scaled.logsumexp(-1)
+        # A padded vocabulary's logits come as a view of longer rows, and kernels count on a row's
+        # length being what lies between two.
+        return logits.contiguous(), scaled.logsumexp(-1)
     if sampling.min_p is not None:
         probs = scaled.softmax(-1)
         floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
