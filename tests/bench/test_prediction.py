@@ -343,6 +343,14 @@ def test_a_validation_of_a_world_that_is_as_predicted(tmp_path):
     measured[0]["step_ms"] *= 2
     file.write_text(json.dumps({"cells": measured}))
     assert "1.26 (geometric mean of 3), 1.00 to 2.00" in validation(machine, Counts(), [file])
+    # While it was measured the machine was half as fast.
+    slow = dataclasses.replace(machine, bandwidth=7.5e9, flops=100e9, kernel_seconds=2e-5)
+    slow = dataclasses.replace(slow, launch_seconds=2e-5)
+    measured[0]["machine"] = dataclasses.asdict(slow)
+    file.write_text(json.dumps({"cells": measured}))
+    text = validation(machine, Counts(), [file])
+    assert "1.00 (geometric mean of 3), 1.00 to 1.00" in text
+    assert re.findall(r"(\d) of (\d) pairs in the same order", text) == agreed
 
 
 def test_the_cells_of_the_results_can_be_validated():

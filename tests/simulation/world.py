@@ -122,7 +122,15 @@ class Machine:
             keeps_window=lambda route: route == "draft_model",
         )
         calibrating = calibration.CalibrationV2(
-            config, dummy_run, triforce, batches, max_context, max_reqs, torch.device("cpu")
+            config,
+            dummy_run,
+            triforce,
+            batches,
+            max_context,
+            max_reqs,
+            max_tokens=8192,
+            num_kv_tokens=500_000,
+            device=torch.device("cpu"),
         )
         timer = SimpleNamespace(perf_counter=lambda: clock.now)
         with patch.object(calibration, "time", timer):

@@ -142,6 +142,31 @@ def test_a_context_costs_what_was_measured_between_measurements_too():
     assert found == pytest.approx(rows + table[2, 3] + table[3, 9])
 
 
+def test_several_requests_fill_a_machine_that_one_leaves_idle():
+    """What was measured of batches is what is said of them; in between, by hand."""
+    contexts = (16, 8000)
+    by_rows = [(1, 1.0), (13, 1.0), (104, 2.0)]
+    alone = [(1, [*zip(contexts, (1.0, 3.0))]), (13, [*zip(contexts, (1.0, 7.0))])]
+    several = [(4, 6.0, 8.0), (8, 11.0, 14.0)]
+    measured = dataclasses.replace(
+        LONG_PAYS,
+        full_by_rows=by_rows,
+        full_by_tokens=alone,
+        of_several=several,
+        context_of_several=8000,
+    )
+    model = CostModel(measured)
+    for count, seconds, longest in several:
+        assert model.full_pass([1] * count, [8000] * count) == pytest.approx(seconds)
+        assert model.full_pass([13] * count, [8000] * count) == pytest.approx(longest)
+    # Alone contexts add 2 to a token, 4 to further ones; four add 5 together, eight 10.
+    assert model.full_pass([1] * 6, [8000] * 6) == pytest.approx(1.0 + 7.5)
+    # One that verifies, among eight, pays for it all.
+    passes = interpolate(by_rows, 20) + 10.0 + 4.0
+    assert model.full_pass([13] + [1] * 7, [8000] * 8) == pytest.approx(passes)
+    assert model.full_pass([13], [8000]) == pytest.approx(7.0)
+
+
 def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Options:
     shape = (num_reqs, num_options)
     return Options(
@@ -218,7 +243,7 @@ def test_options_are_what_the_parts_come_to():
     routes = [LEVELS, LOOKUP, DRAFT]
     gains = [{LEVELS: 0.5}, {}]
     options = build_options(
-        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.01, 0.0004, SOURCES, True
+        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.5, 0.01, 0.0004, SOURCES, True
     )
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
@@ -227,7 +252,7 @@ def test_options_are_what_the_parts_come_to():
         seen.add((candidate.request_id, choice.route, n))
         attention = model.attention_table([candidate.context], 17)[0]
         per_token = 1e-3 + (0 if candidate.is_greedy else 1e-4)
-        seconds = n * per_token + attention[n + 1] - attention[1]
+        seconds = n * per_token + 0.5 * (attention[n + 1] - attention[1])
         rate = {
             LEVELS: rates[row].level2,
             LOOKUP: rates[row].of(LOOKUP, False, 1),

@@ -123,9 +123,10 @@ class Controller(Learning):
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
             best = plan(found, plain, fixed, num_plain, model.error)
             self.share = best.seconds / (num_rows + num_plain)
-            by_levels = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
-            if 0 < by_levels <= num_rows // 2:  # they share their rounds with fewer than all
-                found = self._options(candidates, by_levels, num_plain)
+            sharing = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
+            sharing = sharing or int((best.options >= 0).sum())
+            if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
+                found = self._options(candidates, sharing, num_plain)
                 best = plan(found, plain, fixed, num_plain, model.error)
             self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
@@ -140,9 +141,8 @@ class Controller(Learning):
             columns = np.where(np.isfinite(rates), columns, -1)
         chosen = [found.choice(row, column) for row, column in enumerate(columns)]
         rows = np.flatnonzero(columns >= 0)
-        expected = [0.0] * num_rows
-        for row in rows:
-            expected[row] = float(found.tokens[row, columns[row]])
+        gained = found.tokens[np.arange(num_rows), columns]
+        expected = np.where(columns >= 0, gained, 0.0).tolist()
         for row, candidate in enumerate(candidates):
             if candidate.has_seed:
                 chosen[row] = self._fixed.choice(candidate)
@@ -176,7 +176,7 @@ class Controller(Learning):
     ) -> Options:
         """
         Args:
-            num_sharing: requests among which the passes of levels 1 and 2 are shared.
+            num_sharing: requests that propose: they share the passes of levels 1 and 2.
             rates: instead of what is known of the requests.
         """
         model, most = self.model, self.config.num_speculative_tokens
@@ -204,6 +204,7 @@ class Controller(Learning):
             [0 if c.has_seed else min(c.most, most) for c in candidates],
             lengths,
             slope,
+            model.company(num_reqs, num_sharing)[1],
             self.round_seconds(num_sharing),
             model.draft(num_sharing) / num_sharing,
             sources,
@@ -289,8 +290,7 @@ class Controller(Learning):
         self._chosen.pop(request_id, None)
 
     def _adopt_measurements(self) -> None:
-        count = self._num_decisions
-        self._num_decisions += 1
+        count, self._num_decisions = self._num_decisions, self._num_decisions + 1
         if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
             self._decide_by(self._adopt())
 

@@ -24,7 +24,8 @@ class CostModel:
     A full pass of requests with ``q`` tokens each at contexts ``c`` takes
     ``rows(sum q) + sum attention(q, c) + overhead``: the first two are measured at start-up, the
     last (scheduler, sampling, output; and whatever the measurement missed) while running, and so
-    is what each draft token costs more.
+    is what each draft token costs more. Where requests fill a machine together that one leaves
+    idle, what attention takes is corrected for that (``company()``).
     """
 
     measured: Measurements
@@ -69,15 +70,30 @@ class CostModel:
             tokens: of each request.
             contexts: tokens of each request.
         """
-        return self.rows(sum(tokens)) + sum(map(self.attention, tokens, contexts))
+        if len(tokens) == 1:
+            return self.rows(tokens[0]) + self.attention(tokens[0], contexts[0])
+        count = np.asarray(tokens)
+        of_one = self._attention_of(np.ones_like(count), contexts, int(count.max()))
+        company, company_of_further = self.company(len(count), int((count > 1).sum()))
+        seconds = self.rows(int(count.sum())) + company * float(of_one.sum())
+        if (count > 1).any():
+            more = self._attention_of(count, contexts, int(count.max())) - of_one
+            seconds += company_of_further * float(more.sum())
+        return seconds
+
+    def company(self, num_reqs: int, num_verifying: int) -> tuple[float, float]:
+        """Factors on what contexts add to a pass of so many requests: on what they add to single
+        tokens, and on what the further tokens of ``num_verifying`` requests add to that."""
+        plain, further = self.measured.company
+        return _interpolate_factor(plain, num_reqs), _interpolate_factor(further, num_verifying)
 
     def rows(self, num_tokens: int) -> float:
         """Of a full pass, without its attention."""
         return self.speed * interpolate(self.measured.full_by_rows, num_tokens)
 
     def attention(self, num_tokens: int, context: int) -> float:
-        """What a context adds to a pass of a request: one number of ``attention_table()``, which
-        takes three times as long."""
+        """What a context adds to a pass of a request alone: one number of ``attention_table()``,
+        which takes three times as long."""
         known, table = self.measured.contexts, self.measured.attention(num_tokens)
         if len(known) == 1:
             return 0.0
@@ -86,15 +102,27 @@ class CostModel:
         return self.speed * max(0.0, float(interpolate(points, context)))
 
     def attention_table(self, contexts: Sequence[int], max_tokens: int) -> np.ndarray:
-        """[num_reqs, at least ``max_tokens`` + 1], what a context adds to a pass of a request."""
+        """[num_reqs, at least ``max_tokens`` + 1], what a context adds to a pass of a request
+        alone."""
+        return self._attention_of(slice(None), contexts, max_tokens)
+
+    def _attention_of(self, tokens, contexts: Sequence[int], max_tokens: int) -> np.ndarray:
+        """
+        Args:
+            tokens: columns of the table: one of each request, [num_reqs], or a slice.
+
+        Returns:
+            [num_reqs] or [num_reqs, num_columns].
+        """
         known, table = self.measured.contexts, self.measured.attention(max_tokens)
-        if len(known) == 1:
-            return np.zeros((len(contexts), table.shape[1]))
         at = np.maximum(contexts, known[0])
+        if len(known) == 1:
+            return np.zeros_like(table[np.zeros(len(at), dtype=int), tokens])
         end = known[1:-1].searchsorted(at, side="right") + 1
         share = (at - known[end - 1]) / (known[end] - known[end - 1])
-        found = table[end - 1]
-        found = found + share[:, None] * (table[end] - found)
+        found = table[end - 1, tokens]
+        share = share.reshape(-1, *[1] * (found.ndim - 1))
+        found = found + share * (table[end, tokens] - found)
         return self.speed * np.maximum(found, 0.0)
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
@@ -236,6 +264,13 @@ def _credible(seconds: float, expected: float) -> float:
     """What a step is believed to have taken: between two of them the engine may have been paused,
     or the machine busy with something else. A machine that stays slower is believed by and by."""
     return min(seconds, _CREDIBLE * expected)
+
+
+def _interpolate_factor(points: list[tuple[float, float]], count: int) -> float:
+    """Between two points, and beyond the last two, it is the sum that grows linearly."""
+    if len(points) == 1 or count <= 1:
+        return 1.0
+    return interpolate([(x, x * factor) for x, factor in points], count) / count
 
 
 def _nearest(seconds: dict[tuple[int, bool], float], num_rows: int, is_greedy: bool) -> float:

@@ -21,6 +21,11 @@ def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
+# Share of a single token's attention that further tokens have to add, before it is looked at what
+# company does to that.
+_MATTERS = 0.05
+
+
 @dataclass
 class Measurements:
     """Seconds of passes at start-up; every list is sorted."""
@@ -42,6 +47,11 @@ class Measurements:
     """Seconds that a request's first selection takes for a token of context."""
     sampling: float = 0.0
     """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
+    of_several: list[tuple[float, float, float]] = field(default_factory=list)
+    """(requests, seconds, seconds) of a full pass of several requests at ``context_of_several``, of
+    one token each and of as many as ``full_by_tokens`` ends with. Empty where what contexts add is
+    the sum of what each adds alone."""
+    context_of_several: float = 0.0
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,9 +74,35 @@ class Measurements:
         return self._attention
 
     @cached_property
+    def company(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """(requests, factor): what the contexts of several requests add to a pass together, over
+        what they add alone; of single tokens, and of what further tokens add to that."""
+        plain, further = [(1.0, 1.0)], [(1.0, 1.0)]
+        most = int(self.full_by_tokens[-1][0])
+        table = self.attention(most)
+        one, longest = (
+            float(np.interp(self.context_of_several, self.contexts, table[:, q])) for q in (1, most)
+        )
+        for count, seconds, seconds_of_longest in self.of_several:
+            linear, linear_of_longest = (
+                interpolate(self.full_by_rows, count * q) for q in (1, most)
+            )
+            if one > 0:
+                plain.append((count, _factor(seconds - linear, count * one)))
+            if longest - one > _MATTERS * one:
+                more = (seconds_of_longest - linear_of_longest) - (seconds - linear)
+                further.append((count, _factor(more, count * (longest - one))))
+        return plain, further
+
+    @cached_property
     def contexts(self) -> np.ndarray:
         """[contexts], the measured ones."""
         return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
+
+
+def _factor(together: float, alone: float) -> float:
+    """Never far from what is plausible, however badly it was measured."""
+    return min(1.5, max(0.0, together / alone))
 
 
 @dataclass

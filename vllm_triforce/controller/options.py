@@ -83,6 +83,7 @@ def build_options(
     longest: Sequence[int],
     lengths: Sequence[int],
     slope: float,
+    company: float,
     round_seconds: float,
     draft_seconds: float,
     sources: Sequence[SourceTraits],
@@ -97,6 +98,7 @@ def build_options(
         gains: of each candidate and route, tokens that were gained over those expected.
         longest: of each candidate the longest proposal it may make, 0 for none.
         slope: seconds that each token more adds to the full pass, attention apart.
+        company: factor on what further tokens' attention takes, where so many requests propose.
         round_seconds: of a round of level 1 and level 2, a request's share.
         draft_seconds: of a pass of the draft, a request's share.
         sources: whose tokens may go straight to the full pass.
@@ -114,7 +116,7 @@ def build_options(
 
     attention = model.attention_table([c.context for c in candidates], max(longest) + 1)
     per_token = np.array([slope + model.draft_seconds(c.is_greedy) for c in candidates])[:, None]
-    full = per_token * places + attention[rows, places + 1] - attention[:, 1:2]
+    full = per_token * places + company * (attention[rows, places + 1] - attention[:, 1:2])
 
     window = np.array([model.reading_window(c.tokens_behind) for c in candidates])[:, None]
     selecting = np.array([model.first_selection(c.tokens_unselected) for c in candidates])[:, None]

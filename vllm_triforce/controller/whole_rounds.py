@@ -86,6 +86,7 @@ class BatchOfRounds:
         """What verifying one token more takes."""
         model, context = self._model, candidate.context
         read = model.attention(num_tokens + 2, context) - model.attention(num_tokens + 1, context)
+        read *= model.company(self.num_rows, self.num_rows)[1]
         seconds = self._controller.slope + model.draft_seconds(candidate.is_greedy) + max(0.0, read)
         return max(seconds, 1e-9)
 

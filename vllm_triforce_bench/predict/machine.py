@@ -8,6 +8,14 @@ from pathlib import Path
 GIB = 2**30
 
 
+_SHARES = (
+    "bandwidth_share",
+    "flops_share",
+    "attention_bandwidth_share",
+    "attention_flops_share",
+)
+
+
 @dataclass(frozen=True)
 class Machine:
     """
@@ -16,6 +24,7 @@ class Machine:
         bandwidth: bytes a second, peak.
         flops: a second, peak, in the weights' precision.
         bandwidth_share, flops_share: of these, what kernels reach.
+        attention_bandwidth_share, attention_flops_share: what attention reaches; 0: as the others.
         num_sms: multiprocessors; one thread block of attention runs on each. 0: not a GPU.
         splits_queries: whether attention divides a sequence's KV among thread blocks, however many
             tokens a query has (FlashAttention 3), or only where a query has one token and heads
@@ -33,6 +42,8 @@ class Machine:
     flops: float
     bandwidth_share: float = 0.85
     flops_share: float = 0.6
+    attention_bandwidth_share: float = 0.0
+    attention_flops_share: float = 0.0
     num_sms: int = 0
     splits_queries: bool = True
     launch_seconds: float = 0.0
@@ -47,7 +58,7 @@ class Machine:
             least = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
             if field.type is float and (value < 0 or (value == 0 and field.name in least)):
                 raise ValueError(f"machine {self.name!r} has {field.name}={value!r}; give more")
-        for name in ("bandwidth_share", "flops_share"):
+        for name in _SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(
                     f"machine {self.name!r} has {name}={getattr(self, name)!r}, more than its "
@@ -58,6 +69,16 @@ class Machine:
                 f"machine {self.name!r} does not split queries' KV, and num_sms is 0: nothing says "
                 "what then stands idle; give num_sms"
             )
+
+    @property
+    def attention_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.bandwidth * (self.attention_bandwidth_share or self.bandwidth_share)
+
+    @property
+    def attention_flops(self) -> float:
+        """Operations a second."""
+        return self.flops * (self.attention_flops_share or self.flops_share)
 
     def occupancy(self, num_reqs: int, query_tokens: int, heads: int, kv_heads: int) -> float:
         """Share of the device that attention keeps busy.

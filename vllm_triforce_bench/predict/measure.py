@@ -2,7 +2,8 @@
 
 Models of real sizes with random weights; their KV caches are filled by vLLM's
 ``DecodeBenchConnector``, so that no prompt has to be read. Stock vLLM and TriForce with fixed
-lengths each decode some steps; random weights accept what they accept, and rounds are counted.
+lengths each decode some steps; random weights accept what they accept, and rounds are counted. What
+the machine can do is measured anew before and after each cell.
 """
 
 import gc
@@ -13,6 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_triforce_bench.predict.constants import between, machine_now
 from vllm_triforce_bench.predict.geometry import Geometry, draft_of
 from vllm_triforce_bench.predict.settings import DIRECT, DRAFT, LEVELS, PLAIN, STOCK, Setting
 
@@ -44,12 +46,17 @@ def measure_passes(path: Path, quick: bool = False) -> str:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     found: dict = {"dtype": "float32", "cells": []}
     with tempfile.TemporaryDirectory() as folder:
-        (tiny,) = _measure(TINY, STOCK, ((512, 1),), Path(folder))
-        found["tiny"] = {"model": asdict(TINY), "context": 512, "step_ms": tiny["step_ms"]}
+        (tiny,) = _measure(TINY, STOCK, ((512, 1),), Path(folder), quick)
+        found["tiny"] = {
+            "model": asdict(TINY),
+            "context": 512,
+            "step_ms": tiny["step_ms"],
+            "machine": tiny["machine"],
+        }
         for model in (TINY,) if quick else MODELS:
             for setting in _SETTINGS:
                 cells = ((2048, 1), (2048, 2)) if quick else _CELLS
-                found["cells"] += _measure(model, setting, cells, Path(folder))
+                found["cells"] += _measure(model, setting, cells, Path(folder), quick)
                 path.write_text(json.dumps(found, indent=1) + "\n")
     return "\n".join(
         f"{c['model']['name']} {c['context']} x {c['batch']} {Setting(**c['setting'])}: "
@@ -58,7 +65,7 @@ def measure_passes(path: Path, quick: bool = False) -> str:
     )
 
 
-def _measure(model: Geometry, setting: Setting, cells, folder: Path) -> list[dict]:
+def _measure(model: Geometry, setting: Setting, cells, folder: Path, quick: bool) -> list[dict]:
     from vllm import LLM
 
     keys: dict = {}
@@ -95,7 +102,13 @@ def _measure(model: Geometry, setting: Setting, cells, folder: Path) -> list[dic
             "kv_connector_extra_config": {"fill_std": 0.01},
         },
     )
-    found = [_cell(llm, model, setting, *cell) for cell in cells]
+    found, scale = [], 0.02 if quick else 1.0
+    before = machine_now(scale)
+    for context, batch in cells:
+        cell = _cell(llm, model, setting, context, batch)
+        after = machine_now(scale)
+        found.append(cell | {"machine": asdict(between(before, after))})
+        before = after
     del llm
     gc.collect()
     return found

@@ -57,7 +57,8 @@ def model_pass(
     seconds = (
         max(dense[0] / bandwidth, dense[1] / flops)
         + max(experts[0] / bandwidth, experts[1] / flops)
-        + max(attention[0] / bandwidth, attention[1] / flops) / busy
+        + max(attention[0] / machine.attention_bandwidth, attention[1] / machine.attention_flops)
+        / busy
         + kernels * machine.kernel_seconds
         + counts.graphs_per_pass * machine.graph_launch_seconds
     )

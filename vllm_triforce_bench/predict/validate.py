@@ -23,7 +23,7 @@ def validation(machine: Machine, counts: Counts, paths: Sequence[Path]) -> str:
     """Markdown: each measured cell of the files beside its prediction, and the ranks.
 
     Args:
-        machine: measured where the passes were.
+        machine: measured where the passes were; of a cell that has its own, that counts.
         paths: as ``measure.py`` writes them.
 
     Raises:
@@ -38,12 +38,12 @@ def validation(machine: Machine, counts: Counts, paths: Sequence[Path]) -> str:
     ratios: list[float] = []
     ranks: list[str] = []
     files = [_read(path) for path in paths]
-    at = _with_engine(machine, counts, next((f["tiny"] for f in files if "tiny" in f), None))
+    engine = _engine(machine, counts, next((f["tiny"] for f in files if "tiny" in f), None))
     for found in files:
         grouped: dict[tuple, list[tuple[Setting, dict, Predictor]]] = {}
         for cell in found["cells"]:
             model, setting = Geometry(**cell["model"]), Setting(**cell["setting"])
-            predictor = Predictor(at, model, draft_of(model), counts)
+            predictor = Predictor(_at(cell, machine, engine), model, draft_of(model), counts)
             lines.append(_row(predictor, setting, cell, ratios))
             place = model.name, cell["context"], cell["batch"]
             grouped.setdefault(place, []).append((setting, cell, predictor))
@@ -69,15 +69,20 @@ def _read(path: Path) -> dict:
     return found
 
 
-def _with_engine(machine: Machine, counts: Counts, tiny: dict | None) -> Machine:
-    """What a step of next to no model takes beyond its prediction is the engine's, and is in every
-    step; as a wait, of which each step has one."""
+def _engine(machine: Machine, counts: Counts, tiny: dict | None) -> float:
+    """What a step of next to no model takes beyond its prediction: it is the engine's, and is in
+    every step. Seconds of a wait, of which each step has one."""
     if tiny is None:
-        return machine
-    predictor = Predictor(machine, Geometry(**tiny["model"]), counts=counts)
+        return 0.0
+    predictor = Predictor(_at(tiny, machine), Geometry(**tiny["model"]), counts=counts)
     known = predictor.plain_pass(tiny["context"], 1).seconds + predictor.step_overhead(1)
-    more = max(0.0, tiny["step_ms"] / 1e3 - known) / max(1.0, counts.step_syncs)
-    return replace(machine, sync_seconds=machine.sync_seconds + more)
+    return max(0.0, tiny["step_ms"] / 1e3 - known) / max(1.0, counts.step_syncs)
+
+
+def _at(cell: dict, machine: Machine, engine: float = 0.0) -> Machine:
+    """The machine as it was when the cell was measured."""
+    found = Machine(**cell["machine"]) if "machine" in cell else machine
+    return replace(found, sync_seconds=found.sync_seconds + engine)
 
 
 def _row(predictor: Predictor, setting: Setting, cell: dict, ratios: list[float]) -> str:
@@ -123,7 +128,9 @@ def _text(measured: float | None, predicted: float | None) -> str:
 
 def _ranks(place: tuple, measured: Sequence[tuple[Setting, dict, Predictor]]) -> list[str]:
     """A line for each acceptance: the routes by measured costs and by predicted ones."""
-    plain = [cell["step_ms"] for setting, cell, _ in measured if setting == STOCK]
+    plain = [
+        (cell["step_ms"], predictor) for setting, cell, predictor in measured if setting == STOCK
+    ]
     usable = [m for m in measured if m[0] == STOCK or m[1].get("level1_steps") is not None]
     if not plain or len(usable) < 2:
         return []
@@ -136,7 +143,12 @@ def _ranks(place: tuple, measured: Sequence[tuple[Setting, dict, Predictor]]) ->
                 both.append((str(setting), 1.0, 1.0))
                 continue
             predicted = predictor.step(setting, place[1], place[2], acceptance).speedup
-            both.append((str(setting), _speedup(setting, cell, plain[0], acceptance), predicted))
+            # Stock vLLM's step on the machine as it was when this route was measured.
+            then, now = (
+                its.costs(STOCK, *place[1:]).stock_step for its in (plain[0][1], predictor)
+            )
+            found = _speedup(setting, cell, plain[0][0] * now / then, acceptance)
+            both.append((str(setting), found, predicted))
         pairs = [(a, b) for a in both for b in both if a[1] > _TIE * b[1]]
         agreed = sum(a[2] > b[2] for a, b in pairs)
         routes = ", ".join(f"{name} {ours:.2f}x, {theirs:.2f}x" for name, ours, theirs in both)

@@ -19,6 +19,8 @@ from vllm_triforce.worker.v2.trial_batches import TrialBatches
 _NO_CONTEXT = 16
 _CONTEXTS = (2048, 8192, 32_768)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Requests of the passes that say what company does to attention.
+_SEVERAL = (2, 4, 8)
 _REPEATS = 3
 # Rounds of the two proposals whose difference is what rounds take.
 _FEW, _MORE = 1, 3
@@ -32,6 +34,8 @@ class CalibrationV2:
         triforce: proposes (``device/triforce.py``).
         max_context: tokens of a request at most.
         max_reqs: of a batch.
+        max_tokens: of a pass.
+        num_kv_tokens: for which there is KV cache.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class CalibrationV2:
         batches: TrialBatches,
         max_context: int,
         max_reqs: int,
+        max_tokens: int,
+        num_kv_tokens: int,
         device: torch.device,
     ) -> None:
         self._config = config
@@ -50,6 +56,8 @@ class CalibrationV2:
         self._batches = batches
         self._max_context = max_context
         self._max_reqs = max_reqs
+        self._max_tokens = max_tokens
+        self._num_kv_tokens = num_kv_tokens
         self._device = device
         num_places = config.num_speculative_tokens
         self._draft_tokens = torch.zeros(
@@ -76,6 +84,7 @@ class CalibrationV2:
             (float(q), [(float(c), self._full_pass(1, q, c)) for c in contexts])
             for q in (1, longest)
         ]
+        context, of_several = self._several(contexts[1:], longest)
         draft = draft_per_row = 0.0
         several = min(4, self._batches.max_rows)
         for route in self._routes():
@@ -99,6 +108,8 @@ class CalibrationV2:
             draft,
             draft_per_row,
             selection_per_token=self._first_selection(),
+            of_several=of_several,
+            context_of_several=float(context),
         )
 
     def _routes(self) -> list[str]:
@@ -115,6 +126,30 @@ class CalibrationV2:
             )
 
         return self._timed(run)
+
+    def _several(
+        self, contexts: list[int], longest: int
+    ) -> tuple[int, list[tuple[float, float, float]]]:
+        """Full passes of several requests: FlashAttention 2 divides no context among a longer
+        query's blocks, so that one request leaves idle what several fill.
+
+        Returns:
+            The longest context that as many have room for, and ``Measurements.of_several``.
+        """
+        most = min(self._max_reqs, self._max_tokens // longest)
+        sizes = [n for n in _SEVERAL if n <= most]
+        fitting = [c for c in contexts if sizes and sizes[-1] * c <= self._num_kv_tokens]
+        if not fitting:
+            return 0, []
+        context = fitting[-1]
+        return context, [
+            (
+                float(n),
+                self._full_pass(n, 1, context),
+                self._full_pass(n, longest, context),
+            )
+            for n in sizes
+        ]
 
     def _round(self, route: str, num_rows: int) -> float:
         context = min(2 * self._config.retrieval_budget, self._max_context)

@@ -36,6 +36,8 @@ def warm_up_proposals(
         TrialBatches(built, runner, num_blocks, device),
         max(1, runner.max_model_len - 2 * config.num_speculative_tokens - 4),
         runner.max_num_reqs,
+        runner.max_num_tokens,
+        num_blocks * min(runner.block_tables.block_sizes) // len(runner.block_tables.block_sizes),
         device,
     )
     with built.recorder.pausing():
