@@ -114,3 +114,4 @@ def test_what_passes_take_is_told(found):
         assert [context for context, _ in points] == sorted(context for context, _ in points)
         assert all(seconds > 0 for _, seconds in points)
     assert [rows for rows, _ in measured["full_by_rows"]] == [1, 2, 4]
+    assert [rows for rows, _, _ in measured["of_several"]] == [2, 4]

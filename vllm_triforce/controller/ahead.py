@@ -7,8 +7,9 @@ output to the next passes the time of the proposals behind the first and of the 
 them.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
@@ -18,6 +19,10 @@ from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.promise import kind_of
 from vllm_triforce.controller.whole_rounds import settle_rounds
+
+# Of the time between two decisions, what the first one may have taken; and seconds that one holds
+# at most.
+_DECIDING, _LONGEST = 0.05, 0.25
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ class _Decided:
 
 
 @dataclass
+class _Kept:
+    """A decision that holds for further steps."""
+
+    plan: dict[str, tuple[Choice, int]]
+    names: set[str]
+    """Of all requests that were decided on."""
+    made: _Decided
+    until: float
+    """On the clock."""
+
+
+@dataclass
 class StepSeen:
     """A step that has ended.
 
@@ -70,10 +87,22 @@ class StepSeen:
 
 
 class DecisionsAhead:
-    """A controller that is told of a step's outcome when others have been decided."""
+    """A controller that is told of a step's outcome when others have been decided.
 
-    def __init__(self, controller: Controller, source_of_levels: str | None) -> None:
+    Deciding takes longer the more requests there are, and the scheduler waits for it. What was
+    decided holds for as many steps as keep that at a twentieth of the time, unless something is
+    tried out by it or a request has a seed; requests that join meanwhile decode plainly until then.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        source_of_levels: str | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.controller = controller
+        self._clock = clock
+        self._kept: _Kept | None = None
         self._source_of_levels = source_of_levels
         self._decided: dict[int, _Decided] = {}
         self._num_steps = 0
@@ -104,6 +133,9 @@ class DecisionsAhead:
             self._note_joined(joined)
         if not names or (controller.chooses and controller.backoff.is_resting):
             return number, {}
+        if self._kept is not None and self._clock() < self._kept.until:
+            return number, self._decide_as_before(number, self._kept, candidate)
+        began = self._clock()
         candidates = [candidate(name) for name in names]
         if controller.config.choices and not controller.chooses:
             # What passes take is not known yet, and no request with a seed waits for that.
@@ -120,15 +152,43 @@ class DecisionsAhead:
             for c, choice, n in zip(candidates, chosen, rounds)
             if choice is not PLAIN
         }
+        self._kept = None
         if plan:
             made = {name: controller.chosen_for(name) for name in plan}
-            self._decided[number] = _Decided(made, controller.take_plan())
-            controller.await_outcomes(plan)
-            self._alive.update(plan)
+            decided = _Decided(made, controller.take_plan())
+            self._note_decided(number, decided)
+            if controller.is_steady:
+                now = self._clock()
+                until = now + min(_LONGEST, (now - began) / _DECIDING)
+                self._kept = _Kept(plan, set(names), decided, until)
         return number, plan
+
+    def _note_decided(self, number: int, decided: _Decided) -> None:
+        self._decided[number] = decided
+        self.controller.await_outcomes(decided.choices)
+        self._alive.update(decided.choices)
+
+    def _decide_as_before(
+        self, number: int, kept: _Kept, candidate: Callable[[str], Candidate]
+    ) -> dict[str, tuple[Choice, int]]:
+        """The same for those that are still there, as far as they have room for it."""
+        plan, choices, is_same = {}, {}, self._present == kept.names
+        for name, (choice, rounds) in kept.plan.items():
+            if name not in self._present:
+                continue
+            most, made = candidate(name).most, kept.made.choices[name]
+            if choice.num_tokens > most:
+                choice, is_same = replace(choice, num_tokens=most), False
+                made = choice, 0.0
+            plan[name], choices[name] = (choice, rounds), made
+        if plan:
+            planned = kept.made.planned if is_same else None
+            self._note_decided(number, _Decided(choices, replace(planned) if planned else None))
+        return plan
 
     def _note_joined(self, joined: Sequence[Candidate]) -> None:
         if any(candidate.has_seed for candidate in joined):
+            self._kept = None
             self.controller.seeded_request_joined()
         kinds = {
             candidate.request_id: kind_of(candidate.is_greedy, candidate.context)

@@ -50,6 +50,7 @@ class Controller(Learning):
         self._num_decisions = 0
         # Of the newest decision, in seconds: a request's share, and a place without attention.
         self.share = self.slope = 0.0
+        self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
         self._level1 = Level1Choices(config, self.sources, self.acceptance)
@@ -100,7 +101,7 @@ class Controller(Learning):
         Args:
             num_plain: further requests of the batch, which decode plainly whatever is chosen.
         """
-        self.planned = None
+        self.planned, self.is_steady = None, False
         chosen, expected = [self._fixed.choice(c) for c in candidates], [0.0] * len(candidates)
         if self.chooses:
             chosen, expected = self._choose(candidates, num_plain)
@@ -135,7 +136,8 @@ class Controller(Learning):
                 columns = np.full(num_rows, -1)
                 self.backoff.start_probe()
             else:
-                self._try_again(best, columns, candidates, found, plain, num_plain)
+                has_trials = self._try_again(best, columns, candidates, found, plain, num_plain)
+                self.is_steady = not (has_trials or has_seed)
         else:
             columns, rates = best_alone(found, plain / num_rows)
             columns = np.where(np.isfinite(rates), columns, -1)
@@ -147,19 +149,8 @@ class Controller(Learning):
             if candidate.has_seed:
                 chosen[row] = self._fixed.choice(candidate)
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
-            self.planned = self._plan_of(found, rows, columns[rows], candidates)
+            self.planned = Planned.of(found, rows, columns[rows], candidates, model)
         return chosen, expected
-
-    def _plan_of(self, found: Options, rows, columns, candidates) -> Planned:
-        lengths = found.lengths[rows, columns]
-        # What is read once is no part of it: such steps are not compared, or
-        # reads_window() adds it.
-        seconds = (found.seconds - found.borne_seconds)[rows, columns]
-        verified = sum(
-            int(length) * self.model.draft_seconds(candidates[row].is_greedy)
-            for row, length in zip(rows, lengths)
-        )
-        return Planned(int(lengths.sum()), float(seconds.sum()) - verified)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
@@ -219,9 +210,10 @@ class Controller(Learning):
 
     def _try_again(
         self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
-    ) -> None:
-        """Adds trials; where nobody speculates even so, the batch rests."""
-        exploration = self._exploration
+    ) -> bool:
+        """Adds trials, and says whether there are any; where nobody speculates even so, the batch
+        rests."""
+        exploration, without = self._exploration, columns.copy()
         promise = exploration.promise_of(candidates, found)
         exploration.earn(best.seconds, plain, promise if best.is_plain else 1.0)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
@@ -245,6 +237,7 @@ class Controller(Learning):
             self.backoff.begin(num_steps)
         else:
             self.backoff.was_worth_it()
+        return bool((columns != without).any())
 
     def _steps_of_rest(
         self, candidates, num_plain: int, plain_seconds: float, promise: float

@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance
 from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.measurements import StepTime
+from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.source_traits import SourceTraits
 
 
@@ -19,6 +22,29 @@ class Planned:
     num_drafts: int
     seconds: float
     """That they and their verification add, without what is learnt from comparing it."""
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        candidates: Sequence[Candidate],
+        model: CostModel,
+    ) -> "Planned":
+        """
+        Args:
+            rows, columns: [num_proposing], of the options that were chosen.
+        """
+        lengths = options.lengths[rows, columns]
+        # What is read once is no part of it: such steps are not compared, or
+        # reads_window() adds it.
+        seconds = (options.seconds - options.borne_seconds)[rows, columns]
+        verified = sum(
+            int(length) * model.draft_seconds(candidates[row].is_greedy)
+            for row, length in zip(rows, lengths)
+        )
+        return cls(int(lengths.sum()), float(seconds.sum()) - verified)
 
     def add(self, seconds: float, num_drafts: int = 0) -> None:
         """More was planned."""

@@ -48,12 +48,14 @@ class BatchOfRounds:
         self._controller, self._model = controller, model
         self.num_rows = self._num_rounds = 0
         """Requests that go through the levels, and in how many rounds."""
+        self._company = 1.0
 
     def seconds(self, chosen: Sequence[Choice], rounds: Sequence[int]) -> tuple[float, float]:
         """What the requests' own rounds come to, each with its share of a round, and what all
         rounds take."""
         own = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]
         self.num_rows, self._num_rounds = len(own), max(own)
+        self._company = self._model.company(self.num_rows, self.num_rows)[1]
         round_seconds = self._model.round_seconds(self.num_rows, self._controller.has_draft)
         return round_seconds * sum(own) / self.num_rows, round_seconds * self._num_rounds
 
@@ -86,9 +88,8 @@ class BatchOfRounds:
         """What verifying one token more takes."""
         model, context = self._model, candidate.context
         read = model.attention(num_tokens + 2, context) - model.attention(num_tokens + 1, context)
-        read *= model.company(self.num_rows, self.num_rows)[1]
-        seconds = self._controller.slope + model.draft_seconds(candidate.is_greedy) + max(0.0, read)
-        return max(seconds, 1e-9)
+        seconds = self._controller.slope + model.draft_seconds(candidate.is_greedy)
+        return max(seconds + self._company * max(0.0, read), 1e-9)
 
 
 def lengthened(

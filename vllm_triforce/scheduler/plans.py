@@ -64,7 +64,9 @@ class PlansSteps:
         if config.choices:
             traits = [SOURCES[name].traits() for name in config.sources]
             self._decisions = DecisionsAhead(
-                Controller(config, traits, whole_rounds=True), config.sources[0]
+                Controller(config, traits, whole_rounds=True),
+                config.sources[0],
+                lambda: self.clock(),
             )
         self._num_steps = 0
         self._last: _Output | None = None
