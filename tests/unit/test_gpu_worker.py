@@ -9,27 +9,37 @@ import torch
 from vllm_triforce.config import TriForceConfig
 
 
-def room(available: int, **keys) -> int:
+def room(available: int, draft_layers: int = 2, **keys) -> int:
     from vllm_triforce.worker.memory import room_for_kv_cache
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=128),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 32_000),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     config = TriForceConfig(**keys).resolve(16)
-    return room_for_kv_cache(available, {i: layer for i in range(32)}, config, vllm_config)
+    drafts = {i: SimpleNamespace(num_kv_heads=12, head_size=64) for i in range(draft_layers)}
+    layers = {i: layer for i in range(32)}
+    return room_for_kv_cache(available, layers, drafts, config, vllm_config)
 
 
 def test_memory_is_left_for_what_grows_with_the_kv_cache():
-    """One mean for 16 keys and 16 values, and the buffers of 64 requests."""
+    """One mean for 16 keys and 16 values, and the buffers and the draft's windows of 64
+    requests."""
     gib = 2**30
     left = room(100 * gib)
     means = left / 32
     assert 99 * gib < left + means < 100 * gib
     assert room(100 * gib, selection="streaming") > left
     assert room(100 * gib, max_speculating_seqs=8) > left
+    assert room(100 * gib, gamma=1) > room(100 * gib, gamma=6)
+    # A window of 16 + 240 tokens grows by half of that: in 64 windows of 24 blocks, keys and values
+    # of 12 heads of 64 numbers, in two bytes each.
+    windows = 64 * 24 * 16 * 2 * 12 * 64 * 2
+    taken = room(100 * gib, num_sink_tokens=16, num_recent_tokens=240, draft_layers=1)
+    taken -= room(100 * gib, num_sink_tokens=16, num_recent_tokens=240, draft_layers=3)
+    assert taken == pytest.approx(2 * windows / (1 + 1 / 32), rel=1e-6)
     with pytest.raises(ValueError, match="max_speculating_seqs=64"):
         room(gib // 100)
 

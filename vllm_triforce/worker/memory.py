@@ -3,15 +3,22 @@
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.selection import POLICIES
 
+# Copies in float32 of level 2's logits that a proposal with sampled requests makes.
+_LOGIT_COPIES = 3
+
 
 def room_for_kv_cache(
-    available_bytes: int, layers: dict, config: ResolvedConfig, vllm_config
+    available_bytes: int, layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
 ) -> int:
     """What is left of vLLM's estimate for its KV cache.
 
     Chunk summaries grow with the KV cache: of each kind one key per block, layer and KV head, where
-    the cache has ``2 * block_size`` vectors. The rest is fixed: selections and block tables of
-    ``max_speculating_seqs`` requests, and one query per request and layer.
+    the cache has ``2 * block_size`` vectors. The rest is fixed: for ``max_speculating_seqs``
+    requests selections and block tables, the draft's windows, and logits of levels 1 and 2; and one
+    query per request and layer.
+
+    Args:
+        layers, draft_layers: attention layers of the target and of the draft, by name.
 
     Raises:
         ValueError: nothing is left.
@@ -24,6 +31,13 @@ def room_for_kv_cache(
     cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
     fixed = 2 * 4 * seqs * num_layers * heads * (config.budget_blocks + 16)
     fixed += scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize
+    blocks = -(-config.window_tokens // config.block_size)
+    for layer in draft_layers.values():
+        window = 2 * blocks * config.block_size * layer.num_kv_heads * layer.head_size
+        fixed += seqs * window * cache_itemsize
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    of_level1 = config.gamma * itemsize if draft_layers else 0
+    fixed += seqs * vocab_size * (of_level1 + _LOGIT_COPIES * 4 * (config.gamma + 1))
     kinds = len(POLICIES[config.selection].summaries)
     share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
     left = int((available_bytes - fixed) / (1 + share))
