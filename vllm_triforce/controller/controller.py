@@ -20,6 +20,7 @@ from vllm_triforce.controller.learning import Learning, Planned
 from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import Plan, best_alone, plan
+from vllm_triforce.controller.planner_of_batch import plan_by_routes, seconds_of_batch
 from vllm_triforce.controller.promise import Kind
 from vllm_triforce.controller.source_traits import SourceTraits
 
@@ -122,13 +123,13 @@ class Controller(Learning):
         if "context" in self.chooses:
             self._exploration.begin_turn(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
-            best = plan(found, plain, fixed, num_plain, model.error)
+            best = self._plan(found, plain, fixed, num_plain)
             self.share = best.seconds / (num_rows + num_plain)
             sharing = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
             sharing = sharing or int((best.options >= 0).sum())
             if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
                 found = self._options(candidates, sharing, num_plain)
-                best = plan(found, plain, fixed, num_plain, model.error)
+                best = self._plan(found, plain, fixed, num_plain)
             self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
@@ -150,7 +151,14 @@ class Controller(Learning):
                 chosen[row] = self._fixed.choice(candidate)
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
             self.planned = Planned.of(found, rows, columns[rows], candidates, model)
+            if self._whole_rounds:
+                self.planned.add(seconds_of_batch(model, found, columns, self.has_draft))
         return chosen, expected
+
+    def _plan(self, found: Options, plain: float, fixed: float, num_plain: int) -> Plan:
+        if not self._whole_rounds:
+            return plan(found, plain, fixed, num_plain, self.model.error)
+        return plan_by_routes(self.model, found, plain, fixed, num_plain, self.has_draft)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
@@ -200,7 +208,7 @@ class Controller(Learning):
             model.draft(num_sharing) / num_sharing,
             sources,
             has_levels,
-            self._whole_rounds,
+            self.config.gamma if self._whole_rounds else 0,
         )
 
     def round_seconds(self, num_rows: int) -> float:

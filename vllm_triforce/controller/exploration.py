@@ -223,6 +223,7 @@ class Exploration:
                 continue
             if not any(found.routes[column] == LEVELS for column in columns if column >= 0):
                 found.seconds[row, trial] = alone().seconds[row, trial]
+                found.shared_seconds[row, trial] = alone().shared_seconds[row, trial]
             columns[row] = trial
             more = 0.0
             its = candidates[row]

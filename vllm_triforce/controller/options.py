@@ -52,6 +52,9 @@ class Options:
         first_seconds: [num_reqs, num_options], what the next proposal takes longer than
             ``seconds``, because the draft's window or level 2's selection has to be made.
         borne_seconds: [num_reqs, num_options], the part of that which is in ``seconds``.
+        passes: [num_reqs, num_options], rounds of levels 1 and 2, or passes of the draft.
+        shared_seconds: [num_reqs, num_options], the part of ``seconds`` that is the request's share
+            of those.
     """
 
     lengths: np.ndarray
@@ -62,6 +65,8 @@ class Options:
     confidences: list[dict[Route, int | None]] = field(default_factory=list)
     first_seconds: np.ndarray | float = 0.0
     borne_seconds: np.ndarray | float = 0.0
+    passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    shared_seconds: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
 
     def next_seconds(self, row: int, column: int) -> float:
         """What a request's next proposal takes, with all that has to be made for it first."""
@@ -88,7 +93,7 @@ def build_options(
     draft_seconds: float,
     sources: Sequence[SourceTraits],
     has_levels: bool,
-    whole_rounds: bool = False,
+    round_passes: int = 0,
 ) -> Options:
     """Every candidate's proposals of ``lengths`` and of its longest possible one, by levels 1 and
     2 and straight from each source.
@@ -103,8 +108,8 @@ def build_options(
         draft_seconds: of a pass of the draft, a request's share.
         sources: whose tokens may go straight to the full pass.
         has_levels: whether tokens may go through level 2.
-        whole_rounds: whether a request takes part in all rounds that are made for it, needed or
-            not.
+        round_passes: of the draft in a round, where rounds are made as a whole, needed or not; 0:
+            they end with the tokens.
     """
     most = np.array(longest)[:, None]
     shape = (len(candidates), len(lengths) + 1)
@@ -127,6 +132,7 @@ def build_options(
     takes_passes = {source.name: source.takes_passes for source in sources}
     routes = [*([LEVELS] if has_levels else []), *takes_passes]
     tokens, seconds, possible, first = [], [], [], []
+    passes, shared = [], []
     for route in routes:
         found = [_rate(route, r, known) for r, known in zip(rates, confidences)]
         by_length = expected_by_length(np.array(found)[:, None], max(longest))
@@ -135,12 +141,19 @@ def build_options(
         is_possible = fits
         if route == LEVELS:
             rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
-            if whole_rounds:
+            if round_passes:
                 rounds = np.maximum(rounds.round(), 1)
-            seconds.append(full + model.begin_seconds + rounds * round_seconds)
+            passes.append(rounds)
+            shared.append(rounds * round_seconds)
+            seconds.append(full + model.begin_seconds + shared[-1])
             first.append(window + selecting)
         else:
-            seconds.append(full + places * draft_seconds * takes_passes[route])
+            drafted = places
+            if round_passes:
+                drafted = -(-places // round_passes) * round_passes
+            passes.append(drafted * takes_passes[route])
+            shared.append(passes[-1] * draft_seconds)
+            seconds.append(full + shared[-1])
             first.append(window * takes_passes[route])
             has_tokens = [known[route] is not None for known in confidences]
             is_possible = fits & np.array(has_tokens)[:, None]
@@ -158,6 +171,8 @@ def build_options(
         confidences,
         more * (1 - 1 / proposals),
         more / proposals,
+        np.concatenate(passes, axis=1),
+        np.concatenate(shared, axis=1),
     )
 
 

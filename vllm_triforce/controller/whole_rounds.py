@@ -22,8 +22,8 @@ def settle_rounds(
     rounds: Sequence[int],
 ) -> list[Choice]:
     """What each candidate does, where all that were chosen to go through the levels take part in as
-    many rounds as any of them needs. The step takes longer than their own rounds come to, and later
-    ones are expected to.
+    many rounds as any of them needs. That takes longer than their own rounds come to, and later
+    plans expect it.
 
     Args:
         chosen: by ``controller.choose()``, just now.
@@ -37,7 +37,7 @@ def settle_rounds(
     measured.observe_proposal(batch.num_rows, shares, seconds)
     settled = batch.lengthen(candidates, chosen)
     grown = sum(its.num_tokens for its in settled) - sum(its.num_tokens for its in chosen)
-    planned.add(seconds - shares * model.straggler_factor(batch.num_rows), grown)
+    planned.add(0.0, grown)
     return settled
 
 
