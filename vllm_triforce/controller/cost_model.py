@@ -15,6 +15,8 @@ _CREDIBLE = 2.0
 # Relative error of a prediction before any was compared with what happened: machines like the one
 # in docs/results/2026-11-21-cpu.md vary as much from run to run.
 _FIRST_ERROR = 0.15
+# However well steps are predicted: what is accepted is not, and a gain of so little may be a loss.
+_LEAST_ERROR = 0.05
 
 
 @dataclass
@@ -250,7 +252,7 @@ class CostModel:
 
     def _compare(self, expected: float, seconds: float) -> None:
         relative = min(1.0, abs(seconds - expected) / max(seconds, expected))
-        self.error += _NEW / 4 * (relative - self.error)
+        self.error = max(_LEAST_ERROR, self.error + _NEW / 4 * (relative - self.error))
 
     @staticmethod
     def _moved(old: float | None, new: float, most: float) -> float:
