@@ -1,5 +1,7 @@
 """What Model Runner V2 does with proposals before the first request comes."""
 
+from contextlib import nullcontext
+
 import torch
 
 from vllm_triforce.config import ResolvedConfig
@@ -38,7 +40,8 @@ def warm_up_proposals(
         runner.max_num_reqs,
         device,
     )
-    with built.recorder.pausing():
+    trials = nullcontext() if built.adapters is None else built.adapters.trials()
+    with built.recorder.pausing(), trials:
         if is_gpu:
             calibration.warm_up()
         measured = calibration.run() if measures else None
