@@ -62,8 +62,20 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     return ids[:num_tokens]
 
 
-def make_adapter(folder: Path, model: str, *, seed: int, scale: float = 0.3, rank: int = 4) -> str:
-    """Saves a random LoRA adapter of a Llama's attention and MLP, in PEFT's form."""
+def make_adapter(
+    folder: Path,
+    model: str,
+    *,
+    seed: int,
+    scale: float = 0.3,
+    rank: int = 4,
+    with_head: bool = False,
+) -> str:
+    """Saves a random LoRA adapter of a Llama's attention and MLP, in PEFT's form.
+
+    Args:
+        with_head: of ``lm_head`` as well, which must not be tied to the embeddings.
+    """
     import json
 
     from safetensors.torch import save_file
@@ -80,18 +92,38 @@ def make_adapter(folder: Path, model: str, *, seed: int, scale: float = 0.3, ran
     }
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for layer in range(config.num_hidden_layers):
-        for name, (inputs, outputs) in sizes.items():
-            stem = f"base_model.model.model.layers.{layer}.{name}"
-            a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-            b = torch.randn(outputs, rank, generator=generator) * scale
-            weights |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    modules = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(config.num_hidden_layers)
+        for name, size in sizes.items()
+    }
+    if with_head:
+        modules["lm_head"] = (config.hidden_size, config.vocab_size)
+    for module, (inputs, outputs) in modules.items():
+        stem = f"base_model.model.{module}"
+        a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        b = torch.randn(outputs, rank, generator=generator) * scale
+        weights |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
     folder.mkdir(parents=True)
     save_file(weights, folder / "adapter_model.safetensors")
-    names = sorted({name.split(".")[1] for name in sizes})
+    names = sorted({name.split(".")[-1] for name in modules})
     adapter = dict(peft_type="LORA", r=rank, lora_alpha=rank, target_modules=names, bias="none")
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     return str(folder)
+
+
+def with_adapter(model: torch.nn.Module, folder: str) -> torch.nn.Module:
+    """A model of transformers with an adapter of ``make_adapter`` added to its weights."""
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(folder) / "adapter_model.safetensors")
+    for name, a in weights.items():
+        if ".lora_A." in name:
+            b = weights[name.replace(".lora_A.", ".lora_B.")]
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            own = model.get_submodule(module).weight.data
+            own += b.to(own.dtype) @ a.to(own.dtype)
+    return model
 
 
 # Keys of a tiny config, by architecture; layers with and without a sliding window alternate

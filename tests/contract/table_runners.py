@@ -16,6 +16,8 @@ WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
 FACTS = "vllm_triforce/worker/v2/request_facts.py"
+ADAPTERS2 = "vllm_triforce/worker/v2/adapters.py"
+LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
 SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
 FIGURES = "vllm_triforce/scheduler/figures.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
@@ -130,6 +132,25 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
     has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", BATCH2),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
+    # LoRA: who has which adapter, and when vLLM's layers are told; behind a proposal nothing of the target is computed.
+    overrides(LORA2, "LoraState.make_lora_inputs", "self, req_ids, idx_mapping, num_scheduled_tokens", ADAPTERS2),
+    has(LORA2, "LoraState", "lora_requests remove_request add_request", ADAPTERS2),
+    calls(LORA_MIXIN, "LoRAModelRunnerMixin._set_active_loras", "prompt_lora_mapping, token_lora_mapping, lora_requests", ADAPTERS2),
+    calls(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_setup_dummy_loras", "lora_config", ADAPTERS2),
+    calls(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_select_dummy_loras", "lora_config, num_scheduled_tokens, num_sampled_tokens=, num_active_loras=", ADAPTERS2),
+    overrides(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_dummy_run_with_lora", "self, lora_config, num_scheduled_tokens, num_sampled_tokens, remove_lora=, num_active_loras=, mapping_type=", ADAPTERS2),
+    does(RUNNER2, "GPUModelRunner._dummy_run", "self.maybe_dummy_run_with_lora( < self.execute_model(", ADAPTERS2),
+    does(RUNNER2, "GPUModelRunner.execute_model", "self.prepare_inputs( < self.lora_state.make_lora_inputs( < self._set_active_loras(", ADAPTERS2),
+    does(RUNNER2, "GPUModelRunner.capture_model", "self.maybe_setup_dummy_loras( < self.speculator.capture(", ADAPTERS2),
+    does(RUNNER2, "GPUModelRunner.sample_tokens", "self.sample( < self.prompt_logprobs_worker.compute_prompt_logprobs( < self.prompt_logprobs_worker.compute_prompt_token_id_logprobs( < self.speculator.propose(", ADAPTERS2),
+    has(RUNNER2, "GPUModelRunner", "lora_config lora_state device", ADAPTERS2),
+    has(LORA_MIXIN, "LoRAModelRunnerMixin", "lora_manager", ADAPTERS2),
+    has("lora/worker_manager.py", "WorkerLoRAManager", "_adapter_manager", ADAPTERS2),
+    has("lora/model_manager.py", "LoRAModelManager", "_last_mapping", ADAPTERS2),
+    has("lora/layers/utils.py", "LoRAMapping", "prompt_mapping", ADAPTERS2),
+    has("lora/request.py", "LoRARequest", "lora_name lora_int_id lora_path load_inplace", ADAPTERS2),
+    has("config/lora.py", "LoRAConfig", "max_loras", ADAPTERS2),
+    has("v1/core/sched/output.py", "SchedulerOutput", "scheduled_spec_decode_tokens", V2),
     # What is heard of each request, and its named log-probabilities beside drafts.
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors logprob_token_ids_state logprobs_mode", FACTS),
     does("v1/worker/gpu/sample/sampler.py", "Sampler.add_request", "processor.add_request(", FACTS),
@@ -158,12 +179,12 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),
     # CUDA graphs of the two inner levels.
     derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", GRAPHS),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.__init__", "vllm_config, device, cudagraph_mode, decode_query_len", GRAPHS),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.__init__", "vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases=", GRAPHS),
     calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.capture", "create_forward_fn, progress_bar_desc=", GRAPHS),
     calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", GRAPHS),
     calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.run_fullgraph", "desc", GRAPHS),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture", GRAPHS),
-    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture lora_capture_cases", GRAPHS),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", GRAPHS),
     overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/worker/v2/decode_graphs.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/worker/v2/decode_graphs.py"),

@@ -103,6 +103,12 @@ def test_adapters_mixed_in_one_batch(engines, pair, text, tmp_path):
     assert assert_same_outputs(None, wanted, found) == 6
 
 
+def test_passes_are_measured_beside_adapters(engines, pair):
+    """Before vLLM's layers were told of any token."""
+    llm = engines.get(pair["target"], triforce(adaptive=True), enable_lora=True, max_lora_rank=8)
+    assert built(llm).speculator.controller.measured is not None
+
+
 # Largest distance of stock's two best log-probabilities where the outputs may part: a full pass
 # over seven tokens rounds differently from one over a single token.
 NUMBERS = {

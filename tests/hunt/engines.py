@@ -14,7 +14,8 @@ ARGUMENTS = dict(
     max_model_len=MAX_MODEL_LEN,
     disable_log_stats=True,
 )
-LORA = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
+# A place more than there are adapters (patches/README.md, requests without adapters on the CPU).
+LORA = dict(enable_lora=True, max_loras=3, max_lora_rank=8)
 STOCK = dict(max_num_seqs=16, block_size=32, num_gpu_blocks_override=16 * 25)
 
 

@@ -15,7 +15,7 @@ def settings(draw, runner: str = "v1", model: str | None = None) -> dict:
     """``model``, ``engine`` (arguments of ``LLM``), ``triforce`` (its keys) and ``lora``."""
     model = model or draw(st.sampled_from(["small", "pair", "small"]))
     block_size = draw(st.sampled_from([32, 32, 64, 128] if runner == "v1" else [32, 64]))
-    lora = runner == "v1" and model == "pair" and draw(st.integers(0, 5)) == 0
+    lora = model == "pair" and draw(st.integers(0, 5)) == 0
     return {
         "model": model,
         "lora": lora,

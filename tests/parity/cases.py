@@ -7,7 +7,7 @@ what is large runs on the host alone, with a small case of the same promise for 
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
 from vllm_triforce.selection import POLICIES
@@ -24,6 +24,8 @@ class Request:
     params: Mapping | Callable = field(default_factory=dict)
     """Of ``SamplingParams``; greedy and past the end of text unless they say otherwise. Or what
     makes them of stock vLLM's usual completion."""
+    adapter: int = 0
+    """One of the model's LoRA adapters; 0 is none."""
 
 
 Round = tuple[Request, ...]
@@ -308,6 +310,45 @@ def _scheduling() -> list[Case]:
             ("stock", "always right"),
             **CRAMPED,
             at_least={"num_level2_drafted": 10},
+        ),
+    ]
+
+
+# One place more than there are adapters: where all are taken, vLLM's CPU layers give the last one's
+# to requests without any.
+ADAPTERS = dict(enable_lora=True, max_loras=3, max_lora_rank=8)
+
+
+def _adapters() -> list[Case]:
+    def turn(*adapters: int) -> Round:
+        return tuple(
+            Request(100 * (i // 2), n, {"max_tokens": 10}, adapter)
+            for i, (n, adapter) in enumerate(zip((330, 330, 220, 300), adapters))
+        )
+
+    return [
+        Case(
+            "adapters",
+            "Each request's LoRA adapter is the one that it asks for, beside others and none, also "
+            "where prompts are cached that another adapter has read.",
+            (turn(1, 2, 0, 1), turn(2, 0, 1, 0)),
+            **_small("prompt_lookup", engine=SMALL | ADAPTERS),
+        ),
+        Case(
+            "adapters-full-budget",
+            "Where its budget covers the context, level 2 is the target with each request's "
+            "adapter, which may be of the last layer too: all its tokens are accepted, greedy "
+            "output is stock vLLM's, and sampled tokens have the adapted target's distribution.",
+            tuple(
+                tuple(replace(request, adapter=a) for request, a in zip(batch, (1, 2, 0, 1)))
+                for batch in _eight((dict(temperature=1.0), {}, NARROW, dict(temperature=1.0)), 34)
+            ),
+            ("stock", "calibrated", "always right"),
+            model="eight",
+            source="prompt_lookup",
+            keys=EIGHT | {"retrieval_budget": 1024},
+            engine=SMALL | {"max_num_batched_tokens": 2048} | ADAPTERS,
+            at_least={"num_level2_drafted": 50},
         ),
     ]
 
@@ -896,7 +937,7 @@ def _all() -> list[Case]:
     sources = {name: _by_source(name) for name in SOURCES}
     both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
-    both += [*_scheduling()[2:], *_windows()]
+    both += [*_scheduling()[2:], *_windows(), *_adapters()]
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     return [case for case in both if case.source in SOURCES]

@@ -202,7 +202,8 @@ def p_values(
         if params.get("temperature", 0) == 0:
             continue
         own = {k: params[k] for k in ("temperature", "top_k", "top_p") if k in params}
-        probs.append(processed(_biased(exact.logits(target, prompt, new), params), **own))
+        logits = exact.logits(target, prompt, new, params.get("adapter"))
+        probs.append(processed(_biased(logits, params), **own))
         sampled.append(torch.tensor(new))
     probs, sampled = torch.cat(probs), torch.cat(sampled)
     assert len(sampled) >= 100
@@ -236,7 +237,8 @@ def _calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
     for output, (prompt, params) in zip(seen.batches[0].outputs, job.rounds[0]):
         if params.get("temperature", 0) == 0:
             new = list(output.outputs[0].token_ids)
-            logits = _biased(by.exact.logits(job.target, prompt, new), params)
+            logits = by.exact.logits(job.target, prompt, new, params.get("adapter"))
+            logits = _biased(logits, params)
             assert bool((logits.amax(-1) - logits[range(len(new)), new] < 1e-4).all())
 
 

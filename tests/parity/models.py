@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 
 from tests import joint
-from tests.models import PAIR, held_out_tokens, make_architecture, make_llama
+from tests.models import (
+    PAIR,
+    held_out_tokens,
+    make_adapter,
+    make_architecture,
+    make_llama,
+    with_adapter,
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,8 @@ class Model:
     text: list[int]
     """Tokens that a case's prompts are stretches of."""
     has_tokenizer: bool = False
+    adapters: tuple[str, ...] = ()
+    """Folders of LoRA adapters, numbered from 1."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -34,12 +43,18 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     draft_of_eight = make_llama(folder / "draft8", vocab_size=8, num_layers=1, std=0.1, seed=1)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
+    of_pair, of_eight = (
+        tuple(
+            make_adapter(folder / f"adapter-{i}-of-{name}", target, seed=i, **how) for i in (1, 2)
+        )
+        for name, target, how in (("pair", pair[0], {}), ("eight", eight, {"with_head": True}))
+    )
     return {
-        "pair": Model(*pair, held_out, has_tokenizer=True),
+        "pair": Model(*pair, held_out, has_tokenizer=True, adapters=of_pair),
         "random": Model(*pair, _random(4096), has_tokenizer=True),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
-        "eight": Model(eight, draft_of_eight, _random(8, least=0)),
+        "eight": Model(eight, draft_of_eight, _random(8, least=0), adapters=of_eight),
         "twelve": Model(twelve["target"], twelve["draft"], joint.make_prompt()),
     }
 
@@ -53,14 +68,22 @@ class Exact:
     """A small target in transformers: the oracle for distributions."""
 
     def __init__(self) -> None:
-        self._models: dict[str, object] = {}
+        self._models: dict[tuple[str, str | None], object] = {}
 
     @torch.no_grad()
-    def logits(self, target: str, prompt: list[int], new: list[int]) -> torch.Tensor:
-        """Of every new token, [num_tokens, vocab_size], float64."""
+    def logits(
+        self, target: str, prompt: list[int], new: list[int], adapter: str | None = None
+    ) -> torch.Tensor:
+        """Of every new token, [num_tokens, vocab_size], float64.
+
+        Args:
+            adapter: the folder of a LoRA adapter.
+        """
         from transformers import LlamaForCausalLM
 
-        if target not in self._models:
-            self._models[target] = LlamaForCausalLM.from_pretrained(target).double()
-        logits = self._models[target](torch.tensor([prompt + new])).logits[0]
+        key = target, adapter
+        if key not in self._models:
+            model = LlamaForCausalLM.from_pretrained(target).double()
+            self._models[key] = model if adapter is None else with_adapter(model, adapter)
+        logits = self._models[key](torch.tensor([prompt + new])).logits[0]
         return logits[len(prompt) - 1 : -1]

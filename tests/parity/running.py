@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tests.parity.cases import Case
@@ -19,7 +20,8 @@ class Job:
     triforce: dict
     engine: dict
     rounds: list[list[tuple[list[int], dict]]]
-    """Of each batch, each request's prompt and parameters."""
+    """Of each batch, each request's prompt and parameters; with them the folder of its LoRA
+    adapter, ``adapter``, if it has one."""
     every: int
     disturbance: tuple
     dice: int = 0
@@ -99,9 +101,20 @@ def sampling_params(params: dict):
     from vllm.sampling_params import StructuredOutputsParams
 
     params = {"temperature": 0, "ignore_eos": True, **params}
+    params.pop("adapter", None)
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     return SamplingParams(**params)
+
+
+def lora_request(params: dict):
+    """For ``adapter``, the folder of one, if there is any."""
+    if "adapter" not in params:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    folder = params["adapter"]
+    return LoRARequest(folder, int(Path(folder).name.split("-")[1]), folder)
 
 
 def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
@@ -109,6 +122,7 @@ def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
         [{"prompt_token_ids": prompt} for prompt, _ in requests],
         [sampling_params(params) for _, params in requests],
         use_tqdm=False,
+        lora_request=[lora_request(params) for _, params in requests],
     )
 
 
@@ -121,7 +135,9 @@ def _outputs(llm, requests, every: int) -> list:
         if waiting and step % every == 0:
             number, (prompt, params) = waiting.pop(0)
             inputs = {"prompt_token_ids": prompt}
-            engine.add_request(str(number), inputs, sampling_params(params))
+            engine.add_request(
+                str(number), inputs, sampling_params(params), lora_request=lora_request(params)
+            )
         found |= {int(o.request_id): o for o in engine.step() if o.finished}
         step += 1
     return [found[number] for number in range(len(requests))]
@@ -162,6 +178,8 @@ def make_job(case: Case, models, usual) -> Job:
             if callable(params):
                 completion = completion or usual(model)
                 params = params(completion)
+            if request.adapter:
+                params = {**params, "adapter": model.adapters[request.adapter - 1]}
             requests.append((prompt, {"detokenize": model.has_tokenizer, **params}))
         rounds.append(requests)
     return Job(

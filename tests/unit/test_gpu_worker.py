@@ -177,6 +177,7 @@ def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, largest):
     made.compilation_config = SimpleNamespace(max_cudagraph_capture_size=largest)
     made.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     made.decode_query_len, made._max_rows = query_len, 20
+    made.lora_capture_cases = [0]
     made._lora_dispatch_map, made._max_lora_case = {}, 0
     made._candidates, made._capture_descs = {}, {}
     made._init_candidates()

@@ -159,11 +159,8 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "
             "VLLM_USE_V2_MODEL_RUNNER, or, where this model needs V1, use another method"
         )
-    if vllm_config.lora_config is not None and vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "enable_lora=True: on Model Runner V2 level 2 does not apply adapters yet; drop "
-            "--enable-lora or method='triforce'"
-        )
+    if vllm_config.lora_config is not None:
+        _check_room_for_adapters(vllm_config.scheduler_config, config)
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32", *_readable_kv_cache_dtypes()):
         raise ValueError(
             f"kv_cache_dtype={cache_dtype!r}: retrieval does not read such quantized keys on this "
@@ -200,6 +197,19 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
             "not compute yet; use a text model or another method"
+        )
+
+
+def _check_room_for_adapters(scheduler_config, config: ResolvedConfig) -> None:
+    """vLLM's LoRA layers have a place for each token of a step, and level 2's passes use them."""
+    rows = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
+    num_tokens, most = rows * (config.gamma + 1), scheduler_config.max_num_batched_tokens
+    if num_tokens > most:
+        raise ValueError(
+            f"max_num_batched_tokens={most} with enable_lora=True: level 2's pass of {rows} "
+            f"requests has {num_tokens} tokens, and vLLM's adapters have room for a step's; raise "
+            "--max-num-batched-tokens or lower max_speculating_seqs="
+            f"{config.max_speculating_seqs}"
         )
 
 

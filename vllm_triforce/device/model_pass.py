@@ -1,12 +1,13 @@
 """A model's pass over rows of a fixed number of tokens: one CUDA graph per number of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_triforce.device.adapters import PassAdapters
 from vllm_triforce.kernels.rows import PassInputs
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
@@ -19,11 +20,22 @@ class PassGraphs(CudaGraphManager):
 
     Args:
         max_rows: larger batches do not occur.
+        adapters: None where the model has none; otherwise there are graphs without and with them.
     """
 
-    def __init__(self, vllm_config, device, mode: CUDAGraphMode, query_len: int, max_rows: int):
+    def __init__(
+        self,
+        vllm_config,
+        device,
+        mode: CUDAGraphMode,
+        query_len: int,
+        max_rows: int,
+        adapters: PassAdapters | None = None,
+    ):
         self._max_rows = max_rows
-        super().__init__(vllm_config, device, mode, decode_query_len=query_len)
+        self._adapters = adapters
+        cases = None if adapters is None else adapters.capture_cases
+        super().__init__(vllm_config, device, mode, query_len, lora_capture_cases=cases)
 
     def _init_candidates(self) -> None:
         largest = self.compilation_config.max_cudagraph_capture_size or 0
@@ -31,16 +43,16 @@ class PassGraphs(CudaGraphManager):
         if not self.cudagraph_mode:
             return
         sizes = {1, 2, 4, *range(8, most, 8), most}
-        descs = [
-            BatchExecutionDescriptor(CUDAGraphMode.FULL, rows * length, rows, length)
-            for rows in sorted(sizes)
-            if rows <= min(most, largest)
-        ]
-        smallest = 1
-        for desc in descs:
-            for num_tokens in range(smallest, desc.num_tokens + 1):
-                self._candidates[num_tokens, 0] = [desc]
-            smallest = desc.num_tokens + 1
+        descs, smallest = [], 1
+        for rows in sorted(size for size in sizes if size <= min(most, largest)):
+            for active in self.lora_capture_cases:
+                desc = BatchExecutionDescriptor(
+                    CUDAGraphMode.FULL, rows * length, rows, length, num_active_loras=active
+                )
+                descs.append(desc)
+                for num_tokens in range(smallest, desc.num_tokens + 1):
+                    self._candidates[num_tokens, active] = [desc]
+            smallest = rows * length + 1
         # The largest first: its activations hold those of the others.
         self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
 
@@ -48,6 +60,9 @@ class PassGraphs(CudaGraphManager):
         """Captures ``forward(num_rows)`` for each size."""
 
         def create(desc, warmup: bool):
+            if self._adapters is not None:
+                length = desc.uniform_token_count
+                self._adapters.begin_capture(desc.num_active_loras, desc.num_reqs, length)
             return lambda mode: forward(desc.num_reqs)
 
         self.capture(create, progress_bar_desc=description)
@@ -61,6 +76,7 @@ class ModelPass:
         metadata: from a number of rows to the attention metadata by layer. Its tensors must be
             views of buffers that stay where they are, where the pass is to be captured.
         slots: likewise, to where each token's KV goes, by layer.
+        adapters: None where the model has none.
     """
 
     def __init__(
@@ -76,10 +92,13 @@ class ModelPass:
         metadata: Callable[[int], dict],
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
+        adapters: PassAdapters | None = None,
     ) -> None:
         self.inputs = PassInputs(max_rows, query_len, num_seqs, device)
         self.max_rows = max_rows
         self.name = name
+        self._adapters = adapters
+        self._has_adapters = False
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
@@ -90,10 +109,22 @@ class ModelPass:
 
     def capture(self, mode: CUDAGraphMode) -> None:
         graphs = PassGraphs(
-            self._vllm_config, self._device, mode, self.inputs.query_len, self.max_rows
+            self._vllm_config,
+            self._device,
+            mode,
+            self.inputs.query_len,
+            self.max_rows,
+            self._adapters,
         )
         graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
+
+    def begin(self, request_ids: Sequence[str]) -> None:
+        """The runs to come are of these requests, a row each."""
+        if self._adapters is not None:
+            self._has_adapters = self._adapters.has_any(request_ids)
+            num_rows = self.padded_rows(len(request_ids))
+            self._adapters.begin_proposal(request_ids, num_rows, self.inputs.query_len)
 
     def padded_rows(self, num_rows: int) -> int:
         """Rows that a run with ``num_rows`` reads: fill that many."""
@@ -111,7 +142,9 @@ class ModelPass:
 
     def _dispatch(self, num_rows: int):
         length = self.inputs.query_len
-        return self._graphs.dispatch(num_rows, num_rows * length, length, 0)
+        # With how many there are graphs vLLM's manager knows.
+        num_active = int(self._has_adapters)
+        return self._graphs.dispatch(num_rows, num_rows * length, length, num_active)
 
     def _result(self, num_rows: int) -> torch.Tensor:
         length = self.inputs.query_len

@@ -4,6 +4,7 @@ import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.device.adapters import PassAdapters
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.selections import DeviceSelections
@@ -23,6 +24,7 @@ class DeviceRetrieval:
     Args:
         groups: vLLM's KV cache groups; the sparse layers are all in one of them.
         max_position: last position that the target knows.
+        adapters: None where the engine has no LoRA.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class DeviceRetrieval:
         rows: Rows,
         max_position: int,
         device: torch.device,
+        adapters: PassAdapters | None = None,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -71,6 +74,7 @@ class DeviceRetrieval:
             self._metadata,
             self._slots,
             "level 2 pass",
+            adapters,
         )
 
     @property
@@ -89,6 +93,7 @@ class DeviceRetrieval:
 
     def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[Refresh]) -> None:
         self._batch = batch
+        self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
 
     def forward(self) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]

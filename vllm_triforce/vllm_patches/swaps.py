@@ -119,6 +119,21 @@ ACTIVE_LORAS = Swap(
     "level 2's passes need adapters of their own, then the full pass's again",
     "never: part of LoRA",
 )
+LORA_STATE = Swap(
+    "GPUModelRunner (V2)",
+    "lora_state",
+    "a subclass of vLLM's, of the same state: the LoRA layer of `lm_head` is told of one row a "
+    "request, and with drafts has more: their logits are computed with other requests' adapters "
+    "or without, and on the CPU the engine ends. vLLM 0.32.0 and 0.33.0, whoever drafts",
+    "vLLM counts each request's rows of logits, as it does on Runner V1",
+)
+DUMMY_RUN_LORAS = Swap(
+    "GPUModelRunner (V2)",
+    "maybe_dummy_run_with_lora",
+    "while passes are measured at start-up: each dummy run makes its dummy adapters anew and loads "
+    "them, which takes longer than the pass. They are there before",
+    "vLLM's dummy runs take adapters that are there",
+)
 LOGITS_PROCESSORS = Swap("InputBatch", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
 METADATA_PROCESSORS = Swap("SamplingMetadata", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
 REJECTION_SAMPLER = Swap("GPUModelRunner (V1)", "rejection_sampler", _PARAMETERS, _APPLIES_THEM)

@@ -169,6 +169,8 @@ class Calibration:
                 built = group.get_metadata_builder().build(0, common)
                 metadata |= dict.fromkeys(group.layer_names, built)
                 slots |= dict.fromkeys(group.layer_names, mapping)
+        if (before_pass := self._speculator.level2.before_pass) is not None:
+            before_pass([f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows)
         hidden = run_model(self._target, self._vllm_config, inputs, metadata, slots)
         self._target.compute_logits(hidden)
 

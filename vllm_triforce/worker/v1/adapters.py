@@ -21,12 +21,13 @@ class AdapterSwitch:
         self._set_active(*mapping)
 
     def before_pass(self, request_ids: list[str], num_tokens: list[int]) -> None:
-        """Logits are computed for every token, so both of vLLM's mappings are the same."""
+        """Logits are computed for every token, so both of vLLM's mappings are the same. Requests
+        that are not in the batch, by which passes are measured, have no adapter."""
         input_batch = self._runner.input_batch
+        rows = map(input_batch.req_id_to_index.get, request_ids)
+        numbers = (0 if row is None else input_batch.request_lora_mapping[row] for row in rows)
         adapters = tuple(
-            int(input_batch.request_lora_mapping[input_batch.req_id_to_index[request_id]])
-            for request_id, count in zip(request_ids, num_tokens)
-            for _ in range(count)
+            int(number) for number, count in zip(numbers, num_tokens) for _ in range(count)
         )
         active = set(input_batch.lora_id_to_lora_request.values())
         self._set_active(adapters, adapters, active)

@@ -16,6 +16,7 @@ from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.worker.v2.adapters import LevelAdapters
 
 
 class DeviceBuild:
@@ -78,6 +79,7 @@ class DeviceBuild:
             self.num_slots,
             device,
         )
+        self.adapters = None if runner.lora_config is None else LevelAdapters(runner)
         level2 = DeviceRetrieval(
             target,
             vllm_config,
@@ -87,6 +89,7 @@ class DeviceBuild:
             rows,
             vllm_config.model_config.max_model_len - 1,
             device,
+            self.adapters,
         )
         race = Race(self.num_slots, draft_logits.shape[2], device)
         parts = DeviceSourceParts(

@@ -257,6 +257,8 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     def begin_step(self, scheduler_output) -> None:
         """A step begins: what is planned of it."""
         self._plan = plan_of(scheduler_output)
+        if self._built.adapters is not None:
+            self._built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         # Only level 2 selects, and by the queries of the full pass that it follows.
         routes = {LEVELS} if self._plan is None else self._plan.routes
         self.recorder.expect(selection=LEVELS in routes)
@@ -265,9 +267,6 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     def end_step(self, output):
         """``output`` with what is known of the step before."""
         return self._reports.send(output)
-
-    def _to_device(self, values: np.ndarray) -> torch.Tensor:
-        return async_tensor_h2d(values, device=self.device)
 
     def _forget_finished(self, input_batch) -> None:
         """Releases what is kept for requests that have left, or whose name has a new owner.
@@ -293,5 +292,5 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
             return
         # A prefill may be padded with placeholders, which do not count.
         decodes = ~input_batch.is_prefilling_np[: len(scheduled)]
-        counted = (scheduled * decodes).astype(np.int32)
-        self._built.triforce.count_full_pass(self._to_device(counted), states, num_sampled)
+        counted = async_tensor_h2d((scheduled * decodes).astype(np.int32), device=self.device)
+        self._built.triforce.count_full_pass(counted, states, num_sampled)

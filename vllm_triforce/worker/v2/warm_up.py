@@ -1,5 +1,7 @@
 """What Model Runner V2 does with proposals before the first request comes."""
 
+from contextlib import nullcontext
+
 import torch
 
 from vllm_triforce.config import ResolvedConfig
@@ -40,7 +42,8 @@ def warm_up_proposals(
         num_blocks * min(runner.block_tables.block_sizes) // len(runner.block_tables.block_sizes),
         device,
     )
-    with built.recorder.pausing():
+    trials = nullcontext() if built.adapters is None else built.adapters.trials()
+    with built.recorder.pausing(), trials:
         if is_gpu:
             calibration.warm_up()
         measured = calibration.run() if measures else None

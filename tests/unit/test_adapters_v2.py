@@ -1,0 +1,265 @@
+"""Promise: on Model Runner V2 every token of level 2's passes has its request's LoRA adapter."""
+
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from vllm_triforce.config import TriForceConfig
+
+MAX_LORAS = 3
+
+
+class Runner:
+    """What is asked of vLLM's, on a GPU."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        from vllm.v1.worker.gpu.lora_utils import LoraState
+
+        self.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
+        self.lora_state = LoraState(8)
+        self.device = SimpleNamespace(type=device)
+        self.told: list[tuple] = []
+        manager = SimpleNamespace(_last_mapping=None)
+        self.lora_manager = SimpleNamespace(_adapter_manager=manager)
+
+    def add(self, request_id: str, state: int, number: int, **more) -> None:
+        adapter = LoRARequest(f"adapter {number}", number, "a folder", **more) if number else None
+        self.lora_state.add_request(request_id, state, adapter)
+
+    def _set_active_loras(self, by_logits, by_token, active) -> None:
+        self.told.append((by_logits, by_token, {adapter.lora_int_id for adapter in active}))
+        mapping = SimpleNamespace(prompt_mapping=by_logits, index_mapping=by_token)
+        self.lora_manager._adapter_manager._last_mapping = mapping
+
+    def step(self, *request_ids: str) -> None:
+        """A full pass of a token each."""
+        rows = np.array([int(name) for name in request_ids])
+        inputs = self.lora_state.make_lora_inputs(list(request_ids), rows, np.ones_like(rows))
+        self._set_active_loras(*inputs)
+        self.told.clear()
+
+    @contextmanager
+    def maybe_setup_dummy_loras(self, lora_config):
+        self.told.append(("dummies", lora_config.max_loras))
+        yield
+        self.told.append(("no dummies",))
+
+    def maybe_select_dummy_loras(self, lora_config, num_scheduled, **more):
+        self.told.append((list(num_scheduled), more))
+        return nullcontext()
+
+    def maybe_dummy_run_with_lora(self, *args, **more):
+        raise AssertionError("it makes adapters")
+
+
+def adapters_of(runner):
+    from vllm_triforce.worker.v2.adapters import LevelAdapters
+
+    return LevelAdapters(runner)
+
+
+@pytest.fixture
+def runner():
+    made = Runner()
+    for state, number in enumerate((2, 0, 5)):
+        made.add(str(state), state, number)
+    return made
+
+
+def test_every_token_has_its_requests_adapter_and_padding_none(runner):
+    adapters = adapters_of(runner)
+    assert adapters.has_any(["0", "1"]) and not adapters.has_any(["1"])
+    adapters.begin_proposal(["2", "1", "0"], num_rows=4, query_len=3)
+    rows = (5,) * 3 + (0,) * 3 + (2,) * 3
+    assert runner.told == [(rows, rows + (0,) * 3, {2, 5})]
+
+
+def test_what_is_loaded_anew_at_each_use_is_not_once_more(runner):
+    runner.add("3", 3, 1, load_inplace=True)
+    adapters_of(runner).begin_proposal(["3", "0"], num_rows=2, query_len=1)
+    assert runner.told == [((1, 2), (1, 2), {2})]
+
+
+def test_a_request_that_has_left_leaves_no_adapter_to_its_place(runner):
+    """vLLM keeps the number of whoever had a place in its tensors before."""
+    runner.lora_state.remove_request("0")
+    assert runner.lora_state.lora_ids[0] == 2
+    adapters = adapters_of(runner)
+    assert not adapters.has_any(["0"])
+    runner.add("9", 0, 0)
+    assert not adapters.has_any(["9"])
+
+
+def test_plain_batches_pay_nothing(runner):
+    """Whom vLLM told that there are no adapters is not told again: it would wait for the device."""
+    adapters = adapters_of(runner)
+    adapters.begin_proposal(["1"], 1, 3)
+    assert runner.told == [((0,) * 3, (0,) * 3, set())], "nothing is known before the first step"
+    runner.step("1")
+    adapters.begin_proposal(["1"], 1, 3)
+    assert runner.told == []
+    runner.step("0", "1")
+    adapters.begin_proposal(["1"], 1, 3)
+    assert runner.told == [((0,) * 3, (0,) * 3, set())], "the step had one"
+
+
+def test_on_the_cpu_rows_of_logits_are_counted():
+    runner = Runner("cpu")
+    runner.add("1", 1, 0)
+    adapters = adapters_of(runner)
+    runner.step("1")
+    adapters.begin_proposal(["1"], 1, 3)
+    assert len(runner.told) == 1
+
+
+def test_each_row_of_logits_has_its_requests_adapter(runner):
+    """The layer behind ``lm_head``: a request with drafts has a row of logits for each, and one."""
+    names, states, tokens = ["2", "0", "1"], np.array([2, 0, 1]), np.array([3, 4, 2])
+    wrong, *_ = runner.lora_state.make_lora_inputs(names, states, tokens)
+    assert wrong == (5, 2, 0), "vLLM counts them itself: delete CountedLoraState"
+    adapters = adapters_of(runner)
+    adapters.begin_step({"2": [7, 8], "1": [9]})
+    by_logits, by_token, active = runner.lora_state.make_lora_inputs(names, states, tokens)
+    assert by_logits == (5, 5, 5, 2, 0, 0)
+    assert by_token == (5,) * 3 + (2,) * 4 + (0,) * 2
+    assert {adapter.lora_int_id for adapter in active} == {2, 5}
+    adapters.begin_step({})
+    assert runner.lora_state.make_lora_inputs(names, states, tokens)[0] == (5, 2, 0)
+
+
+def test_trials_have_adapters_that_are_made_once(runner):
+    adapters = adapters_of(runner)
+    with adapters.trials():
+        with runner.maybe_dummy_run_with_lora(
+            runner.lora_config,
+            num_scheduled_tokens=[2, 1],
+            num_sampled_tokens=None,
+            remove_lora=True,
+            num_active_loras=MAX_LORAS,
+        ):
+            pass
+        adapters.begin_proposal([f"trial {row}" for row in range(4)], 4, 1)
+    by_row = (1, 2, 3, 1)
+    assert runner.told == [
+        ("dummies", MAX_LORAS),
+        ([2, 1], {"num_sampled_tokens": None, "num_active_loras": MAX_LORAS}),
+        (by_row, by_row, {1, 2, 3}),
+        ("no dummies",),
+    ]
+    assert not adapters.has_any(["trial 0"])
+    with pytest.raises(AssertionError, match="it makes adapters"):
+        runner.maybe_dummy_run_with_lora()
+
+
+@pytest.fixture
+def captured(runner, monkeypatch):
+    """A pass of at most four rows of three tokens, and what was replayed of its graphs; what the
+    adapters were told for each is in ``runner.told``."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from vllm_triforce.device import model_pass
+
+    def init(self, vllm_config, device, mode, query_len, lora_capture_cases):
+        self.compilation_config = SimpleNamespace(max_cudagraph_capture_size=512)
+        self.cudagraph_mode, self.decode_query_len = mode, query_len
+        self.lora_capture_cases = lora_capture_cases or [0]
+        self._lora_dispatch_map, self._max_lora_case = self._build_lora_dispatch_map()
+        self._candidates, self._capture_descs = {}, {}
+        self._init_candidates()
+
+    def capture(self, create_forward_fn, progress_bar_desc):
+        for desc in self._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(desc, warmup=False)(CUDAGraphMode.NONE)
+        self._graphs_captured = True
+
+    replayed = []
+    monkeypatch.setattr(CudaGraphManager, "__init__", init)
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(desc))
+    monkeypatch.setattr(
+        model_pass, "forward", lambda *args: torch.zeros(len(args[2]), 2, dtype=torch.float32)
+    )
+
+    def make(adapters):
+        made = model_pass.ModelPass(
+            torch.nn.Module(),
+            None,
+            max_rows=4,
+            query_len=3,
+            num_seqs=4,
+            hidden_size=2,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            metadata=lambda num_rows: {},
+            slots=lambda num_rows: {},
+            name="pass",
+            adapters=adapters,
+        )
+        made.capture(CUDAGraphMode.FULL_DECODE_ONLY)
+        return made, replayed
+
+    return make
+
+
+def test_each_size_is_captured_without_and_with_adapters(runner, captured):
+    level2, replayed = captured(adapters_of(runner))
+    kinds = [(max(tokens), len(tokens)) for _, tokens, _ in runner.told]
+    assert kinds == [(n, 3 * rows) for rows in (4, 2, 1) for n in (MAX_LORAS, 0)]
+    for first, rows in product(("1", "0"), (1, 2, 3, 4)):
+        size, has_adapters = (1, 2, 4, 4)[rows - 1], first == "0"
+        level2.begin([first, "1", "none", "1"][:rows])
+        if has_adapters:
+            by_logits, by_token, _ = runner.told[-1]
+            assert (len(by_logits), len(by_token)) == (3 * rows, 3 * size)
+        assert level2.run(rows).shape == (rows, 3, 2)
+        desc = replayed.pop()
+        assert (desc.num_reqs, desc.num_active_loras > 0) == (size, has_adapters)
+
+
+def test_without_lora_there_are_no_more_graphs(runner, captured):
+    level2, replayed = captured(None)
+    descs = level2._graphs._capture_descs.popitem()[1]
+    assert [(desc.num_reqs, desc.num_active_loras) for desc in descs] == [(4, 0), (2, 0), (1, 0)]
+    level2.begin(["0", "1", "2"])
+    level2.run(3)
+    assert replayed.pop().num_reqs == 4
+
+
+@pytest.mark.parametrize("num_rows", range(1, 6))
+def test_a_graph_has_room_for_any_mix_of_adapters(runner, num_rows):
+    """vLLM captures kernels for as many adapters as the capture's tokens have, where it is asked to
+    count them (``specialize_active_lora``); a batch with more would lose the last."""
+    pytest.importorskip("triton")
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+    from vllm.lora.utils import get_captured_lora_counts
+
+    meta = LoRAKernelMeta.make(
+        MAX_LORAS, 64, "cpu", get_captured_lora_counts(MAX_LORAS, specialize=True)
+    )
+
+    def num_active(by_token: tuple[int, ...]) -> int:
+        meta.prepare_tensors(torch.tensor(by_token) - 1)
+        return int(meta.num_active_loras_cpu)
+
+    adapters_of(runner).begin_capture(MAX_LORAS + 1, num_rows, 2)
+    room = num_active(runner.told.pop()[1])
+    for rows in product(range(MAX_LORAS + 1), repeat=num_rows):
+        assert num_active(tuple(np.repeat(rows, 2))) <= room
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(64, 191), (16, 47)])
+def test_passes_that_vllms_adapters_have_no_room_for_are_refused(seqs, tokens):
+    from vllm_triforce.config import checks
+
+    config = TriForceConfig(max_speculating_seqs=64, gamma=2).resolve(16)
+    scheduler = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    with pytest.raises(ValueError, match=rf"max_num_batched_tokens={tokens}.* {tokens + 1} tokens"):
+        checks._check_room_for_adapters(scheduler, config)
+    scheduler.max_num_batched_tokens += 1
+    checks._check_room_for_adapters(scheduler, config)
