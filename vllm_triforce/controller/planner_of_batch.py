@@ -36,7 +36,8 @@ def plan_by_routes(
             others = [r for r in taking if r != route]
             is_possible = options.is_possible & ~np.isin(routes, others)
             plans.append(plan(replace(options, is_possible=is_possible), *arguments))
-    num_reqs, best = len(options.tokens) + num_plain, None
+    num_reqs = len(options.tokens) + num_plain
+    best: Plan | None = None
     for its in plans:
         if its.is_plain:
             continue
@@ -65,8 +66,8 @@ def seconds_of_batch(
     for row, column in zip(rows, taken):
         if passes := float(options.passes[row, column]):
             by_route.setdefault(options.routes[column], []).append(passes)
-    for route, passes in by_route.items():
-        count = len(passes)
+    for route, of_requests in by_route.items():
+        count = len(of_requests)
         each = model.round_seconds(count, has_draft) if route == LEVELS else model.draft(count)
-        seconds += max(passes) * each
+        seconds += max(of_requests) * each
     return seconds
