@@ -133,6 +133,7 @@ class DecisionsAhead:
             self._note_joined(joined)
         if not names or (controller.chooses and controller.backoff.is_resting):
             return number, {}
+        controller.num_steps += 1
         if self._kept is not None and self._clock() < self._kept.until:
             return number, self._decide_as_before(number, self._kept, candidate)
         began = self._clock()
@@ -152,7 +153,7 @@ class DecisionsAhead:
             for c, choice, n in zip(candidates, chosen, rounds)
             if choice is not PLAIN
         }
-        self._kept = None
+        self._kept, controller.num_steps = None, 0
         if plan:
             made = {name: controller.chosen_for(name) for name in plan}
             decided = _Decided(made, controller.take_plan())
@@ -176,11 +177,12 @@ class DecisionsAhead:
         for name, (choice, rounds) in kept.plan.items():
             if name not in self._present:
                 continue
-            most, made = candidate(name).most, kept.made.choices[name]
+            most = candidate(name).most
             if choice.num_tokens > most:
                 choice, is_same = replace(choice, num_tokens=most), False
-                made = choice, 0.0
-            plan[name], choices[name] = (choice, rounds), made
+            # What was gained over what was expected is learnt of a decision's first step alone:
+            # expectations are corrected by it, and these were before it.
+            plan[name], choices[name] = (choice, rounds), (choice, 0.0)
         if plan:
             planned = kept.made.planned if is_same else None
             self._note_decided(number, _Decided(choices, replace(planned) if planned else None))

@@ -47,10 +47,13 @@ class Controller(Learning):
         super().__init__(config, sources)
         self._whole_rounds = whole_rounds
         self._preferred = sources[0]
+        if whole_rounds:
+            self.round_drafts = config.gamma * sources[0].takes_passes
         self._fixed = FixedChoices(config, sources)
         self._num_decisions = 0
         # Of the newest decision, in seconds: a request's share, and a place without attention.
         self.share = self.slope = 0.0
+        self.num_steps = 1  # since the one before
         self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
@@ -123,13 +126,13 @@ class Controller(Learning):
         if "context" in self.chooses:
             self._exploration.begin_turn(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
-            best = self._plan(found, plain, fixed, num_plain)
+            best, hoped = self._plan(found, plain, fixed, num_plain)
             self.share = best.seconds / (num_rows + num_plain)
-            sharing = sum(found.routes[c] == LEVELS for c in best.options if c >= 0)
-            sharing = sharing or int((best.options >= 0).sum())
+            sharing = sum(found.routes[c] == LEVELS for c in hoped if c >= 0)
+            sharing = sharing or int((hoped >= 0).sum())
             if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
                 found = self._options(candidates, sharing, num_plain)
-                best = self._plan(found, plain, fixed, num_plain)
+                best, _ = self._plan(found, plain, fixed, num_plain)
             self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
@@ -152,13 +155,17 @@ class Controller(Learning):
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
             self.planned = Planned.of(found, rows, columns[rows], candidates, model)
             if self._whole_rounds:
-                self.planned.add(seconds_of_batch(model, found, columns, self.has_draft))
+                self.planned.add(seconds_of_batch(model, found, columns, self.round_drafts))
         return chosen, expected
 
-    def _plan(self, found: Options, plain: float, fixed: float, num_plain: int) -> Plan:
+    def _plan(
+        self, found: Options, plain: float, fixed: float, num_plain: int
+    ) -> tuple[Plan, np.ndarray]:
+        """And what each request would do if passes were shared as ``found`` supposes."""
         if not self._whole_rounds:
-            return plan(found, plain, fixed, num_plain, self.model.error)
-        return plan_by_routes(self.model, found, plain, fixed, num_plain, self.has_draft)
+            best = plan(found, plain, fixed, num_plain, self.model.error)
+            return best, best.options
+        return plan_by_routes(self.model, found, plain, fixed, num_plain, self.round_drafts)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""
@@ -213,7 +220,7 @@ class Controller(Learning):
 
     def round_seconds(self, num_rows: int) -> float:
         """A request's share of a round of level 1 and level 2."""
-        seconds = self.model.round_seconds(num_rows, self.has_draft) / num_rows
+        seconds = self.model.round_seconds(num_rows, self.round_drafts) / num_rows
         return seconds * self.model.straggler_factor(num_rows)
 
     def _try_again(
@@ -223,7 +230,7 @@ class Controller(Learning):
         rests."""
         exploration, without = self._exploration, columns.copy()
         promise = exploration.promise_of(candidates, found)
-        exploration.earn(best.seconds, plain, promise if best.is_plain else 1.0)
+        exploration.earn(self.num_steps * best.seconds, plain, promise if best.is_plain else 1.0)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer; the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
@@ -279,16 +286,6 @@ class Controller(Learning):
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.level1(most)
         return self._level1.best(request_id, confidence, num_rows, most)
-
-    @property
-    def num_requests(self) -> int:
-        held = self._chosen, self.acceptance.requests
-        return max(*map(len, held), self._exploration.num_requests)
-
-    def release(self, request_id: str) -> None:
-        self.acceptance.release(request_id)
-        self._exploration.release(request_id)
-        self._chosen.pop(request_id, None)
 
     def _adopt_measurements(self) -> None:
         count, self._num_decisions = self._num_decisions, self._num_decisions + 1

@@ -148,16 +148,14 @@ class CostModel:
         """What level 2 takes to look through a context for the first time."""
         return num_tokens * self.measured.selection_per_token
 
-    def round_seconds(self, num_rows: int, has_draft: bool) -> float:
+    def round_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Of a round for so many requests."""
         size = num_rows.bit_length()
-        expected = self.level2(num_rows, 3) + 2 * has_draft * self.draft(num_rows)
+        expected = self.level2(num_rows, 3) + num_drafts * self.draft(num_rows)
         if not self.rounds or size in self.rounds:
             return self.rounds.get(size, expected)
         near = min(self.rounds, key=lambda other: abs(other - size))
-        expected_near = self.level2(1 << (near - 1), 3) + 2 * has_draft * self.draft(
-            1 << (near - 1)
-        )
+        expected_near = self.level2(1 << (near - 1), 3) + num_drafts * self.draft(1 << (near - 1))
         return expected * self.rounds[near] / expected_near
 
     def observe_round(self, num_rows: int, seconds: float) -> None:
@@ -269,9 +267,12 @@ def _credible(seconds: float, expected: float) -> float:
 
 
 def _interpolate_factor(points: list[tuple[float, float]], count: int) -> float:
-    """Between two points, and beyond the last two, it is the sum that grows linearly."""
+    """Between two points it is the sum that grows linearly. Beyond the last one the factor stays: a
+    machine that is full by then takes as much longer as there are more requests."""
     if len(points) == 1 or count <= 1:
         return 1.0
+    if count >= points[-1][0]:
+        return points[-1][1]
     return interpolate([(x, x * factor) for x, factor in points], count) / count
 
 

@@ -63,7 +63,8 @@ class Learning:
         self.config = config
         self.sources = sorted(sources, key=lambda source: source.takes_passes)
         """Those that take no passes first: they win where others promise the same."""
-        self.has_draft = any(source.takes_passes for source in sources)
+        self.round_drafts = 2 * any(source.takes_passes for source in sources)
+        """Passes of the draft in a round of levels 1 and 2."""
         self.acceptance = Acceptance(sources)
         self.measured: CostModel | None = None
         """What this rank measured; None where nothing is chosen."""
@@ -129,7 +130,7 @@ class Learning:
             for request_id, length in zip(request_ids, lengths)
         )
         num_rows = len(lengths)
-        share = self.measured.round_seconds(num_rows, self.has_draft) / num_rows
+        share = self.measured.round_seconds(num_rows, self.round_drafts) / num_rows
         self.measured.observe_proposal(num_rows, rounds * share, seconds)
 
     def observe_rounds(
@@ -211,3 +212,13 @@ class Learning:
     def forget_plan(self) -> None:
         """The present proposal takes longer for a reason that will not be again."""
         self.planned = None
+
+    @property
+    def num_requests(self) -> int:
+        held = self._chosen, self.acceptance.requests
+        return max(*map(len, held), self._exploration.num_requests)
+
+    def release(self, request_id: str) -> None:
+        self.acceptance.release(request_id)
+        self._exploration.release(request_id)
+        self._chosen.pop(request_id, None)

@@ -92,12 +92,21 @@ class Measurements:
             if longest - one > _MATTERS * one:
                 more = (seconds_of_longest - linear_of_longest) - (seconds - linear)
                 further.append((count, _factor(more, count * (longest - one))))
-        return plain, further
+        return _rising(plain), _rising(further)
 
     @cached_property
     def contexts(self) -> np.ndarray:
         """[contexts], the measured ones."""
         return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What more requests take together is not less, whatever the clock said."""
+    most, found = 0.0, []
+    for count, factor in points:
+        most = max(most, count * factor)
+        found.append((count, most / count))
+    return found
 
 
 def _factor(together: float, alone: float) -> float:

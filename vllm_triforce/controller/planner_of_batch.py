@@ -16,8 +16,8 @@ def plan_by_routes(
     plain_seconds: float,
     speculating_seconds: float,
     num_plain: int,
-    has_draft: bool,
-) -> Plan:
+    round_drafts: int,
+) -> tuple[Plan, np.ndarray]:
     """The best of several plans: one in which each request goes by the route that is best for it,
     and one for each route that takes passes, in which nobody goes by another that does.
 
@@ -26,6 +26,11 @@ def plan_by_routes(
 
     Args:
         options: with each request's share of passes that all share.
+        round_drafts: passes of the draft in a round.
+
+    Returns:
+        The plan; and what each request would do if passes were shared as ``options`` suppose,
+        [num_reqs].
     """
     arguments = plain_seconds, speculating_seconds, num_plain, model.error
     plans = [plan(options, *arguments)]
@@ -41,17 +46,17 @@ def plan_by_routes(
     for its in plans:
         if its.is_plain:
             continue
-        seconds = its.seconds + seconds_of_batch(model, options, its.options, has_draft)
+        seconds = its.seconds + seconds_of_batch(model, options, its.options, round_drafts)
         rows = np.flatnonzero(its.options >= 0)
         gained = np.log1p(options.tokens[rows, its.options[rows]]).sum()
         speedup = float(np.exp(gained / num_reqs) * plain_seconds / seconds)
         if speedup > 1 + model.error and (best is None or speedup > best.speedup):
             best = Plan(its.options, speedup, seconds)
-    return best or Plan(np.full(len(options.tokens), -1), 1.0, plain_seconds)
+    return best or Plan(np.full(num_reqs - num_plain, -1), 1.0, plain_seconds), plans[0].options
 
 
 def seconds_of_batch(
-    model: CostModel, options: Options, columns: np.ndarray, has_draft: bool
+    model: CostModel, options: Options, columns: np.ndarray, round_drafts: int
 ) -> float:
     """What the passes of a plan take beyond the shares that its requests are charged: each route
     makes as many as the request that needs the most, for those that go by it.
@@ -68,6 +73,6 @@ def seconds_of_batch(
             by_route.setdefault(options.routes[column], []).append(passes)
     for route, of_requests in by_route.items():
         count = len(of_requests)
-        each = model.round_seconds(count, has_draft) if route == LEVELS else model.draft(count)
+        each = model.round_seconds(count, round_drafts) if route == LEVELS else model.draft(count)
         seconds += max(of_requests) * each
     return seconds

@@ -34,7 +34,8 @@ def settle_rounds(
         return chosen
     batch = BatchOfRounds(controller, model)
     shares, seconds = batch.seconds(chosen, rounds)
-    measured.observe_proposal(batch.num_rows, shares, seconds)
+    if shares > 0:
+        measured.observe_proposal(batch.num_rows, shares, seconds)
     settled = batch.lengthen(candidates, chosen)
     grown = sum(its.num_tokens for its in settled) - sum(its.num_tokens for its in chosen)
     planned.add(0.0, grown)
@@ -56,7 +57,7 @@ class BatchOfRounds:
         own = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]
         self.num_rows, self._num_rounds = len(own), max(own)
         self._company = self._model.company(self.num_rows, self.num_rows)[1]
-        round_seconds = self._model.round_seconds(self.num_rows, self._controller.has_draft)
+        round_seconds = self._model.round_seconds(self.num_rows, self._controller.round_drafts)
         return round_seconds * sum(own) / self.num_rows, round_seconds * self._num_rounds
 
     def lengthen(self, candidates: Sequence[Candidate], chosen: Sequence[Choice]) -> list[Choice]:

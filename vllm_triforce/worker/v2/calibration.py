@@ -88,15 +88,17 @@ class CalibrationV2:
         draft = draft_per_row = 0.0
         several = min(4, self._batches.max_rows)
         for route in self._routes():
-            if route == self._config.sources[0] and self._triforce.keeps_window(route):
+            if self._triforce.keeps_window(route):
                 draft = self._round(route, 1) / self._config.gamma
                 if several > 1:
                     more = self._round(route, several) / self._config.gamma - draft
                     draft_per_row = max(0.0, more / (several - 1))
-        level2 = max(0.0, self._round(LEVELS, 1) - self._config.gamma * draft)
+        # Of a round.
+        num_drafts = self._config.gamma * self._triforce.keeps_window(self._config.sources[0])
+        level2 = max(0.0, self._round(LEVELS, 1) - num_drafts * draft)
         level2_per_row = 0.0
         if several > 1:
-            together = self._round(LEVELS, several) - self._config.gamma * (
+            together = self._round(LEVELS, several) - num_drafts * (
                 draft + (several - 1) * draft_per_row
             )
             level2_per_row = max(0.0, (together - level2) / (several - 1))
