@@ -133,8 +133,8 @@ class DecisionsAhead:
             self._note_joined(joined)
         if not names or (controller.chooses and controller.backoff.is_resting):
             return number, {}
-        controller.num_steps += 1
         if self._kept is not None and self._clock() < self._kept.until:
+            controller.hold()
             return number, self._decide_as_before(number, self._kept, candidate)
         began = self._clock()
         candidates = [candidate(name) for name in names]
@@ -153,7 +153,7 @@ class DecisionsAhead:
             for c, choice, n in zip(candidates, chosen, rounds)
             if choice is not PLAIN
         }
-        self._kept, controller.num_steps = None, 0
+        self._kept = None
         if plan:
             made = {name: controller.chosen_for(name) for name in plan}
             decided = _Decided(made, controller.take_plan())

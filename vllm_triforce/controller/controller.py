@@ -53,7 +53,7 @@ class Controller(Learning):
         self._num_decisions = 0
         # Of the newest decision, in seconds: a request's share, and a place without attention.
         self.share = self.slope = 0.0
-        self.num_steps = 1  # since the one before
+        self._num_held = 0  # steps that did the same as the one before
         self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
@@ -99,6 +99,10 @@ class Controller(Learning):
 
     # Before a proposal.
 
+    def hold(self) -> None:
+        """A step does what was decided for the last one."""
+        self._num_held += 1
+
     def choose(self, candidates: list[Candidate], num_plain: int = 0) -> list[Choice]:
         """What each candidate does in this step.
 
@@ -111,6 +115,7 @@ class Controller(Learning):
             chosen, expected = self._choose(candidates, num_plain)
         for candidate, choice, tokens in zip(candidates, chosen, expected):
             self._chosen[candidate.request_id] = choice, tokens
+        self._num_held = 0
         return chosen
 
     def _choose(
@@ -218,11 +223,6 @@ class Controller(Learning):
             self.config.gamma if self._whole_rounds else 0,
         )
 
-    def round_seconds(self, num_rows: int) -> float:
-        """A request's share of a round of level 1 and level 2."""
-        seconds = self.model.round_seconds(num_rows, self.round_drafts) / num_rows
-        return seconds * self.model.straggler_factor(num_rows)
-
     def _try_again(
         self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
     ) -> bool:
@@ -230,7 +230,9 @@ class Controller(Learning):
         rests."""
         exploration, without = self._exploration, columns.copy()
         promise = exploration.promise_of(candidates, found)
-        exploration.earn(self.num_steps * best.seconds, plain, promise if best.is_plain else 1.0)
+        exploration.earn(
+            (1 + self._num_held) * best.seconds, plain, promise if best.is_plain else 1.0
+        )
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer; the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)

@@ -213,10 +213,15 @@ class Learning:
         """The present proposal takes longer for a reason that will not be again."""
         self.planned = None
 
+    def round_seconds(self, num_rows: int) -> float:
+        """A request's share of a round of level 1 and level 2."""
+        seconds = self.model.round_seconds(num_rows, self.round_drafts) / num_rows
+        return seconds * self.model.straggler_factor(num_rows)
+
     @property
     def num_requests(self) -> int:
-        held = self._chosen, self.acceptance.requests
-        return max(*map(len, held), self._exploration.num_requests)
+        held = len(self._chosen), len(self.acceptance.requests)
+        return max(*held, self._exploration.num_requests)
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
