@@ -48,7 +48,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of each request. Triton's attention takes its time in the interpreter."""
+        """That a request asks for at most. Triton's attention takes its time in the interpreter."""
         return 14 if self.backend == "FLASH_ATTN" else 8
 
     @property

@@ -18,6 +18,11 @@ class Request:
     name: str
     num_prompt_tokens: int
     params: dict = field(default_factory=lambda: GREEDY)
+    share: float = 1.0
+    """Of a case's tokens that it asks for."""
+
+    def max_tokens(self, most: int) -> int:
+        return max(1, round(self.share * most))
 
     @property
     def is_greedy(self) -> bool:
@@ -31,12 +36,15 @@ class Request:
         return (some * 8)[: self.num_prompt_tokens]
 
 
-# One more than are served at a time.
+# Two more than are served at a time: first some with top-k or top-p beside greedy ones, then one
+# with a temperature alone, then greedy ones among themselves. Rounds of the latter two are
+# captured as a whole.
 REQUESTS = (
     Request("greedy, long", 151),
-    Request("sampled", 111, {"temperature": 0.8, "top_p": 0.9}),
-    Request("sampled with a seed", 90, {"temperature": 0.8, "top_k": 40, "seed": 7}),
+    Request("sampled, top-p", 111, {"temperature": 0.8, "top_p": 0.9}, share=0.3),
+    Request("seed and top-k", 90, {"temperature": 0.8, "top_k": 40, "seed": 7}, share=0.3),
     Request("greedy, below min_context: proposes nothing", 4),
+    Request("seed", 96, {"temperature": 0.8, "seed": 3}, share=0.5),
     Request("greedy, short", 40),
 )
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tests.emulated_gpu.cases import Case
@@ -83,15 +84,33 @@ def _plan_by_dice(llm, speculator) -> None:
     scheduler._plan = lambda able, num_plain: StepPlan(next(numbers), dice.proposing(able))
 
 
+def _count_replayed_rounds() -> Counter:
+    """By name, as often as one was replayed as a whole."""
+    from vllm_triforce.device.row_work import RowWork
+
+    counted, replay = Counter(), RowWork._replay
+
+    def count(work, desc):
+        counted[work.name] += 1
+        return replay(work, desc)
+
+    RowWork._replay = count
+    return counted
+
+
 def run(case: Case, target: str, draft: str) -> dict:
     from vllm import SamplingParams
 
+    rounds = _count_replayed_rounds()
     llm = make_engine(case, target, draft)
     outputs = llm.generate(
         [{"prompt_token_ids": request.prompt} for request in REQUESTS],
         [
             SamplingParams(
-                **request.params, max_tokens=case.num_tokens, ignore_eos=True, detokenize=False
+                **request.params,
+                max_tokens=request.max_tokens(case.num_tokens),
+                ignore_eos=True,
+                detokenize=False,
             )
             for request in REQUESTS
         ],
@@ -104,6 +123,7 @@ def run(case: Case, target: str, draft: str) -> dict:
         counters = dataclasses.asdict(counters_of(llm))
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "replayed_rounds": dict(rounds),
         "counters": {name: n for name, n in counters.items() if isinstance(n, int)},
     }
 

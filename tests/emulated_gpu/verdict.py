@@ -74,8 +74,9 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
     case, result = verdict.case, verdict.result
     assert result is not None
     lengths = [len(tokens) for tokens in result["token_ids"]]
-    if lengths != [case.num_tokens] * len(REQUESTS):
-        verdict.faults.append(f"lengths {lengths}, not {case.num_tokens} each")
+    asked = [request.max_tokens(case.num_tokens) for request in REQUESTS]
+    if lengths != asked:
+        verdict.faults.append(f"lengths {lengths}, not {asked}")
     for name, error in result["not_compiled"].items():
         verdict.faults.append(f"{name} does not compile for sm_90: {error}")
     _judge_greedy(verdict, result, results.get(case.reference), exact)
@@ -83,6 +84,8 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
         _judge_seeded(verdict, result, results.get(case.eager))
         if result["graphs"][1] == 0:
             verdict.faults.append("no graph was replayed")
+        if case.source:
+            _judge_rounds(verdict, result["replayed_rounds"])
     if case.source:
         _judge_counters(verdict, result["counters"])
 
@@ -115,6 +118,15 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
     for request, wanted, found in zip(REQUESTS, eager["token_ids"], result["token_ids"]):
         if "seed" in request.params and wanted != found:
             verdict.faults.append(f"{request.name!r}: {found}, without graphs {wanted}")
+
+
+def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
+    """Rounds are captured for greedy batches and for those that temperatures say all of."""
+    wanted = {f"level 2 round, {kind}" for kind in ("greedy", "sampled")}
+    if verdict.case.source == "draft_model":
+        for kind in ("greedy", "sampled"):
+            wanted |= {f"level 1 round, {kind}", f"level 1 first round, {kind}"}
+    verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]
 
 
 def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:

@@ -30,6 +30,7 @@ TABLE = {
     RowColumn.WINDOW_START: [0, 40, 20],
     RowColumn.MAX_TOKENS: [6, 6, 6],
     RowColumn.MAX_ROUNDS: [2, 3, 1],
+    RowColumn.IS_CERTAIN: [0, 1, 0],
 }
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
@@ -45,14 +46,25 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     rows.slot_tail.copy_(integers([4, 0, 0, 1, 0]))
     rows.slot_known.copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
+    temperatures = torch.arange(8, dtype=torch.float32, device=DEVICE) / 4
+    seeds = integers(range(80, 88), torch.int64)
     for state, computed in COMPUTED.items():
         num_computed[state], last[state] = computed, 100 + state
     arguments = dict(
         min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
     )
     columns = torch.from_numpy(stack_columns(TABLE | (table or {}))).to(DEVICE)
-    rows.begin(columns, num_computed, integers(num_sampled), last, **(arguments | changes))
+    sampled = integers(num_sampled)
+    rows.temperature.fill_(9)  # of the proposal before
+    rows.begin(columns, num_computed, sampled, last, temperatures, seeds, **(arguments | changes))
     return rows
+
+
+def test_rows_are_drawn_for_as_their_requests_ask():
+    rows = begun()
+    assert rows.temperature.tolist() == [5 / 4, 1 / 4, 3 / 4, 0, 0], "padding draws nothing"
+    assert rows.drawing.seeds.tolist() == [85, 81, 83]
+    assert rows.count.item() == 3
 
 
 @pytest.mark.parametrize(

@@ -30,17 +30,16 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
     q, p = torch.tensor([0.4, 0.1, 0.5]), torch.tensor([0.5, 0.5, 0.0])
     drafted = torch.multinomial(q, NUM_REQS, replacement=True, generator=draw)
     states = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE)
-    ones = torch.ones(NUM_REQS, dtype=torch.int32, device=DEVICE)
     draft_logits = torch.full((NUM_REQS, 1, 3), -torch.inf, device=DEVICE)
     is_stale = torch.zeros(NUM_REQS, 1, dtype=torch.int8, device=DEVICE)
     rows = some_rows(NUM_REQS, 1, 1, length=1, num_emitted=1, proposal=drafted[:, None])
+    rows.temperature.fill_(1)
     rows.row_metadata[:NUM_REQS, RowColumn.STATE] = states
+    rows.row_metadata[:NUM_REQS, RowColumn.IS_CERTAIN] = int(is_certain)
     export_distributions(
         HandedUp(draft_logits, is_stale),
         rows,
         q.log().expand(NUM_REQS, 2, 3).contiguous().to(DEVICE),
-        ones.float(),
-        ones if is_certain else None,
     )
     is_cut = (drafted == FORBIDDEN) & (not is_marked)
     num_rows = torch.where(is_cut, 1, 2)
@@ -59,7 +58,7 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
         states,
         owners.to(torch.int32).to(DEVICE),
         local.to(torch.int32).to(DEVICE),
-        ones.float(),
+        torch.ones(NUM_REQS, device=DEVICE),
         torch.arange(NUM_REQS, dtype=torch.int64, device=DEVICE) * 7919,
         1,
     )

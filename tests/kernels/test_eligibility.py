@@ -40,6 +40,7 @@ def test_room_is_the_hosts(min_context):
             RowColumn.WINDOW_START: [0] * NUM_ROWS,
             RowColumn.MAX_TOKENS: most.tolist(),
             RowColumn.MAX_ROUNDS: [1] * NUM_ROWS,
+            RowColumn.IS_CERTAIN: [0] * NUM_ROWS,
         }
     )
     rows.begin(
@@ -47,6 +48,8 @@ def test_room_is_the_hosts(min_context):
         integers(computed.tolist()),
         integers([1] * NUM_ROWS),
         integers([[0]] * NUM_ROWS, torch.int64),
+        torch.zeros(NUM_ROWS, device=DEVICE),
+        integers([0] * NUM_ROWS, torch.int64),
         min_context,
         BLOCK_SIZE,
         recent_blocks=2,

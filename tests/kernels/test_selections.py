@@ -78,6 +78,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
             RowColumn.WINDOW_START: [0] * count,
             RowColumn.MAX_TOKENS: [6] * count,
             RowColumn.MAX_ROUNDS: [6] * count,
+            RowColumn.IS_CERTAIN: [0] * count,
         }
     )
     rows.begin(
@@ -85,6 +86,8 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
         integers(newest.tolist()),
         integers([1] * count),
         torch.zeros(count, 1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(count, device=DEVICE),
+        torch.zeros(count, dtype=torch.int64, device=DEVICE),
         0,
         BLOCK,
         made.recent_blocks,
@@ -93,7 +96,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
     )
     own = torch.arange(count * WIDTH, dtype=torch.int32, device=DEVICE).view(count, WIDTH)
     batch = type("Batch", (), {})()
-    batch.max_computed_tokens, batch.query_rows = newest, integers(list(range(count)))
+    batch.max_computed_tokens = newest
     made.refresh(batch, own, taken, due)
     return due
 

@@ -345,16 +345,12 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         gamma=2,
         length=[2, 5, 6],
         num_emitted=[2, 3, 1],
+        temperature=[1.0, 0.0, 0.5],
         proposal=[[3] * 6, [1] * 6, [0] * 6],
     )
     rows.row_metadata[:3, RowColumn.STATE] = integers([4, 0, 2])
-    export_distributions(
-        handed_up,
-        rows,
-        target,
-        torch.tensor([1.0, 0.0, 0.5], device=DEVICE),
-        integers(certain) if any(certain) else None,
-    )
+    rows.row_metadata[:3, RowColumn.IS_CERTAIN] = integers(certain)
+    export_distributions(handed_up, rows, target)
     expected = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     expected[4, 0:2] = target[0, :2]
     if certain[0]:
@@ -374,8 +370,8 @@ def test_what_nobody_drew_is_handed_up_as_certain():
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
     rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
     rows.row_metadata[:2, RowColumn.STATE] = integers([2, 0])
-    temperature = torch.tensor([1.0, 0.0], device=DEVICE)
-    export_distributions(handed_up, rows, None, temperature, None)
+    rows.temperature[0] = 1
+    export_distributions(handed_up, rows, None)
     expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
     expected[2, 1:3] = -torch.inf
     expected[2, 1, 8] = expected[2, 2, 4999] = 0

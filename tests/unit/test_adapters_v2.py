@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
+from tests.unit.fake_graphs import without_gpu
 from vllm_triforce.config import TriForceConfig
 
 MAX_LORAS = 3
@@ -161,27 +162,10 @@ def captured(runner, monkeypatch):
     """A pass of at most four rows of three tokens, and what was replayed of its graphs; what the
     adapters were told for each is in ``runner.told``."""
     from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_triforce.device import model_pass
 
-    def init(self, vllm_config, device, mode, query_len, lora_capture_cases):
-        self.compilation_config = SimpleNamespace(max_cudagraph_capture_size=512)
-        self.cudagraph_mode, self.decode_query_len = mode, query_len
-        self.lora_capture_cases = lora_capture_cases or [0]
-        self._lora_dispatch_map, self._max_lora_case = self._build_lora_dispatch_map()
-        self._candidates, self._capture_descs = {}, {}
-        self._init_candidates()
-
-    def capture(self, create_forward_fn, progress_bar_desc):
-        for desc in self._capture_descs[CUDAGraphMode.FULL]:
-            create_forward_fn(desc, warmup=False)(CUDAGraphMode.NONE)
-        self._graphs_captured = True
-
-    replayed = []
-    monkeypatch.setattr(CudaGraphManager, "__init__", init)
-    monkeypatch.setattr(CudaGraphManager, "capture", capture)
-    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: replayed.append(desc))
+    replayed = without_gpu(monkeypatch)
     monkeypatch.setattr(
         model_pass, "forward", lambda *args: torch.zeros(len(args[2]), 2, dtype=torch.float32)
     )

@@ -176,12 +176,23 @@ def test_a_tie_is_proven_where_requests_part():
 
 def test_what_is_wrong_is_said():
     case = Case("FLASH_ATTN", "draft_model", "quest", "dice", graphs=True)
-    tokens = [[1] * case.num_tokens for _ in REQUESTS]
+    tokens = [[1] * request.max_tokens(case.num_tokens) for request in REQUESTS]
     counters = dict.fromkeys(
         ("num_level2_drafted", "num_level2_passes", "num_level2_accepted"), 3
     ) | dict(num_level3_rejections=1, num_direct_proposals=1)
     counters |= dict(num_nan_requests=0, num_boundary_faults=0)
-    good = dict(token_ids=tokens, not_compiled={}, graphs=[3, 9], counters=counters)
+    rounds = {
+        f"level {which}round, {kind}": 1
+        for which in ("1 ", "1 first ", "2 ")
+        for kind in ("greedy", "sampled")
+    }
+    good = dict(
+        token_ids=tokens,
+        not_compiled={},
+        graphs=[3, 9],
+        counters=counters,
+        replayed_rounds=rounds,
+    )
     results = {case.reference: good, case.eager: good}
 
     def faults(behind: float = 0.0, others=results, **changed) -> list[str]:
@@ -203,6 +214,8 @@ def test_what_is_wrong_is_said():
     assert "without graphs" in faults(token_ids=other)[0]
     assert "lengths" in faults(token_ids=[[1] * 3, *tokens[1:]])[0]
     assert faults(graphs=[3, 0]) == ["no graph was replayed"]
+    no_rounds = {name: n for name, n in rounds.items() if name != "level 2 round, sampled"}
+    assert faults(replayed_rounds=no_rounds) == ["no level 2 round, sampled was replayed"]
     assert faults(counters=counters | {"num_direct_proposals": 0}) == ["num_direct_proposals is 0"]
     assert faults(counters=counters | {"num_nan_requests": 1}) == ["num_nan_requests is 1"]
     assert "does not compile" in faults(not_compiled={"a_kernel": "why"})[0]

@@ -37,8 +37,9 @@ def settle_rounds(
     if shares > 0:
         measured.observe_proposal(batch.num_rows, shares, seconds)
     settled = batch.lengthen(candidates, chosen)
-    grown = sum(its.num_tokens for its in settled) - sum(its.num_tokens for its in chosen)
-    planned.add(0.0, grown)
+    for candidate, before, after in zip(candidates, chosen, settled):
+        grown = after.num_tokens - before.num_tokens
+        planned.add(grown * batch.pass_seconds(candidate, before.num_tokens), grown)
     return settled
 
 
@@ -85,12 +86,16 @@ class BatchOfRounds:
         )
         return replace(choice, num_tokens=length)
 
-    def _place_seconds(self, candidate: Candidate, num_tokens: int) -> float:
-        """What verifying one token more takes."""
+    def pass_seconds(self, candidate: Candidate, num_tokens: int) -> float:
+        """What one token more takes of the full pass."""
         model, context = self._model, candidate.context
         read = model.attention(num_tokens + 2, context) - model.attention(num_tokens + 1, context)
-        seconds = self._controller.slope + model.draft_seconds(candidate.is_greedy)
-        return max(seconds + self._company * max(0.0, read), 1e-9)
+        return self._controller.slope + self._company * max(0.0, read)
+
+    def _place_seconds(self, candidate: Candidate, num_tokens: int) -> float:
+        """What verifying one token more takes."""
+        drafts = self._model.draft_seconds(candidate.is_greedy)
+        return max(drafts + self.pass_seconds(candidate, num_tokens), 1e-9)
 
 
 def lengthened(

@@ -2,12 +2,10 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 
-from vllm_triforce.kernels.distributions import DrawParameters
 from vllm_triforce.kernels.rows import PassInputs, Rows
 
 
@@ -33,23 +31,37 @@ class LogitShaping(ABC):
     ) -> torch.Tensor: ...
 
 
-@dataclass
-class DeviceSampling(DrawParameters):
-    """Sampling parameters of the rows; on the device, with what the host knows of them."""
+@dataclass(frozen=True)
+class DeviceSampling:
+    """What the host knows of the rows' sampling, and what is on the device beside temperatures and
+    seeds, which ``Rows`` has."""
 
-    top_k: torch.Tensor | None  # [num_rows], int32; None where no row has one, as the two below
-    top_p: torch.Tensor | None  # [num_rows], float32
-    min_p: torch.Tensor | None  # [num_rows], float32
     all_greedy: bool
-    is_certain: torch.Tensor | None = None
-    """[num_rows], int32; not 0: the proposal is handed up as if each token were certain."""
+    top_k: torch.Tensor | None = None  # [num_rows], int32; None where no row has one, as below
+    top_p: torch.Tensor | None = None  # [num_rows], float32
+    min_p: torch.Tensor | None = None  # [num_rows], float32
     shaping: LogitShaping | None = None
     """None where no row asks for any."""
 
-    @cached_property
-    def divisor(self) -> torch.Tensor:  # [num_rows], float32
-        """Temperatures, and 1 where a row is greedy."""
-        return torch.where(self.temperature > 0, self.temperature, 1.0)
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperatures and seeds are all that there is."""
+        return all(its is None for its in (self.top_k, self.top_p, self.min_p, self.shaping))
+
+
+class Masks:
+    """Sampling parameters of the rows, each row's ``times`` over, for ``masked_logits``."""
+
+    def __init__(self, sampling: DeviceSampling, rows: Rows, times: int = 1) -> None:
+        def repeat(values):
+            if values is None or times == 1:
+                return values
+            return values.repeat_interleave(times)
+
+        temperature = rows.drawing.temperature
+        self.divisor = repeat(torch.where(temperature > 0, temperature, 1.0))
+        self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
+        self.min_p = repeat(sampling.min_p)
 
 
 @dataclass
@@ -65,13 +77,15 @@ class DeviceBatch:
     limits: np.ndarray  # [num_rows], length at which it ends
     max_num_tokens: np.ndarray  # [num_rows], of its proposal
     max_num_rounds: np.ndarray  # [num_rows], in which level 1 drafts for it
+    is_certain: np.ndarray  # [num_rows], bool: handed up as if each of its tokens were certain
     sampling: DeviceSampling
     tables: list[torch.Tensor]
     """For each KV cache group, [num_rows, width], int32, block tables."""
-    query_rows: torch.Tensor  # [num_rows], int32, each row's place in the recorded queries
     num_computed: torch.Tensor  # [max_num_reqs], int32, by state
     num_sampled: torch.Tensor  # [batch size], int
     last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
+    temperatures: torch.Tensor  # [max_num_reqs], float32, by state; 0 is greedy
+    seeds: torch.Tensor  # [max_num_reqs], int64, by state
     all_token_ids: torch.Tensor  # [max_num_reqs, max_model_len], int32, by state
 
     def __len__(self) -> int:

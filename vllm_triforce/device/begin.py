@@ -59,6 +59,7 @@ def begin_rows(
             RowColumn.WINDOW_START: [slot.window_start for slot in slots],
             RowColumn.MAX_TOKENS: batch.max_num_tokens,
             RowColumn.MAX_ROUNDS: batch.max_num_rounds,
+            RowColumn.IS_CERTAIN: batch.is_certain,
         }
     )
     rows.begin(
@@ -66,6 +67,8 @@ def begin_rows(
         batch.num_computed,
         batch.num_sampled,
         batch.last_sampled,
+        batch.temperatures,
+        batch.seeds,
         parts.config.min_context,
         selections.block_size,
         selections.recent_blocks,

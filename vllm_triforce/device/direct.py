@@ -19,11 +19,6 @@ def propose_directly(parts: LevelParts, source: DeviceSource, batch: DeviceBatch
         distributions = source.distributions
         extend_proposals(rows, distributions, parts.counters)
         if not batch.sampling.all_greedy:
-            export_distributions(
-                parts.handed_up,
-                rows,
-                None if distributions is None else distributions.logits,
-                batch.sampling.temperature,
-                batch.sampling.is_certain,
-            )
+            logits = None if distributions is None else distributions.logits
+            export_distributions(parts.handed_up, rows, logits)
     source.clean(batch, rows)

@@ -1,14 +1,11 @@
 """Levels 1 and 2 for Runner V2: rows of a fixed shape, whose tokens stay on the device."""
 
-import torch
-
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.begin import LevelParts, begin_rows, take_slots
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.export_proposal import export_distributions
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
-from vllm_triforce.verification.masked_logits import masked_logits
 
 
 class DeviceLevels:
@@ -25,8 +22,6 @@ class DeviceLevels:
         self._batch = batch
         self._rounds_left = int(batch.max_num_rounds.max())
         self._is_first = True
-        if not batch.sampling.all_greedy:
-            self._of_places = _Repeated(batch.sampling, parts.rows.gamma + 1)
 
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
@@ -53,47 +48,16 @@ class DeviceLevels:
         self._is_first = False
         return None if self._batch.sampling.all_greedy else level1.distributions
 
-    def forward(
-        self, rows: Rows, drafted: Distributions | None
-    ) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
-        level2, shaping = self._parts.level2, self._batch.sampling.shaping
-        logits = level2.forward()
-        if shaping is not None:
-            logits = shaping.shape_target(logits, level2.inputs, rows)
-        return logits.to(self._parts.handed_up.logits.dtype)
+    def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
+        return self._parts.level2.forward()
 
-    def verify(self, rows: Rows, drafted: Distributions | None, logits: torch.Tensor) -> None:
-        parts, sampling, count = self._parts, self._batch.sampling, rows.num_rows
-        top, best = logits.max(-1)
-        distributions = None
-        if not sampling.all_greedy:
-            length = logits.shape[1]
-            masked, lse = masked_logits(logits.flatten(0, 1), self._of_places)
-            distributions = Distributions(masked.view(logits.shape), lse.view(count, length))
-        target = LevelLogits(best, top, distributions)
-        verify_drafts(rows, target, drafted, sampling, parts.race, parts.counters)
-        if distributions is not None:
-            export_distributions(
-                parts.handed_up,
-                rows,
-                distributions.logits,
-                sampling.temperature,
-                sampling.is_certain,
-            )
+    def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
+        parts = self._parts
+        verify_drafts(rows, logits, drafted, rows.drawing, parts.race, parts.counters)
+        if logits.distributions is not None:
+            export_distributions(parts.handed_up, rows, logits.distributions.logits)
 
     def end(self) -> None:
         if self._parts.level1 is not None:
             self._parts.level1.clean(self._batch, self._parts.rows)
         self._parts.level2.clean()
-
-
-class _Repeated:
-    """Sampling parameters, each row's ``length`` times over."""
-
-    def __init__(self, sampling, length: int) -> None:
-        def repeat(values):
-            return None if values is None else values.repeat_interleave(length)
-
-        self.divisor = repeat(sampling.divisor)
-        self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
-        self.min_p = repeat(sampling.min_p)

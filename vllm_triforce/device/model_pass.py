@@ -1,6 +1,7 @@
 """A model's pass over rows of a fixed number of tokens: one CUDA graph per number of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -106,6 +107,16 @@ class ModelPass:
         self._slots = slots
         self._hidden = torch.zeros(max_rows * query_len, hidden_size, dtype=dtype, device=device)
         self._graphs: PassGraphs | None = None
+        self._is_inlined = False
+
+    @contextmanager
+    def inlined(self) -> Iterator[None]:
+        """While a graph is captured that has runs within it."""
+        self._is_inlined = True
+        try:
+            yield
+        finally:
+            self._is_inlined = False
 
     def capture(self, mode: CUDAGraphMode) -> None:
         graphs = PassGraphs(
@@ -128,11 +139,13 @@ class ModelPass:
 
     def padded_rows(self, num_rows: int) -> int:
         """Rows that a run with ``num_rows`` reads: fill that many."""
-        return self._dispatch(num_rows).num_reqs if self._graphs else num_rows
+        if self._graphs is None or self._is_inlined:
+            return num_rows
+        return self._dispatch(num_rows).num_reqs
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Hidden states behind the inputs, valid until the next run."""
-        if self._graphs is not None:
+        if self._graphs is not None and not self._is_inlined:
             desc = self._dispatch(num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)

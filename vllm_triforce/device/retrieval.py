@@ -1,17 +1,22 @@
 """Level 2 on the device: the target's own weights over the retrieval cache (paper, 4.2)."""
 
+from functools import partial
+
 import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.device.adapters import PassAdapters
-from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.batch import DeviceBatch, DeviceSampling, Masks
 from vllm_triforce.device.model_pass import ModelPass
+from vllm_triforce.device.row_work import RowWork
 from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slot
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.row_metadata import Refresh
-from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.verification.masked_logits import masked_logits
 
 
 class DeviceRetrieval:
@@ -24,6 +29,8 @@ class DeviceRetrieval:
     Args:
         groups: vLLM's KV cache groups; the sparse layers are all in one of them.
         max_position: last position that the target knows.
+        tables: of each group, [max_rows, width], int32: where each batch's block tables are.
+        logits_dtype: of the logits from which is drawn.
         adapters: None where the engine has no LoRA.
     """
 
@@ -36,6 +43,9 @@ class DeviceRetrieval:
         selections: DeviceSelections,
         rows: Rows,
         max_position: int,
+        tables: list[torch.Tensor],
+        vocab_size: int,
+        logits_dtype: torch.dtype,
         device: torch.device,
         adapters: PassAdapters | None = None,
     ) -> None:
@@ -48,6 +58,8 @@ class DeviceRetrieval:
         self._max_position = max_position
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+        self._table = tables[self._sparse_group]
+        self._logits_dtype = logits_dtype
         self._batch: DeviceBatch | None = None
         layers = vllm_config.compilation_config.static_forward_context
         self._cleaners = [
@@ -76,42 +88,70 @@ class DeviceRetrieval:
             "level 2 pass",
             adapters,
         )
+        self._has_adapters = adapters is not None
+        self._rounds = {
+            all_greedy: RowWork(
+                partial(self._forward, DeviceSampling(all_greedy)),
+                rows,
+                [self._pass],
+                (rows.gamma + 1, vocab_size),
+                vllm_config,
+                device,
+                f"level 2 round, {'greedy' if all_greedy else 'sampled'}",
+            )
+            for all_greedy in (True, False)
+        }
 
     @property
     def can_capture(self) -> bool:
         """Layers that stay dense have metadata that vLLM's builders make anew for every pass."""
         return not any(group.dense_layer_names for group in self._groups)
 
-    @property
-    def inputs(self) -> PassInputs:
-        """Of the last pass."""
-        return self._pass.inputs
-
     def capture(self, mode) -> None:
-        if self.can_capture:
-            self._pass.capture(mode)
+        if not self.can_capture:
+            return
+        self._pass.capture(mode)
+        if not self._has_adapters:  # whose layers are told before each pass what to launch
+            for its in self._rounds.values():
+                its.capture(mode)
 
     def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[Refresh]) -> None:
         self._batch = batch
         self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
 
-    def forward(self) -> torch.Tensor:  # [num_rows, gamma + 1, vocab_size]
-        """Logits after each row's newest token and after each of its drafts."""
+    def forward(self) -> LevelLogits:
+        """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
+        places; valid until the next pass."""
+        sampling = self._batch.sampling
+        if sampling.is_plain:
+            return self._rounds[sampling.all_greedy]()
+        return self._forward(sampling)
+
+    def _forward(self, sampling: DeviceSampling) -> LevelLogits:
         rows = self._rows
         group = self._groups[self._sparse_group]
         rows.feed_target(
             self._pass.inputs,
             self._pass.padded_rows(rows.num_rows),
-            self._batch.tables[self._sparse_group],
+            self._table,
             self._dense_seq_lens,
             group.block_size,
             self._max_position,
             self._num_kv_heads,
         )
         hidden = self._pass.run(rows.num_rows)
-        logits = self._model.compute_logits(hidden.flatten(0, 1))
-        return logits.unflatten(0, hidden.shape[:2])
+        logits = self._model.compute_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        if sampling.shaping is not None:
+            logits = sampling.shaping.shape_target(logits, self._pass.inputs, rows)
+        logits = logits.to(self._logits_dtype)
+        top, best = logits.max(-1)
+        if sampling.all_greedy:
+            return LevelLogits(best, top, None)
+        masked, lse = masked_logits(logits.flatten(0, 1), Masks(sampling, rows, logits.shape[1]))
+        return LevelLogits(
+            best, top, Distributions(masked.view(logits.shape), lse.view(logits.shape[:2]))
+        )
 
     def clean(self) -> None:
         """Removes NaN from the lookahead slots of the rows that have a fault."""

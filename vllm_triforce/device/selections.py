@@ -164,7 +164,12 @@ class DeviceSelections:
         num_chunks = self._rows.tail[some]
         score = _KERNELS.get(self._policy.name, self._score)
         votes = score(
-            self._queries, batch.query_rows[some], self.summaries, own, num_chunks, max_chunks
+            self._queries,
+            self._rows.column(RowColumn.BATCH_ROW)[some],
+            self.summaries,
+            own,
+            num_chunks,
+            max_chunks,
         )
         votes[..., 0] = float("inf")
         # Sorted: where there are fewer chunks than places, those that are none come last.

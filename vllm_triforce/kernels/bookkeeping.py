@@ -41,9 +41,12 @@ PAD_TOKEN = 0
 def begin_rows_kernel(
     row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
     num_rows,
+    num_rows_ptr,  # [1], written
     num_computed_ptr,  # [max_num_reqs], by state
     num_sampled_ptr,  # [batch size]
     last_sampled_ptr,  # [max_num_reqs, 1], by state
+    temperatures_ptr,  # [max_num_reqs], by state
+    seeds_ptr,  # [max_num_reqs], by state
     slot_tail_ptr,  # [num_slots], kept
     slot_known_ptr,  # [num_slots], kept
     slot_fault_ptr,  # [num_slots], kept
@@ -59,6 +62,8 @@ def begin_rows_kernel(
     num_blocks_ptr,
     first_newly_full_ptr,
     last_newly_full_ptr,
+    temperature_ptr,
+    seed_ptr,
     outcomes_ptr,  # [padded rows, NUM_OUTCOMES], written
     num_speculative_tokens,
     min_context,
@@ -78,6 +83,8 @@ def begin_rows_kernel(
     first = 0
     last = 0
     token = 0
+    temperature = 0.0
+    tl.store(num_rows_ptr, num_rows, mask=row == 0)
     tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
         state = row_value(row_metadata_ptr, row, STATE)
@@ -87,6 +94,8 @@ def begin_rows_kernel(
         limit = row_value(row_metadata_ptr, row, LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
+        temperature = tl.load(temperatures_ptr + state)
+        tl.store(seed_ptr + row, tl.load(seeds_ptr + state))
         num_full = computed // block_size
         num_blocks = reserved // block_size
         if refresh == UNUSED:
@@ -113,6 +122,7 @@ def begin_rows_kernel(
         room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
     tl.store(computed_ptr + row, computed)
     tl.store(last_token_ptr + row, token)
+    tl.store(temperature_ptr + row, temperature)
     tl.store(room_ptr + row, room)
     tl.store(rounds_left_ptr + row, rounds)
     tl.store(length_ptr + row, 0)

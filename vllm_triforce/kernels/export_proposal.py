@@ -7,7 +7,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_metadata import IS_CERTAIN, STATE, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 4096
@@ -27,16 +27,14 @@ def _export_kernel(
     state_stride,
     place_stride,
     is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
-    states_ptr,  # [num_reqs]
+    row_metadata_ptr,  # [num_reqs, NUM_COLUMNS]
     logits_ptr,  # [num_reqs, places, vocab_size]; not read where ALL_CERTAIN
     length_ptr,  # [num_reqs], after emission
     num_emitted_ptr,  # [num_reqs]
     temperature_ptr,  # [num_reqs]
     proposal_ptr,  # [num_reqs, num_speculative_tokens]
-    is_certain_ptr,  # [num_reqs]
     num_speculative_tokens,
     vocab_size,
-    ANY_CERTAIN: tl.constexpr,
     ALL_CERTAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -45,7 +43,7 @@ def _export_kernel(
     place = tl.program_id(1)
     if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
         return
-    state = tl.load(states_ptr + row).to(tl.int64)
+    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
     to = tl.load(length_ptr + row) - emitted + place
     tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
@@ -55,10 +53,9 @@ def _export_kernel(
     else:
         source = logits_ptr + (row * tl.num_programs(1) + place) * vocab_size
         logits = tl.load(source + tokens, mask=mask)
-        if ANY_CERTAIN:  # noqa: SIM102, known when the kernel is compiled, the other is not
-            if tl.load(is_certain_ptr + row) != 0:
-                token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
-                logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
+        if row_value(row_metadata_ptr, row, IS_CERTAIN) != 0:
+            token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+            logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + state * state_stride + to * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
     tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
@@ -95,14 +92,12 @@ def export_distributions(
     handed_up: HandedUp,  # written
     rows: Rows,  # after emission
     logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: see below
-    temperature: torch.Tensor,  # [num_rows], float32
-    is_certain: torch.Tensor | None,  # [num_rows], int32, see below; None: of no row
 ) -> None:
     """Copies the logits from which the newest tokens were drawn to where the outer test reads them.
 
-    Where a request is certain, each token is said to be: a proposal that is cut at a place that
-    depends on its tokens, as a grammar does, is tested rightly only so; and where there are no
-    logits, none was drawn.
+    Where a row is certain (``RowColumn.IS_CERTAIN``), each token is said to be: a proposal that is
+    cut at a place that depends on its tokens, as a grammar does, is tested rightly only so; and
+    where there are no logits, none was drawn.
     """
     num_places = rows.gamma if logits is None else logits.shape[1]
     vocab_size = handed_up.logits.shape[2] if logits is None else logits.shape[2]
@@ -111,16 +106,14 @@ def export_distributions(
         handed_up.logits.stride(0),
         handed_up.logits.stride(1),
         handed_up.is_stale,
-        rows.column(RowColumn.STATE),
+        rows.row_metadata,
         handed_up.logits if logits is None else logits,
         rows.length,
         rows.num_emitted,
-        temperature,
+        rows.temperature,
         rows.proposal,
-        rows.proposal if is_certain is None else is_certain,
         rows.num_speculative_tokens,
         vocab_size,
-        ANY_CERTAIN=is_certain is not None,
         ALL_CERTAIN=logits is None,
         BLOCK=_BLOCK,
     )

@@ -17,10 +17,10 @@ def token_at(all_token_ids, state_row, proposal_row, computed, index):
     return tl.where(index > computed, proposed.to(tl.int32), known)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def feed_window_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
-    num_rows,
+    num_rows_ptr,  # [1]
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     token_stride,
     proposal_ptr,  # [padded rows, num_speculative_tokens]
@@ -42,7 +42,7 @@ def feed_window_kernel(
     j = tl.arange(0, PADDED_LEN)
     mask = j < query_len
     out = row * query_len + j
-    if row >= num_rows:
+    if row >= tl.load(num_rows_ptr):
         tl.store(input_ids_ptr + out, 0, mask=mask)
         tl.store(positions_ptr + out, 0, mask=mask)
         tl.store(slot_mapping_ptr + out, -1, mask=mask)
@@ -73,10 +73,10 @@ def feed_window_kernel(
     tl.store(seq_lens_ptr + row, tl.minimum(tl.maximum(seq_len, query_len), capacity))
 
 
-@triton.jit(do_not_specialize=["num_rows", "step"])
+@triton.jit(do_not_specialize=["step"])
 def feed_draft_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
-    num_rows,
+    num_rows_ptr,  # [1]
     drafted_ptr,  # [padded rows, gamma]
     gamma,
     step,
@@ -89,7 +89,7 @@ def feed_draft_kernel(
     blocks_per_slot,
 ):
     row = tl.program_id(0)
-    if row >= num_rows:
+    if row >= tl.load(num_rows_ptr):
         tl.store(input_ids_ptr + row, 0)
         tl.store(positions_ptr + row, 0)
         tl.store(slot_mapping_ptr + row, -1)
@@ -107,10 +107,10 @@ def feed_draft_kernel(
     tl.store(seq_lens_ptr + row, position + 1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def feed_target_kernel(
     row_metadata_ptr,  # [padded rows, NUM_COLUMNS]
-    num_rows,
+    num_rows_ptr,  # [1]
     tables_ptr,  # [num_rows, table_width]
     table_stride,
     proposal_ptr,  # [padded rows, num_speculative_tokens]
@@ -145,7 +145,7 @@ def feed_target_kernel(
     computed = tl.load(computed_ptr + row)
     length = tl.load(length_ptr + row)
     missing = tl.load(room_ptr + row) - length
-    if (row >= num_rows) | (missing <= 0):
+    if (row >= tl.load(num_rows_ptr)) | (missing <= 0):
         tl.store(num_drafted_ptr + row, 0)
         tl.store(input_ids_ptr + out, 0, mask=mask)
         tl.store(positions_ptr + out, 0, mask=mask)

@@ -22,6 +22,7 @@ class RowColumn(IntEnum):
     WINDOW_START = 6  # index of the first recent token in level 1's window
     MAX_TOKENS = 7  # of its proposal
     MAX_ROUNDS = 8  # in which it takes part
+    IS_CERTAIN = 9  # not 0: its proposal is handed up as if each token were certain
 
 
 class Refresh(IntEnum):
@@ -42,6 +43,7 @@ LIMIT = tl.constexpr(int(RowColumn.LIMIT))
 WINDOW_START = tl.constexpr(int(RowColumn.WINDOW_START))
 MAX_TOKENS = tl.constexpr(int(RowColumn.MAX_TOKENS))
 MAX_ROUNDS = tl.constexpr(int(RowColumn.MAX_ROUNDS))
+IS_CERTAIN = tl.constexpr(int(RowColumn.IS_CERTAIN))
 NUM_COLUMNS = tl.constexpr(len(RowColumn))
 
 NOT_DUE = tl.constexpr(int(Refresh.NOT_DUE))

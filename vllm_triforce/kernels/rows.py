@@ -1,9 +1,13 @@
 """The requests of one proposal, as buffers on the device, and what fills them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from vllm.triton_utils import triton
 
 from vllm_triforce.kernels.bookkeeping import begin_rows_kernel, finish_rows_kernel
+from vllm_triforce.kernels.distributions import DrawParameters
 from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.feeding import (
     feed_draft_kernel,
@@ -50,6 +54,8 @@ class Rows:
         self.gamma = gamma
         self.row_metadata = integers(max_rows, len(RowColumn))
         self.num_rows = 0
+        # The same for kernels, which may be in a CUDA graph for more rows.
+        self.count = integers(1)
         # Kept from proposal to proposal, [num_slots]: the first block of the tail, and the blocks
         # that were full, when the selection was made.
         self.slot_tail = integers(num_slots)
@@ -72,10 +78,26 @@ class Rows:
         self.first_newly_full, self.last_newly_full = integers(2, max_rows)
         # Of the round: what level 1 drafted, what of it was accepted, what the proposal grew by.
         self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
+        self.temperature = integers(max_rows, dtype=torch.float32)
+        self.seeds = integers(max_rows, dtype=torch.int64)
         self.outcomes = integers(max_rows, len(OutcomeColumn))
         self.token_positions = integers(max_rows)  # index of the first drafted token
         self.drafted = integers(max_rows, gamma)
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
+
+    @contextmanager
+    def as_if(self, num_rows: int) -> Iterator[None]:
+        """While work is captured for so many rows."""
+        before, self.num_rows = self.num_rows, num_rows
+        try:
+            yield
+        finally:
+            self.num_rows = before
+
+    @property
+    def drawing(self) -> DrawParameters:
+        """How the rows' tokens are drawn."""
+        return DrawParameters(self.temperature[: self.num_rows], self.seeds[: self.num_rows])
 
     def column(self, column: RowColumn) -> torch.Tensor:  # [num_rows], int32
         """A column of the rows' table."""
@@ -87,6 +109,8 @@ class Rows:
         num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
+        temperatures: torch.Tensor,  # [max_num_reqs], float32, by state; 0 is greedy
+        seeds: torch.Tensor,  # [max_num_reqs], int64, by state
         min_context: int,
         block_size: int,
         recent_blocks: int,
@@ -99,9 +123,12 @@ class Rows:
         begin_rows_kernel[(self.max_rows,)](
             self.row_metadata,
             self.num_rows,
+            self.count,
             num_computed,
             num_sampled,
             last_sampled,
+            temperatures,
+            seeds,
             self.slot_tail,
             self.slot_known,
             self.faults.slot,
@@ -117,6 +144,8 @@ class Rows:
             self.num_blocks,
             self.first_newly_full,
             self.last_newly_full,
+            self.temperature,
+            self.seeds,
             self.outcomes,
             self.num_speculative_tokens,
             min_context,
@@ -140,7 +169,7 @@ class Rows:
         """The newest ``inputs.query_len`` tokens of each row, at their places in its window."""
         feed_window_kernel[(padded_rows,)](
             self.row_metadata,
-            self.num_rows,
+            self.count,
             all_token_ids,
             all_token_ids.stride(0),
             self.proposal,
@@ -171,7 +200,7 @@ class Rows:
         """Level 1's newest token of each row, behind what the pass before it fed."""
         feed_draft_kernel[(padded_rows,)](
             self.row_metadata,
-            self.num_rows,
+            self.count,
             self.drafted,
             self.gamma,
             step,
@@ -197,7 +226,7 @@ class Rows:
         """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head."""
         feed_target_kernel[(padded_rows,)](
             self.row_metadata,
-            self.num_rows,
+            self.count,
             tables,
             tables.stride(0),
             self.proposal,

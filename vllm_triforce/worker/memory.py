@@ -1,6 +1,7 @@
 """What TriForce keeps on a GPU beside vLLM's KV cache, and must be left room for."""
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.device.row_work import MAX_LOGITS_BYTES
 from vllm_triforce.selection import POLICIES
 
 # Copies in float32 of level 2's logits that a proposal with sampled requests makes.
@@ -37,7 +38,9 @@ def room_for_kv_cache(
         fixed += seqs * window * cache_itemsize
     vocab_size = vllm_config.model_config.get_vocab_size()
     of_level1 = config.gamma * itemsize if draft_layers else 0
-    fixed += seqs * vocab_size * (of_level1 + _LOGIT_COPIES * 4 * (config.gamma + 1))
+    logits = 4 * seqs * vocab_size * (config.gamma + 1)
+    in_graphs = 0 if vllm_config.model_config.enforce_eager else min(logits, MAX_LOGITS_BYTES)
+    fixed += seqs * vocab_size * of_level1 + _LOGIT_COPIES * (logits + in_graphs)
     kinds = len(POLICIES[config.selection].summaries)
     share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
     left = int((available_bytes - fixed) / (1 + share))

@@ -1,14 +1,15 @@
 """``host/sources/draft_model.py`` on the device (paper, section 4.1)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.core.private_cache import private_cache
-from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.batch import DeviceBatch, DeviceSampling, Masks
 from vllm_triforce.device.model_pass import ModelPass
+from vllm_triforce.device.row_work import RowWork
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.device.sources.source import DeviceSource, DeviceSourceParts
 from vllm_triforce.device.window_rebuild import WindowRebuild
@@ -16,6 +17,7 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.drafting import draw_drafts
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.race import Race
+from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.verification.masked_logits import masked_logits
 
@@ -68,6 +70,8 @@ class DeviceDraftModel(DeviceSource):
             parts.logits_dtype,
             parts.race,
             BlockCleaner([layer.kv_cache for layer in layers.values()], cache.block_size, device),
+            parts.all_token_ids,
+            vllm_config,
         )
 
     def __init__(
@@ -85,6 +89,8 @@ class DeviceDraftModel(DeviceSource):
         logits_dtype: torch.dtype,
         race: Race,
         cleaner: BlockCleaner,
+        all_token_ids: torch.Tensor,
+        vllm_config,
     ) -> None:
         self._model = model
         self._rebuild = rebuild
@@ -105,10 +111,27 @@ class DeviceDraftModel(DeviceSource):
         self._logits = torch.zeros(most, gamma, vocab_size, dtype=logits_dtype, device=device)
         self._lse = torch.zeros(most, gamma, dtype=torch.float32, device=device)
         self._all_greedy = True
+        self._all_token_ids = all_token_ids
+        passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
+        self._passes = list(dict.fromkeys(passes))
+        self._rounds = {
+            (is_first, all_greedy): RowWork(
+                partial(self._draft, is_first, DeviceSampling(all_greedy)),
+                rows,
+                self._passes,
+                (1, vocab_size),
+                vllm_config,
+                device,
+                f"level 1 {'first ' * is_first}round, {'greedy' if all_greedy else 'sampled'}",
+            )
+            for is_first in (True, False)
+            for all_greedy in (True, False)
+        }
+        """By whether it is a proposal's first, and whether all rows are greedy."""
 
     def capture(self, mode) -> None:
-        for model_pass in {self._catch_up, self._first, self._step} - {None}:
-            model_pass.capture(mode)
+        for its in (*self._passes, *self._rounds.values()):
+            its.capture(mode)
 
     @property
     def distributions(self):
@@ -128,46 +151,54 @@ class DeviceDraftModel(DeviceSource):
                 slot.window_start = max(self._num_sinks, newest + 1 - self._num_recent)
                 stale.append((int(batch.states[row]), slot, newest))
             slot.window_tokens = newest
-        indices = async_tensor_h2d([slot.index for slot in slots], self._tables.device)
-        self._tables[: len(slots)] = self.cache.block_table[indices]
         if stale:
             self._rebuild(self._num_sinks, stale, batch.all_token_ids)
 
     def draft(self, batch, rows, is_first) -> None:
         self._all_greedy = batch.sampling.all_greedy
-        first = self._catch_up if is_first else self._first
+        if batch.sampling.is_plain:
+            self._rounds[is_first, self._all_greedy]()
+        else:
+            self._draft(is_first, batch.sampling)
+
+    def _draft(self, is_first: bool, sampling: DeviceSampling) -> None:
+        rows, first = self._rows, self._catch_up if is_first else self._first
+        if is_first:
+            slots = rows.column(RowColumn.SLOT)
+            tables = self._tables[: rows.num_rows]
+            torch.index_select(self.cache.block_table, 0, slots, out=tables)
         geometry = (self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
         padded = first.padded_rows(rows.num_rows)
-        rows.feed_window(first.inputs, padded, batch.all_token_ids, self._num_sinks, *geometry)
-        self._draw(batch, first.run(rows.num_rows)[:, -1], 0)
+        rows.feed_window(first.inputs, padded, self._all_token_ids, self._num_sinks, *geometry)
+        self._draw(sampling, first.run(rows.num_rows)[:, -1], 0)
         lengths = first.inputs.seq_lens
         for step in range(1, rows.gamma):
             padded = self._step.padded_rows(rows.num_rows)
             self._step.inputs.seq_lens[: rows.num_rows].copy_(lengths[: rows.num_rows])
             lengths = self._step.inputs.seq_lens
             rows.feed_draft(self._step.inputs, padded, step, *geometry)
-            self._draw(batch, self._step.run(rows.num_rows)[:, -1], step)
+            self._draw(sampling, self._step.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
 
     def clean(self, batch: DeviceBatch, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
         self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
 
-    def _draw(self, batch: DeviceBatch, hidden: torch.Tensor, step: int) -> None:
+    def _draw(self, sampling: DeviceSampling, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
-        logits, shaping = self._model.compute_logits(hidden), batch.sampling.shaping
+        logits, shaping = self._model.compute_logits(hidden), sampling.shaping
         if shaping is not None:
             positions = rows.computed[:count] + rows.length[:count] + step
             logits = shaping.shape_drafts(logits, positions.to(torch.int64))
         logits = logits.to(self._logits_dtype)
         top, best = logits.max(-1)
         distributions = None
-        if not self._all_greedy:
-            distributions = Distributions(*masked_logits(logits, batch.sampling))
+        if not sampling.all_greedy:
+            distributions = Distributions(*masked_logits(logits, Masks(sampling, rows)))
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)
-        draw_drafts(rows, step, draft, batch.sampling, self._race)
+        draw_drafts(rows, step, draft, rows.drawing, self._race)
 
 
 def _passes(parts: DeviceSourceParts, attention, tables, capacity: int):

@@ -24,6 +24,7 @@ class DeviceSourceParts:
         draft_attention: from (layers, builder) to the platform's attention for the draft.
         vocab_size: of the target.
         logits_dtype: of all logits from which is drawn.
+        all_token_ids: [max_num_reqs, max_model_len], int32, by state; as in each batch.
     """
 
     vllm_config: Any
@@ -36,6 +37,7 @@ class DeviceSourceParts:
     vocab_size: int
     logits_dtype: torch.dtype
     race: Race
+    all_token_ids: torch.Tensor
     device: torch.device
 
 

@@ -72,7 +72,7 @@ class LevelAdapters:
             query_len: tokens of a row; there are logits of each, but of padding.
         """
         adapters = self._of(request_ids)
-        if self.has_any(request_ids) or not self._are_off:
+        if any(adapter is not None for adapter in adapters) or not self._are_off:
             padding = repeat(None, num_rows - len(adapters))
             self._activate(adapters, [*adapters, *padding], query_len)
 

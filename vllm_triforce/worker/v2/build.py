@@ -79,6 +79,11 @@ class DeviceBuild:
             self.num_slots,
             device,
         )
+        self.tables = [
+            torch.zeros_like(table.gpu[: self.num_slots])
+            for table in runner.block_tables.block_tables
+        ]
+        """Of each KV cache group, [num_slots, width], int32: block tables of a proposal's rows."""
         self.adapters = None if runner.lora_config is None else LevelAdapters(runner)
         level2 = DeviceRetrieval(
             target,
@@ -88,6 +93,9 @@ class DeviceBuild:
             selections,
             rows,
             vllm_config.model_config.max_model_len - 1,
+            self.tables,
+            draft_logits.shape[2],
+            draft_logits.dtype,
             device,
             self.adapters,
         )
@@ -103,6 +111,7 @@ class DeviceBuild:
             draft_logits.shape[2],
             draft_logits.dtype,
             race,
+            runner.req_states.all_token_ids.gpu,
             device,
         )
         sources = {name: DEVICE_SOURCES[name].build(parts) for name in config.sources}

@@ -219,6 +219,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
                 list(plans.values()),
                 num_sampled,
                 last_sampled,
+                self._built.tables,
             )
             with self._built.recorder.pausing():
                 if route == LEVELS:

@@ -42,12 +42,14 @@ class TrialBatches:
             limits=np.full(num_rows, context + 2 * num_tokens + 4),
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
+            is_certain=np.zeros(num_rows, dtype=bool),
             sampling=self._sampling(num_rows, is_greedy),
             tables=self._tables(num_rows, context + 2 * num_tokens),
-            query_rows=self._filled(num_rows, 0, torch.int32),
-            num_computed=self._filled(self._runner.max_num_reqs, context, torch.int32),
+            num_computed=self._of_states(context, torch.int32),
             num_sampled=self._filled(num_rows, 1, torch.int32),
-            last_sampled=self._filled(self._runner.max_num_reqs, 0, torch.int64)[:, None],
+            last_sampled=self._of_states(0, torch.int64)[:, None],
+            temperatures=self._of_states(0.0 if is_greedy else 1.0, torch.float32),
+            seeds=self._of_states(1, torch.int64),
             all_token_ids=self._runner.req_states.all_token_ids.gpu,
         )
 
@@ -57,31 +59,23 @@ class TrialBatches:
             self._build.slots.release(request_id)
 
     def _sampling(self, num_rows: int, is_greedy: bool) -> DeviceSampling:
-        seeds = self._filled(num_rows, 1, torch.int64)
         if is_greedy:
-            nobody = self._filled(num_rows, 0.0, torch.float32)
-            return DeviceSampling(nobody, seeds, None, None, None, all_greedy=True)
-        return DeviceSampling(
-            self._filled(num_rows, 1.0, torch.float32),
-            seeds,
-            None,
-            self._filled(num_rows, 0.9, torch.float32),
-            None,
-            all_greedy=False,
-        )
+            return DeviceSampling(all_greedy=True)
+        return DeviceSampling(all_greedy=False, top_p=self._filled(num_rows, 0.9, torch.float32))
 
     def _tables(self, num_rows: int, num_tokens: int) -> list[torch.Tensor]:
         """Of each KV cache group; block 0 is vLLM's null block."""
         tables = []
-        for size, own in zip(
-            self._runner.block_tables.block_sizes, self._runner.block_tables.block_tables
-        ):
-            width = own.gpu.shape[1]
+        for size, own in zip(self._runner.block_tables.block_sizes, self._build.tables):
+            width = own.shape[1]
             ids = torch.arange(num_rows * width, dtype=torch.int32, device=self._device)
             ids = 1 + ids.view(num_rows, width) % (self._num_blocks - 1)
             ids[:, -(-num_tokens // size) + 1 :] = 0
-            tables.append(ids)
+            tables.append(own[:num_rows].copy_(ids))
         return tables
+
+    def _of_states(self, value, dtype: torch.dtype) -> torch.Tensor:
+        return self._filled(self._runner.max_num_reqs, value, dtype)
 
     def _filled(self, count: int, value, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((count,), value, dtype=dtype, device=self._device)
