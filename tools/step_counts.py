@@ -1,8 +1,8 @@
 """Counts what a step of Runner V2 asks of a GPU: launches, uploads, waits, and bytes read.
 
 Runs in vLLM's CUDA build, on a GPU or under the emulation (``make emulated-gpu``), without CUDA
-graphs, so that every launch is seen. What is in a pass of a model would be one launch of a graph;
-what is outside of all passes is paid as it is counted.
+graphs, so that every launch is seen. What is in a pass of a model, or in that part of a round which
+is captured as a whole, would be one launch of a graph; what is outside is paid as it is counted.
 
     python tools/step_counts.py [--out counts.json] [CASE ...]
 
@@ -228,9 +228,11 @@ def mark_regions(runner) -> None:
     if speculator is None:
         return
     from vllm_triforce.device.model_pass import ModelPass
+    from vllm_triforce.device.row_work import RowWork
 
     within(speculator, "propose", "propose")
     within(speculator._built.recorder, "record", "recorder")
+    within(RowWork, "__call__", lambda work: f"pass: {work.name}", is_pass=True)
     within(ModelPass, "run", lambda model_pass, _: f"pass: {model_pass.name}", is_pass=True)
     part = PartTimes.part
 

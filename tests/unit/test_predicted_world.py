@@ -37,10 +37,10 @@ class PredictedCosts:
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
         its = self.predictor.level2_pass(num_rows, num_tokens, BUDGET, 1 << 20)
-        return its.seconds + self.predictor.round_overhead(num_rows, num_tokens - 1)
+        return its.seconds + self.predictor.round_overhead(num_rows, num_tokens - 1, True)
 
     def draft(self, num_rows: int) -> float:
-        return self.predictor.draft_pass(num_rows, 1 << 20).seconds
+        return self.predictor.draft_pass(num_rows, 1 << 20, 2).seconds
 
     def measured(self) -> Measurements:
         level2, several = self.level2(1, GAMMA + 1), self.level2(4, GAMMA + 1)

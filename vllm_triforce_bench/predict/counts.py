@@ -8,15 +8,18 @@ from vllm_triforce_bench.predict.machine import from_json
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels, uploads and waits of a greedy step, by what makes them. The defaults are read off
-    the code of Model Runner V2; a file with counted ones may take their place.
+    """Kernels, uploads and waits of a greedy step, by what makes them. The defaults were
+    counted with a draft on Model Runner V2 (docs/results/2026-11-23-counts.md), those within passes
+    are read off its code; a file with others may take their place.
 
     Args:
-        graphs_per_pass: CUDA graphs of each pass of a model.
+        graphs_per_pass: CUDA graphs of each pass of a model; level 1's of a round share one.
         step_kernels: of any step, stock vLLM's too: preparing inputs, sampling.
         verified_kernels: of a step that verifies drafts, beyond these.
         proposal_kernels: of a proposal: its rows, level 1's window, handing up.
-        round_kernels: of a round of levels 1 and 2, beside its passes.
+        drafting_kernels: of each token of a draft, beside its pass and in the graph of its round.
+        level2_kernels: in the graph of level 2's pass, for what its logits say.
+        round_kernels: of a round of levels 1 and 2, beside its graphs.
         direct_round_kernels: of each ``gamma`` tokens that go straight to the full pass.
         selection_kernels: of a selection of chunks.
         step_uploads, proposal_uploads: copies to the device.
@@ -29,14 +32,16 @@ class Counts:
     """
 
     graphs_per_pass: float = 1
-    step_kernels: float = 12
-    verified_kernels: float = 16
-    proposal_kernels: float = 20
-    round_kernels: float = 22
-    direct_round_kernels: float = 8
-    selection_kernels: float = 10
-    step_uploads: float = 6
-    proposal_uploads: float = 6
+    step_kernels: float = 20
+    verified_kernels: float = 2
+    proposal_kernels: float = 13
+    drafting_kernels: float = 6
+    level2_kernels: float = 3
+    round_kernels: float = 2
+    direct_round_kernels: float = 1
+    selection_kernels: float = 17
+    step_uploads: float = 2
+    proposal_uploads: float = 4
     step_syncs: float = 1
     layer_kernels: float = 9
     moe_layer_kernels: float = 5

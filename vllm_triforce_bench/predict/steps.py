@@ -1,7 +1,7 @@
 """The time of a step: its passes, and everything outside them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -19,6 +19,8 @@ from vllm_triforce_bench.predict.speedup import Costs, inner_loop, speedup, toke
 
 # Bytes of a logit as the sampler reads it.
 _LOGIT_BYTES = 4
+# Tokens that level 1 drafts together where they go straight to the full pass: gamma of Runner V2.
+DIRECT_GAMMA = 2
 # Of the device's memory, what vLLM takes by default; and of that, what is neither weights nor KV
 # cache: activations, logits, graphs.
 _MEMORY_SHARE, _OTHER_BYTES = 0.9, 2.5e9
@@ -100,10 +102,14 @@ class Predictor:
         """
         return self._uniform_pass(self.model, batch, tokens, min(budget, context))
 
-    def draft_pass(self, batch: int, context: int) -> Pass:
+    def draft_pass(self, batch: int, context: int, gamma: int = 1) -> Pass:
+        """One of ``gamma`` that are in a graph together."""
         if self.draft is None:
             return NOTHING
-        return self._uniform_pass(self.draft, batch, 1, min(self.window, context))
+        graphs = self.counts.graphs_per_pass / max(1, gamma)
+        counts = replace(self.counts, graphs_per_pass=graphs)
+        window = min(self.window, context)
+        return uniform_pass(self.machine, self.draft, counts, batch, 1, window)
 
     def _uniform_pass(self, model: Geometry, batch: int, tokens: int, kv_tokens: int) -> Pass:
         return uniform_pass(self.machine, model, self.counts, batch, tokens, kv_tokens)
@@ -131,8 +137,21 @@ class Predictor:
         kernels = counts.verified_kernels + counts.proposal_kernels
         return self._launched(kernels, counts.proposal_uploads, batch * num_tokens)
 
-    def round_overhead(self, batch: int, gamma: int) -> float:
-        return self._launched(self.counts.round_kernels, 0, batch * (gamma + 1))
+    def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
+        """Of levels 1 and 2."""
+        in_graphs = self.counts.level2_kernels + self._drafting(gamma, has_draft)
+        launched = self._launched(self.counts.round_kernels, 0, batch * (gamma + 1))
+        return launched + in_graphs * self.machine.kernel_seconds
+
+    def direct_overhead(self, num_tokens: int, has_draft: bool) -> float:
+        """Of level 1 by itself."""
+        rounds = -(-num_tokens // DIRECT_GAMMA)
+        in_graphs = self._drafting(num_tokens, has_draft) * self.machine.kernel_seconds
+        return self._launched(rounds * self.counts.direct_round_kernels) + in_graphs
+
+    def _drafting(self, num_tokens: int, has_draft: bool) -> float:
+        """Kernels beside the draft's passes."""
+        return num_tokens * self.counts.drafting_kernels if has_draft else 0.0
 
     def selection_seconds(self, batch: int, context: int) -> float:
         """A step's share."""
@@ -148,7 +167,9 @@ class Predictor:
         stock = self.plain_pass(context, batch).seconds + self.step_overhead(batch)
         full = self._uniform_pass(self.model, batch, setting.num_tokens + 1, context).seconds
         full += self.step_overhead(batch) + self.drafts_overhead(batch, setting.num_tokens)
-        level1 = self.draft_pass(batch, context).seconds if setting.source == DRAFT else 0.0
+        has_draft = setting.source == DRAFT
+        together = setting.gamma if setting.route == LEVELS else DIRECT_GAMMA
+        level1 = self.draft_pass(batch, context, together).seconds if has_draft else 0.0
         tokens = setting.gamma + 1
         level2 = self.level2_pass(batch, tokens, setting.budget or context, context).seconds
         parts = (
@@ -156,7 +177,7 @@ class Predictor:
             self.selection_seconds(batch, context),
             level1,
             level2,
-            self.round_overhead(batch, setting.gamma),
+            self.round_overhead(batch, setting.gamma, has_draft),
             full,
         )
         return Costs(*(1e3 * seconds for seconds in parts))
@@ -172,14 +193,16 @@ class Predictor:
             return Step(setting, 1.0, {"full": plain.seconds}, overhead, plain.limit_seconds)
         k, gamma = setting.num_tokens, setting.gamma
         full = self._uniform_pass(self.model, batch, k + 1, context)
-        level1 = self.draft_pass(batch, context) if setting.source == DRAFT else NOTHING
+        has_draft = setting.source == DRAFT
+        together = gamma if setting.route == LEVELS else DIRECT_GAMMA
+        level1 = self.draft_pass(batch, context, together) if has_draft else NOTHING
         level2 = NOTHING
         overhead += self.drafts_overhead(batch, k)
         if setting.route == LEVELS:
             rounds, steps = inner_loop(acceptance.by_level2(setting.source), k, gamma)
             each = self.level2_pass(batch, gamma + 1, setting.budget, context)
             level1, level2 = level1.times(steps), each.times(rounds)
-            overhead += rounds * self.round_overhead(batch, gamma)
+            overhead += rounds * self.round_overhead(batch, gamma, has_draft)
             overhead += self.selection_seconds(batch, context)
             accepted = acceptance.at(setting.budget)
             gained = speedup(
@@ -191,8 +214,7 @@ class Predictor:
             )
         else:
             level1 = level1.times(k)
-            rounds = -(-k // 2)  # two at a time: gamma of Runner V2
-            overhead += self._launched(rounds * self.counts.direct_round_kernels)
+            overhead += self.direct_overhead(k, has_draft)
             accepted = acceptance.straight(setting.source)
             seconds = full.seconds + level1.seconds + overhead
             gained = tokens_per_step(accepted, k) * stock_seconds / seconds

@@ -130,8 +130,10 @@ class DeviceDraftModel(DeviceSource):
         """By whether it is a proposal's first, and whether all rows are greedy."""
 
     def capture(self, mode) -> None:
-        for its in (*self._passes, *self._rounds.values()):
-            its.capture(mode)
+        for model_pass in self._passes:
+            model_pass.capture(mode)
+        for work in self._rounds.values():
+            work.capture(mode)
 
     @property
     def distributions(self):
