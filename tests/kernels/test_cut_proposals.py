@@ -1,4 +1,8 @@
-"""vLLM's outer test of proposals that a grammar has cut: exact where each token is certain."""
+"""vLLM's outer test of proposals that a grammar has cut: exact where each token is certain.
+
+Power: where it is not kept, the first token's share is 0.65 and not 0.5; 3 deviations of 250
+requests are 0.095, which 97 in 100 sets of draws would show. The draws are seeded.
+"""
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from tests.kernels.tensors import some_rows
 from vllm_triforce.kernels.export_proposal import HandedUp, export_distributions
 from vllm_triforce.kernels.row_metadata import RowColumn
 
-NUM_REQS = 500
+NUM_REQS = 250
+MOST = 3 * (0.25 / NUM_REQS) ** 0.5
 FORBIDDEN = 2
 
 
@@ -68,9 +73,8 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
 
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_the_target_is_kept_where_each_token_is_certain(is_marked):
-    deviation = (0.25 / NUM_REQS) ** 0.5
-    assert abs(share_of_first_token(True, is_marked) - 0.5) < 4 * deviation
+    assert abs(share_of_first_token(True, is_marked) - 0.5) < MOST
 
 
 def test_it_is_not_kept_where_level_2s_distribution_is_said():
-    assert share_of_first_token(False, False) > 0.5 + 4 * (0.25 / NUM_REQS) ** 0.5
+    assert share_of_first_token(False, False) > 0.5 + MOST

@@ -5,6 +5,7 @@ A case says what is run; ``checks.py`` says what must come out. ``host`` is Mode
 what is large runs on the host alone, with a small case of the same promise for both.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -721,9 +722,9 @@ def in_batches(lengths: list[int]) -> tuple[Round, ...]:
     """Batches of 1 to 8 prompts of unequal length."""
     batch = [_long(n) for n in lengths]
     random.Random(1).shuffle(batch)
-    rounds, size = [], 0
+    rounds, sizes = [], itertools.cycle((1, 8, 3, 6, 2))
     while batch:
-        size = size % 8 + 1
+        size = next(sizes)
         rounds.append(tuple(batch[:size]))
         batch = batch[size:]
     return tuple(rounds)
@@ -734,9 +735,9 @@ def _sweeps() -> list[Case]:
     cases = []
     for model, everything in (("pair", (2, "draft_model")), ("gqa", (2, "prompt_lookup"))):
         for number, setting in enumerate(SETTINGS):
-            # The paper's setting sees all prompts, the others a third each.
+            # The paper's setting sees half the prompts, the others a fifth each: the pair sees all.
             source, needs_window = setting.source, model == "gqa"
-            whole = (setting.gamma, source) == everything
+            whole, fifth = (setting.gamma, source) == everything, (number - (number > 1)) % 5
             if model == "gqa" and number % 2 and not whole:
                 continue  # how heads share keys has nothing to do with lengths
             needs_window &= source == "draft_model"
@@ -746,7 +747,7 @@ def _sweeps() -> list[Case]:
                     f"greedy-{model}-{source}-{setting.gamma}-{setting.num_tokens}-{setting.budget}",
                     "Greedy output is stock vLLM's in batches of 1 to 8 requests, 50 to 8,000 "
                     "tokens long.",
-                    in_batches(LENGTHS if whole else LENGTHS[number % 3 :: 3]),
+                    in_batches(LENGTHS[::2] if whole else LENGTHS[fifth::5]),
                     model=model,
                     source=source,
                     keys=dict(
