@@ -101,8 +101,8 @@ def _count_replayed_rounds() -> Counter:
 def run(case: Case, target: str, draft: str) -> dict:
     from vllm import SamplingParams
 
-    rounds = _count_replayed_rounds()
     llm = make_engine(case, target, draft)
+    rounds = _count_replayed_rounds()  # from here on: trials at start replay some
     outputs = llm.generate(
         [{"prompt_token_ids": request.prompt} for request in REQUESTS],
         [

@@ -63,6 +63,7 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
 def test_rows_are_drawn_for_as_their_requests_ask():
     rows = begun()
     assert rows.temperature.tolist() == [5 / 4, 1 / 4, 3 / 4, 0, 0], "padding draws nothing"
+    assert rows.divisor.tolist() == [5 / 4, 1 / 4, 3 / 4, 1, 1]
     assert rows.drawing.seeds.tolist() == [85, 81, 83]
     assert rows.count.item() == 3
 

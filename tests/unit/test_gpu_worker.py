@@ -10,13 +10,16 @@ from vllm_triforce.config import TriForceConfig
 
 
 def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
+    from vllm.config.compilation import CUDAGraphMode
+
     from vllm_triforce.worker.memory import room_for_kv_cache
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=128),
-        model_config=SimpleNamespace(
-            dtype=torch.bfloat16, get_vocab_size=lambda: 32_000, enforce_eager=eager
+        model_config=SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 32_000),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.NONE if eager else CUDAGraphMode.FULL_DECODE_ONLY
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
@@ -42,9 +45,9 @@ def test_memory_is_left_for_what_grows_with_the_kv_cache():
     taken = room(100 * gib, num_sink_tokens=16, num_recent_tokens=240, draft_layers=1)
     taken -= room(100 * gib, num_sink_tokens=16, num_recent_tokens=240, draft_layers=3)
     assert taken == pytest.approx(2 * windows / (1 + 1 / 32), rel=1e-6)
-    # Graphs keep the memory of the logits that they make: three times 64 rows of 3 tokens.
+    # Graphs of 16 rows keep three copies of 48 tokens' logits in float32, 6.144 MB each.
     in_graphs = room(100 * gib, eager=True) - left
-    assert in_graphs == pytest.approx(3 * 4 * 64 * 3 * 32_000 / (1 + 1 / 32), rel=1e-6)
+    assert in_graphs == pytest.approx(3 * 6_144_000 / (1 + 1 / 32), rel=1e-6)
     with pytest.raises(ValueError, match="max_speculating_seqs=64"):
         room(gib // 100)
 

@@ -38,8 +38,8 @@ def settle_rounds(
         measured.observe_proposal(batch.num_rows, shares, seconds)
     settled = batch.lengthen(candidates, chosen)
     for candidate, before, after in zip(candidates, chosen, settled):
-        grown = after.num_tokens - before.num_tokens
-        planned.add(grown * batch.pass_seconds(candidate, before.num_tokens), grown)
+        if grown := after.num_tokens - before.num_tokens:
+            planned.add(grown * batch.pass_seconds(candidate, before.num_tokens), grown)
     return settled
 
 

@@ -58,8 +58,7 @@ class Masks:
                 return values
             return values.repeat_interleave(times)
 
-        temperature = rows.drawing.temperature
-        self.divisor = repeat(torch.where(temperature > 0, temperature, 1.0))
+        self.divisor = repeat(rows.divisor[: rows.num_rows])
         self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
         self.min_p = repeat(sampling.min_p)
 

@@ -44,7 +44,6 @@ class DeviceRetrieval:
         rows: Rows,
         max_position: int,
         tables: list[torch.Tensor],
-        vocab_size: int,
         logits_dtype: torch.dtype,
         device: torch.device,
         adapters: PassAdapters | None = None,
@@ -61,6 +60,7 @@ class DeviceRetrieval:
         self._table = tables[self._sparse_group]
         self._logits_dtype = logits_dtype
         self._batch: DeviceBatch | None = None
+        self._masks: Masks | None = None
         layers = vllm_config.compilation_config.static_forward_context
         self._cleaners = [
             BlockCleaner(
@@ -94,7 +94,6 @@ class DeviceRetrieval:
                 partial(self._forward, DeviceSampling(all_greedy)),
                 rows,
                 [self._pass],
-                (rows.gamma + 1, vocab_size),
                 vllm_config,
                 device,
                 f"level 2 round, {'greedy' if all_greedy else 'sampled'}",
@@ -117,6 +116,7 @@ class DeviceRetrieval:
 
     def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[Refresh]) -> None:
         self._batch = batch
+        self._masks = None
         self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
 
@@ -125,10 +125,17 @@ class DeviceRetrieval:
         places; valid until the next pass."""
         sampling = self._batch.sampling
         if sampling.is_plain:
-            return self._rounds[sampling.all_greedy]()
-        return self._forward(sampling)
+            best, top, *drawn = self._rounds[sampling.all_greedy]()
+        else:
+            if self._masks is None and not sampling.all_greedy:
+                self._masks = Masks(sampling, self._rows, self._rows.gamma + 1)
+            best, top, *drawn = self._forward(sampling, self._masks)
+        return LevelLogits(best, top, Distributions(*drawn) if drawn else None)
 
-    def _forward(self, sampling: DeviceSampling) -> LevelLogits:
+    def _forward(
+        self, sampling: DeviceSampling, masks: Masks | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """The fields of ``LevelLogits`` and of its distributions, if any."""
         rows = self._rows
         group = self._groups[self._sparse_group]
         rows.feed_target(
@@ -147,11 +154,10 @@ class DeviceRetrieval:
         logits = logits.to(self._logits_dtype)
         top, best = logits.max(-1)
         if sampling.all_greedy:
-            return LevelLogits(best, top, None)
-        masked, lse = masked_logits(logits.flatten(0, 1), Masks(sampling, rows, logits.shape[1]))
-        return LevelLogits(
-            best, top, Distributions(masked.view(logits.shape), lse.view(logits.shape[:2]))
-        )
+            return best, top
+        masks = masks or Masks(sampling, rows, logits.shape[1])
+        masked, lse = masked_logits(logits.flatten(0, 1), masks)
+        return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
     def clean(self) -> None:
         """Removes NaN from the lookahead slots of the rows that have a fault."""

@@ -3,22 +3,19 @@ between them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Generic, TypeVar
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import weak_ref_tensor
 
 from vllm_triforce.device.model_pass import ModelPass, PassGraphs
 from vllm_triforce.kernels.rows import Rows
 
-Result = TypeVar("Result")
-
-# Larger batches launch pass by pass: graphs keep their memory, and it is long passes that they are
-# made of.
-MAX_LOGITS_BYTES = 64 << 20
+# Larger batches launch pass by pass: theirs take long, and each size of a graph its memory.
+MAX_ROWS = 16
 
 
-class RowWork(Generic[Result]):
+class RowWork:
     """Calls ``work()``, or replays it where it was captured for as many rows or more.
 
     Rows past ``rows.num_rows`` then take part. Kernels see by ``rows.count`` that there are fewer,
@@ -26,18 +23,16 @@ class RowWork(Generic[Result]):
 
     Args:
         work: launches, for the first ``rows.num_rows`` rows; reads and writes nothing but tensors
-            that stay where they are, and its own. What it returns is valid until the next replay
-            of any graph.
+            that stay where they are, and its own. What it returns, of a replay, is in memory that
+            the next replay of any graph may write.
         passes: that it runs.
-        logits_shape: [places of a row, vocab_size], of the largest logits that it makes.
     """
 
     def __init__(
         self,
-        work: Callable[[], Result],
+        work: Callable[[], tuple[torch.Tensor, ...]],
         rows: Rows,
         passes: Sequence[ModelPass],
-        logits_shape: tuple[int, int],
         vllm_config,
         device: torch.device,
         name: str,
@@ -45,23 +40,21 @@ class RowWork(Generic[Result]):
         self._work = work
         self._rows = rows
         self._passes = passes
-        self._max_rows = min(
-            rows.max_rows, MAX_LOGITS_BYTES // (4 * logits_shape[0] * logits_shape[1])
-        )
         self._vllm_config = vllm_config
         self._device = device
         self.name = name
         self._graphs: PassGraphs | None = None
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, mode: CUDAGraphMode) -> None:
-        if self._max_rows < 1:
-            return
-        graphs = PassGraphs(self._vllm_config, self._device, mode, 1, self._max_rows)
+        most = min(self._rows.max_rows, MAX_ROWS)
+        graphs = PassGraphs(self._vllm_config, self._device, mode, 1, most)
+        # What is launched in a capture's warm-up finds no row to write anything for.
+        self._rows.count.zero_()
         graphs.capture_pass(self._capture, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
 
-    def __call__(self) -> Result:
+    def __call__(self) -> tuple[torch.Tensor, ...]:
         num_rows = self._rows.num_rows
         if self._graphs is not None:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)
@@ -69,7 +62,7 @@ class RowWork(Generic[Result]):
                 return self._replay(desc)
         return self._work()
 
-    def _replay(self, desc) -> Result:
+    def _replay(self, desc) -> tuple[torch.Tensor, ...]:
         assert self._graphs is not None
         self._graphs.run_fullgraph(desc)
         return self._results[desc.num_reqs]
@@ -79,4 +72,5 @@ class RowWork(Generic[Result]):
             for its in self._passes:
                 stack.enter_context(its.inlined())
             stack.enter_context(self._rows.as_if(num_rows))
-            self._results[num_rows] = self._work()
+            # Weak, so that graphs of other sizes have the same memory.
+            self._results[num_rows] = tuple(weak_ref_tensor(its) for its in self._work())

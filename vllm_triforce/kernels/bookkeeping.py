@@ -63,6 +63,7 @@ def begin_rows_kernel(
     first_newly_full_ptr,
     last_newly_full_ptr,
     temperature_ptr,
+    divisor_ptr,
     seed_ptr,
     outcomes_ptr,  # [padded rows, NUM_OUTCOMES], written
     num_speculative_tokens,
@@ -123,6 +124,7 @@ def begin_rows_kernel(
     tl.store(computed_ptr + row, computed)
     tl.store(last_token_ptr + row, token)
     tl.store(temperature_ptr + row, temperature)
+    tl.store(divisor_ptr + row, tl.where(temperature > 0, temperature, 1.0))
     tl.store(room_ptr + row, room)
     tl.store(rounds_left_ptr + row, rounds)
     tl.store(length_ptr + row, 0)

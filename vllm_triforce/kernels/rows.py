@@ -79,6 +79,7 @@ class Rows:
         # Of the round: what level 1 drafted, what of it was accepted, what the proposal grew by.
         self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
         self.temperature = integers(max_rows, dtype=torch.float32)
+        self.divisor = integers(max_rows, dtype=torch.float32)  # the same, 1 where a row is greedy
         self.seeds = integers(max_rows, dtype=torch.int64)
         self.outcomes = integers(max_rows, len(OutcomeColumn))
         self.token_positions = integers(max_rows)  # index of the first drafted token
@@ -145,6 +146,7 @@ class Rows:
             self.first_newly_full,
             self.last_newly_full,
             self.temperature,
+            self.divisor,
             self.seeds,
             self.outcomes,
             self.num_speculative_tokens,

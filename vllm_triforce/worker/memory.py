@@ -1,7 +1,9 @@
 """What TriForce keeps on a GPU beside vLLM's KV cache, and must be left room for."""
 
+from vllm.config.compilation import CUDAGraphMode
+
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.device.row_work import MAX_LOGITS_BYTES
+from vllm_triforce.device.row_work import MAX_ROWS
 from vllm_triforce.selection import POLICIES
 
 # Copies in float32 of level 2's logits that a proposal with sampled requests makes.
@@ -15,8 +17,9 @@ def room_for_kv_cache(
 
     Chunk summaries grow with the KV cache: of each kind one key per block, layer and KV head, where
     the cache has ``2 * block_size`` vectors. The rest is fixed: for ``max_speculating_seqs``
-    requests selections and block tables, the draft's windows, and logits of levels 1 and 2; and one
-    query per request and layer.
+    requests selections and block tables, the draft's windows, and logits of levels 1 and 2, those
+    in CUDA graphs apart; and one query per request and layer. What CUDA itself takes for a graph is
+    not counted.
 
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.
@@ -39,8 +42,9 @@ def room_for_kv_cache(
     vocab_size = vllm_config.model_config.get_vocab_size()
     of_level1 = config.gamma * itemsize if draft_layers else 0
     logits = 4 * seqs * vocab_size * (config.gamma + 1)
-    in_graphs = 0 if vllm_config.model_config.enforce_eager else min(logits, MAX_LOGITS_BYTES)
-    fixed += seqs * vocab_size * of_level1 + _LOGIT_COPIES * (logits + in_graphs)
+    fixed += seqs * vocab_size * of_level1 + _LOGIT_COPIES * logits
+    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        fixed += _LOGIT_COPIES * logits * min(seqs, MAX_ROWS) // seqs  # graphs keep their memory
     kinds = len(POLICIES[config.selection].summaries)
     share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
     left = int((available_bytes - fixed) / (1 + share))

@@ -119,7 +119,6 @@ class DeviceDraftModel(DeviceSource):
                 partial(self._draft, is_first, DeviceSampling(all_greedy)),
                 rows,
                 self._passes,
-                (1, vocab_size),
                 vllm_config,
                 device,
                 f"level 1 {'first ' * is_first}round, {'greedy' if all_greedy else 'sampled'}",
@@ -163,7 +162,7 @@ class DeviceDraftModel(DeviceSource):
         else:
             self._draft(is_first, batch.sampling)
 
-    def _draft(self, is_first: bool, sampling: DeviceSampling) -> None:
+    def _draft(self, is_first: bool, sampling: DeviceSampling) -> tuple[()]:
         rows, first = self._rows, self._catch_up if is_first else self._first
         if is_first:
             slots = rows.column(RowColumn.SLOT)
@@ -181,6 +180,7 @@ class DeviceDraftModel(DeviceSource):
             rows.feed_draft(self._step.inputs, padded, step, *geometry)
             self._draw(sampling, self._step.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
+        return ()
 
     def clean(self, batch: DeviceBatch, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]

@@ -94,7 +94,6 @@ class DeviceBuild:
             rows,
             vllm_config.model_config.max_model_len - 1,
             self.tables,
-            draft_logits.shape[2],
             draft_logits.dtype,
             device,
             self.adapters,
