@@ -7,13 +7,14 @@ it runs in tests. So a backend for the CPU is a ``RaggedRetrievalAttention``, an
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.chunk_summaries import BlockSummaries, summarise
+from vllm_triforce.cache.layer_offload import LayerOffload
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
 
@@ -29,9 +30,16 @@ class RetrievalAttention(ABC):
         builder: vLLM's metadata builder of these layers.
         recorder: to be told the queries of every full pass, by the implementation that
             ``attach`` gives each layer.
+        offloads: of layers whose KV cache lies in host memory, by name.
     """
 
-    def __init__(self, layers: list, builder, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        layers: list,
+        builder,
+        recorder: Recorder,
+        offloads: Mapping[str, LayerOffload] | None = None,
+    ) -> None:
         first = layers[0]
         self._layers = layers
         self._builder = builder
@@ -40,7 +48,8 @@ class RetrievalAttention(ABC):
         self.query_shape: tuple[int, int, int] = (len(layers), first.num_heads, first.head_size)
         """Of a request's recorded queries; read by Runner V1, to measure what selecting costs."""
         for index, layer in enumerate(layers):
-            self.attach(layer, index, recorder)
+            offload = (offloads or {}).get(layer.layer_name)
+            self.attach(layer, index, recorder, offload)
 
     @staticmethod
     @abstractmethod
@@ -51,8 +60,14 @@ class RetrievalAttention(ABC):
         """
 
     @abstractmethod
-    def attach(self, layer, index: int, recorder: Recorder) -> None:
-        """Gives a layer an implementation that also takes our metadata (``replace_impl``)."""
+    def attach(
+        self, layer, index: int, recorder: Recorder, offload: LayerOffload | None = None
+    ) -> None:
+        """Gives a layer an implementation that also takes our metadata (``replace_impl``).
+
+        Args:
+            offload: where the layer's KV cache lies in host memory.
+        """
 
     @abstractmethod
     def head_strides(self) -> tuple[int, int]:
@@ -68,7 +83,7 @@ class RetrievalAttention(ABC):
         num_rows: int,
         query_len: int,
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
-        block_tables: torch.Tensor,  # [num_layers, num_rows * num_kv_heads, width], int32
+        block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
     ) -> list[Any]:
         """Metadata of a level 2 pass of ``query_len`` tokens a row, a layer each.
 
@@ -99,7 +114,7 @@ class RaggedRetrievalAttention(RetrievalAttention):
         self,
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
-        block_tables: torch.Tensor,  # [num_layers, num_reqs * num_kv_heads, width], int32
+        block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
     ) -> list[Any]:
         """Metadata of one level 2 pass, a layer each. Runner V1 asks, before every pass."""
 
@@ -109,7 +124,11 @@ class RaggedRetrievalAttention(RetrievalAttention):
         [n, num_kv_heads, head_dim]. Runner V1 asks once (``cache/chunk_summaries.py``)."""
 
     def uniform(
-        self, num_rows: int, query_len: int, seq_lens: torch.Tensor, block_tables: torch.Tensor
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,
+        block_tables: Sequence[torch.Tensor],
     ) -> list[Any]:
         query_lens = torch.full((num_rows,), query_len, dtype=torch.int32, device=seq_lens.device)
         return self.build(query_lens, seq_lens[:: self.num_kv_heads].contiguous(), block_tables)

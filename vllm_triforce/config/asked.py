@@ -30,6 +30,7 @@ _MOST_LENGTH, _MOST_GAMMA = 32, 4
 _MOST_FIXED_LENGTH = 12
 
 _MAX_NGRAM = 8
+_SEQS, _SEQS_OFFLOADED = 64, 4
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,13 @@ class TriForceConfig:
     prompt_lookup_max: int | None = None
     """Longest n-gram, in tokens, that prompt lookup looks for. Default: 8."""
 
-    max_speculating_seqs: int = 64
+    max_speculating_seqs: int | None = None
     """On Model Runner V2, requests that are speculated on at a time, and for which buffers are
-    allocated; others decode plainly."""
+    allocated; others decode plainly. Default: 64; 4 with ``kv_offload_gib``."""
+
+    kv_offload_gib: float | None = None
+    """GiB of host memory for the KV cache, of each rank, on Model Runner V2: the last layers' KV
+    lies there, as much as fits."""
 
     log_interval: float = 10.0
     """Seconds between two lines of per-level figures in the log; 0 is never."""
@@ -117,6 +122,11 @@ class TriForceConfig:
         self._check_range("min_context", 0)
         self._check_range("prompt_lookup_max", 1)
         self._check_range("max_speculating_seqs", 1)
+        if self.kv_offload_gib is not None and not 0 < self.kv_offload_gib < math.inf:
+            raise ValueError(
+                f"kv_offload_gib={self.kv_offload_gib} is no size; give GiB of host memory above "
+                "0, or leave it out"
+            )
         self._check_range("log_interval", 0)
         if self.draft_sources is not None:
             parse_sources(self.draft_sources)
@@ -261,6 +271,8 @@ class TriForceConfig:
             # Chosen by fill(); what is not run has none.
             "draft_sources": filled.draft_sources or "",
             "prompt_lookup_max": filled.prompt_lookup_max or _MAX_NGRAM,
+            "max_speculating_seqs": filled.max_speculating_seqs
+            or (_SEQS if self.kv_offload_gib is None else _SEQS_OFFLOADED),
         }
         del values["adaptive"]
         return ResolvedConfig(**values)

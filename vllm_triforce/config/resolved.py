@@ -29,6 +29,7 @@ class ResolvedConfig:
     """Where level 1's tokens come from, separated by commas, the preferred one first."""
     prompt_lookup_max: int
     max_speculating_seqs: int
+    kv_offload_gib: float | None
     log_interval: float
 
     @classmethod
@@ -59,6 +60,17 @@ class ResolvedConfig:
     def recent_blocks(self) -> int:
         """That it reads whatever their scores."""
         return self.retrieval_recent_tokens // self.block_size
+
+    @property
+    def max_growth(self) -> int:
+        """Tokens by which a context grows between two selections at most."""
+        return self.refresh_interval * (self.num_speculative_tokens + 1)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks that level 2 reads of a request at most: the budget, and what grows behind it."""
+        reach = self.max_growth + 2 * (self.num_speculative_tokens + 1) + self.gamma
+        return self.budget_blocks + -(-reach // self.block_size) + 2
 
     @property
     def window_tokens(self) -> int:

@@ -16,6 +16,7 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.row_metadata import Refresh
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.offload.pool import RetrievalPool
 from vllm_triforce.verification.masked_logits import masked_logits
 
 
@@ -32,6 +33,8 @@ class DeviceRetrieval:
         tables: of each group, [max_rows, width], int32: where each batch's block tables are.
         logits_dtype: of the logits from which is drawn.
         adapters: None where the engine has no LoRA.
+        pool: of the layers whose KV cache lies in host memory, which are the last; None where
+            there are none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class DeviceRetrieval:
         logits_dtype: torch.dtype,
         device: torch.device,
         adapters: PassAdapters | None = None,
+        pool: RetrievalPool | None = None,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -61,16 +65,20 @@ class DeviceRetrieval:
         self._logits_dtype = logits_dtype
         self._batch: DeviceBatch | None = None
         self._masks: Masks | None = None
+        self._pool = pool
+        names = groups[self._sparse_group].sparse_layer_names
+        self._pooled = set() if pool is None else set(names[-pool.num_layers :])
         layers = vllm_config.compilation_config.static_forward_context
         self._cleaners = [
-            BlockCleaner(
-                [
+            BlockCleaner(caches, group.block_size, device)
+            if (
+                caches := [
                     layers[name].kv_cache
                     for name in group.sparse_layer_names + group.dense_layer_names
-                ],
-                group.block_size,
-                device,
+                    if name not in self._pooled
+                ]
             )
+            else None
             for group in groups
         ]
         config = vllm_config.model_config
@@ -119,6 +127,8 @@ class DeviceRetrieval:
         self._masks = None
         self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
+        if self._pool is not None:
+            self._pool.begin(self.selections.tables)
 
     def forward(self) -> LevelLogits:
         """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
@@ -146,6 +156,7 @@ class DeviceRetrieval:
             group.block_size,
             self._max_position,
             self._num_kv_heads,
+            *(() if self._pool is None else (self._pool.slot_mapping, self._pool.width)),
         )
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
@@ -164,16 +175,20 @@ class DeviceRetrieval:
         rows = self._rows
         reach = rows.num_speculative_tokens + rows.gamma
         for cleaner, table in zip(self._cleaners, self._batch.tables):
-            cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
+            if cleaner is not None:
+                cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
+        if self._pool is not None:
+            self._pool.clean()
 
     def _metadata(self, num_rows: int) -> dict:
         inputs, heads = self._pass.inputs, self._num_kv_heads
         group = self._groups[self._sparse_group]
+        tables = [
+            (self._pool.tables if name in self._pooled else own)[: num_rows * heads]
+            for name, own in zip(group.sparse_layer_names, self.selections.tables)
+        ]
         sparse = self._attention.uniform(
-            num_rows,
-            inputs.query_len,
-            inputs.seq_lens[: num_rows * heads],
-            self.selections.tables[:, : num_rows * heads],
+            num_rows, inputs.query_len, inputs.seq_lens[: num_rows * heads], tables
         )
         metadata = dict(zip(group.sparse_layer_names, sparse))
         for index, group in enumerate(self._groups):
@@ -190,6 +205,9 @@ class DeviceRetrieval:
         for index, group in enumerate(self._groups):
             where = own if index == self._sparse_group else self._slots_of(index, num_rows)
             slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, where)
+        if self._pool is not None:
+            where = self._pool.slot_mapping[: num_rows * inputs.query_len]
+            slots |= dict.fromkeys(self._pooled, where)
         return slots
 
     def _slots_of(self, index: int, num_rows: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ class DeviceSelections:
         device: torch.device,
     ) -> None:
         num_layers, _, _, head_dim = queries.shape
-        self.block_size = block_size = config.block_size
+        self.block_size = config.block_size
         self.recent_blocks = config.recent_blocks
         self.max_selected = config.budget_blocks - self.recent_blocks
         self._refresh_interval = config.refresh_interval
@@ -55,11 +55,8 @@ class DeviceSelections:
         self._attention = attention
         self._queries = queries
         self._rows = rows
-        per_pass = config.num_speculative_tokens + 1
-        # Between two selections the tail grows by what the full passes add.
-        self._max_growth = config.refresh_interval * per_pass
-        reach = self._max_growth + 2 * per_pass + config.gamma
-        self.width = self.max_selected + self.recent_blocks + -(-reach // block_size) + 2
+        self._max_growth = config.max_growth
+        self.width = config.table_width
         # Head-major, so that one head's lie together.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.summaries = {

@@ -128,10 +128,15 @@ def feed_target_kernel(
     sparse_seq_lens_ptr,  # [padded rows * num_kv_heads]
     dense_seq_lens_ptr,  # [padded rows]
     token_positions_ptr,  # [padded rows]
+    pool_mapping_ptr,  # [padded rows * (gamma + 1)], as slot_mapping, in the pool of the row's slot
+    tail_ptr,
+    num_selected_ptr,
+    pool_width,  # blocks of a slot
     block_size,
     max_position,
     num_kv_heads,
     gamma,
+    HAS_POOL: tl.constexpr,
     PADDED_LEN: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
 ):
@@ -152,6 +157,8 @@ def feed_target_kernel(
         tl.store(slot_mapping_ptr + out, -1, mask=mask)
         tl.store(seq_lens, query_len, mask=heads < num_kv_heads)
         tl.store(dense_seq_lens_ptr + row, query_len)
+        if HAS_POOL:
+            tl.store(pool_mapping_ptr + out, -1, mask=mask)
         return
     # The pass adds a token of its own, hence one less to draft.
     drafted = tl.minimum(tl.load(num_drafted_ptr + row), missing - 1)
@@ -167,6 +174,12 @@ def feed_target_kernel(
     tl.store(input_ids_ptr + out, tl.where(j == 0, newest, draft), mask=mask)
     tl.store(positions_ptr + out, tl.minimum(position, max_position).to(tl.int64), mask=mask)
     tl.store(slot_mapping_ptr + out, tl.where(valid, place, -1), mask=mask)
+    if HAS_POOL:
+        index = tl.load(num_selected_ptr + row) + position // block_size - tl.load(tail_ptr + row)
+        fits = valid & (index < pool_width)
+        index += row_value(row_metadata_ptr, row, SLOT) * pool_width
+        place = index.to(tl.int64) * block_size + position % block_size
+        tl.store(pool_mapping_ptr + out, tl.where(fits, place, -1), mask=mask)
     seq_len = computed + length + query_len
     sparse = seq_len - tl.load(skipped_ptr + row)
     tl.store(seq_lens, sparse + tl.zeros_like(heads), mask=heads < num_kv_heads)

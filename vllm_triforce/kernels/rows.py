@@ -224,8 +224,16 @@ class Rows:
         block_size: int,
         max_position: int,
         num_kv_heads: int,
+        pool_mapping: torch.Tensor | None = None,
+        pool_width: int = 0,
     ) -> None:
-        """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head."""
+        """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head.
+
+        Args:
+            pool_mapping: [max_rows * (gamma + 1)], int64, written: where the tokens go in the pool
+                of layers in host memory.
+            pool_width: blocks that a slot has there.
+        """
         feed_target_kernel[(padded_rows,)](
             self.row_metadata,
             self.count,
@@ -246,10 +254,15 @@ class Rows:
             inputs.seq_lens,
             dense_seq_lens,
             self.token_positions,
+            inputs.slot_mapping if pool_mapping is None else pool_mapping,
+            self.tail,
+            self.num_selected,
+            pool_width,
             block_size,
             max_position,
             num_kv_heads,
             self.gamma,
+            HAS_POOL=pool_mapping is not None,
             PADDED_LEN=triton.next_power_of_2(self.gamma + 1),
             PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
         )

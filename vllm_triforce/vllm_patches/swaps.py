@@ -89,6 +89,12 @@ LAYER_CACHE = Swap(
     "the draft's layers have a private cache, level 1's windows",
     _OUT_OF_TREE,
 )
+ALLOCATE_KV_CACHE = Swap(
+    "vllm.v1.worker.gpu.attn_utils",
+    "allocate_kv_cache",
+    "with `kv_offload_gib` the last layers' KV cache lies in host memory; set while vLLM allocates",
+    "vLLM can place a layer's KV cache",
+)
 DRAFTER_LENGTH = Swap(
     "GPUModelRunner (V1)",
     "effective_drafter_max_model_len",

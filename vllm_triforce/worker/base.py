@@ -6,9 +6,13 @@ from vllm.logger import init_logger
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.asked import METHOD
+from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
+from vllm_triforce.offload.cache import OffloadedCache
 from vllm_triforce.scheduler import draft_carrier
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.worker.memory import beside_kv_cache
+from vllm_triforce.worker.offloading import allocating_with, plan_offload
 
 logger = init_logger("vllm.triforce")
 
@@ -26,6 +30,8 @@ class TriForceWorkerMixin:
     triforce: Any
     """The adapter of the runner that vLLM chose: ``v1/runner.py`` or ``v2/runner.py``."""
     _counter_sender: CounterSender | None = None
+    _offload: OffloadedCache | None = None
+    """Where some layers' KV cache lies in host memory."""
     _sends_drafts = False
     """Whether a step's drafts go with its output, and need not be asked for."""
 
@@ -51,9 +57,30 @@ class TriForceWorkerMixin:
         specs = super().get_kv_cache_spec()
         return {name: spec for name, spec in specs.items() if name not in draft_layers}
 
+    def beside_kv_cache(self) -> tuple[int, float]:
+        """Bytes that TriForce takes beside vLLM's KV cache, and for each byte of it."""
+        config, _ = read_config(self.vllm_config)
+        drafts = self.triforce.draft_layer_names
+        layers = attention_layers(self.vllm_config)
+        return beside_kv_cache(
+            self.triforce.target_layers,
+            {name: layer for name, layer in layers.items() if name in drafts},
+            config,
+            self.vllm_config,
+        )
+
+    def plan_offload(self, device_bytes: int, summary_share: float) -> int:
+        """Bytes of KV cache on the device and in host memory together."""
+        config, _ = read_config(self.vllm_config)
+        most = min(self.vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
+        specs = self.get_kv_cache_spec()
+        self._offload = plan_offload(specs, config, most, device_bytes, summary_share)
+        return self._offload.placement.kv_bytes
+
     def initialize_from_config(self, kv_cache_config) -> None:
-        super().initialize_from_config(kv_cache_config)
-        self.triforce.allocate(kv_cache_config)
+        with allocating_with(self._offload):
+            super().initialize_from_config(kv_cache_config)
+        self.triforce.allocate(kv_cache_config, self._offload)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 
     def compile_or_warm_up_model(self):

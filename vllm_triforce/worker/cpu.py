@@ -3,7 +3,7 @@
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_triforce.vllm_patches.expand_kernel import fix_expand_kernel
-from vllm_triforce.worker.base import TriForceWorkerMixin
+from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
@@ -13,3 +13,11 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
         if not self.use_v2_model_runner:
             fix_expand_kernel()
         super().init_device()
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        config, _ = read_config(self.vllm_config)
+        if config.kv_offload_gib is None:
+            return available
+        fixed, share = self.beside_kv_cache()
+        return self.plan_offload(available - fixed, share)

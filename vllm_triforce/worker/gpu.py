@@ -6,7 +6,6 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 from vllm_triforce.worker.memory import room_for_kv_cache
 from vllm_triforce.worker.v2.decode_graphs import (
@@ -24,13 +23,10 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)
-        target, drafts = self.triforce.target_layers, self.triforce.draft_layer_names
-        draft_layers = {
-            name: layer
-            for name, layer in attention_layers(self.vllm_config).items()
-            if name in drafts
-        }
-        left = room_for_kv_cache(available, target, draft_layers, config, self.vllm_config)
+        fixed, share = self.beside_kv_cache()
+        if config.kv_offload_gib is not None:
+            return self.plan_offload(available - fixed, share)
+        left = room_for_kv_cache(available, fixed, share, config)
         logger.info_once(
             "TriForce leaves %.2f of %.2f GiB to the KV cache; chunk summaries, selections, the "
             "draft's windows and logits need the rest.",

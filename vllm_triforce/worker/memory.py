@@ -10,10 +10,10 @@ from vllm_triforce.selection import POLICIES
 _LOGIT_COPIES = 3
 
 
-def room_for_kv_cache(
-    available_bytes: int, layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
-) -> int:
-    """What is left of vLLM's estimate for its KV cache.
+def beside_kv_cache(
+    layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
+) -> tuple[int, float]:
+    """Bytes that are taken whatever the KV cache's size, and for each of its bytes.
 
     Chunk summaries grow with the KV cache: of each kind one key per block, layer and KV head, where
     the cache has ``2 * block_size`` vectors. The rest is fixed: for ``max_speculating_seqs``
@@ -23,9 +23,6 @@ def room_for_kv_cache(
 
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.
-
-    Raises:
-        ValueError: nothing is left.
     """
     some = next(iter(layers.values()))
     num_layers, heads, dim = len(layers), some.num_kv_heads, some.head_size
@@ -47,6 +44,18 @@ def room_for_kv_cache(
         fixed += _LOGIT_COPIES * logits * min(seqs, MAX_ROWS) // seqs  # graphs keep their memory
     kinds = len(POLICIES[config.selection].summaries)
     share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
+    return fixed, share
+
+
+def room_for_kv_cache(available_bytes: int, fixed: int, share: float, config) -> int:
+    """What is left of vLLM's estimate for its KV cache.
+
+    Args:
+        fixed, share: of ``beside_kv_cache()``.
+
+    Raises:
+        ValueError: nothing is left.
+    """
     left = int((available_bytes - fixed) / (1 + share))
     if left <= 0:
         raise ValueError(

@@ -7,6 +7,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.cache.layer_offload import LayerOffload, metadata_of
 
 # Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
@@ -37,10 +38,22 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
 
     layer_index: int
     recorder: Recorder
+    offload: LayerOffload | None
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        if self.offload is not None and isinstance(metadata_of(layer), SparseCPUMetadata):
+            kv_cache = self.offload.pool
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if isinstance(attn_metadata, SparseCPUMetadata):
+            if self.offload is not None:
+                kv_cache = self.offload.pool
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
+        if self.offload is not None and isinstance(attn_metadata, CPUAttentionMetadata):
+            kv_cache = self.offload.staged(
+                kv_cache, attn_metadata.block_table, attn_metadata.seq_lens
+            )
         if not self.recorder.paused and isinstance(attn_metadata, CPUAttentionMetadata):
             self.recorder.record(self.layer_index, query, attn_metadata)
         return CPUAttentionBackendImpl.forward(

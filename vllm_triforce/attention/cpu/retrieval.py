@@ -1,5 +1,6 @@
 """Level 2's attention on the CPU: one call of vLLM's kernel per layer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,8 +22,8 @@ from vllm_triforce.selection import Summary
 class CPURetrievalAttention(RaggedRetrievalAttention):
     """Over vLLM's CPU kernel, on both runners."""
 
-    def __init__(self, layers: list, builder, recorder: Recorder) -> None:
-        super().__init__(layers, builder, recorder)
+    def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
+        super().__init__(layers, builder, recorder, offloads)
         first = layers[0]
         self._group = first.num_heads // first.num_kv_heads
         self._has_sinks = first.impl.sinks is not None
@@ -38,8 +39,14 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             and impl.kv_sharing_target_layer_name is None
         )
 
-    def attach(self, layer, index: int, recorder: Recorder) -> None:
-        replace_impl(layer, RetrievalCPUAttentionImpl, layer_index=index, recorder=recorder)
+    def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
+        replace_impl(
+            layer,
+            RetrievalCPUAttentionImpl,
+            layer_index=index,
+            recorder=recorder,
+            offload=offload,
+        )
 
     def head_strides(self) -> tuple[int, int]:
         """The CPU's blocks are head-major (``cache/one_head_blocks.py``)."""
@@ -49,7 +56,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         self,
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
-        block_tables: torch.Tensor,  # [num_layers, num_reqs * num_kv_heads, width], int32
+        block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
     ) -> list[SparseCPUMetadata]:
         """Only the block tables differ by layer."""
         heads = self.num_kv_heads

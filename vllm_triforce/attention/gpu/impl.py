@@ -14,6 +14,7 @@ from vllm_triforce.attention.gpu.paged_kernels import (
     triton_attention,
 )
 from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.cache.layer_offload import LayerOffload, metadata_of
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 
@@ -38,10 +39,16 @@ class _RetrievalImpl:
 
     layer_index: int | None
     recorder: Recorder | None
+    offload: LayerOffload | None
     kernel: PagedKernel
     num_heads: int  # these three are the backend's
     num_kv_heads: int
     head_size: int
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        if self.offload is not None and isinstance(metadata_of(layer), SparseMetadata):
+            kv_cache = self.offload.pool
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -55,6 +62,8 @@ class _RetrievalImpl:
         output_scale=None,
         output_block_scale=None,
     ):
+        if self.offload is not None:
+            kv_cache = self._on_device(kv_cache, attn_metadata)
         if isinstance(attn_metadata, SparseMetadata | DirectMetadata):
             if output_scale is None:
                 return self._forward_ours(layer, query, kv_cache, attn_metadata, output)
@@ -79,6 +88,15 @@ class _RetrievalImpl:
             output_scale,
             output_block_scale,
         )
+
+    def _on_device(self, kv_cache, metadata):
+        """In the place of a KV cache that lies in host memory."""
+        assert self.offload is not None
+        if isinstance(metadata, SparseMetadata):
+            return self.offload.pool
+        if metadata is None:  # a pass that reads nothing, at start
+            return kv_cache
+        return self.offload.staged(kv_cache, metadata.block_table, metadata.seq_lens)
 
     def _forward_ours(self, layer, query, kv_cache, metadata, output):
         if isinstance(metadata, SparseMetadata):
@@ -176,12 +194,18 @@ def _flash_version(head_size: int) -> int | None:
     return get_flash_attn_version(head_size=head_size)
 
 
-def attach(layer, layer_index: int | None, recorder: Recorder | None) -> None:
+def attach(
+    layer,
+    layer_index: int | None,
+    recorder: Recorder | None,
+    offload: LayerOffload | None = None,
+) -> None:
     """Replaces a layer's implementation by a subclass of it; its settings stay as they are.
 
     Args:
         layer_index: place among the layers that retrieve; None for a draft's layer, of which
             nothing is recorded.
+        offload: where its KV cache lies in host memory.
 
     Raises:
         ValueError: the attention backend is not one that TriForce knows.
@@ -196,4 +220,4 @@ def attach(layer, layer_index: int | None, recorder: Recorder | None) -> None:
     subclass = type(
         f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
     )
-    replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder)
+    replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder, offload=offload)

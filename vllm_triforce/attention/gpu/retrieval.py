@@ -1,6 +1,6 @@
 """Level 2's attention on a GPU, on the buffers of a pass of a fixed shape."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,8 +24,8 @@ _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 class GPURetrievalAttention(RetrievalAttention):
     """Over vLLM's paged kernels, which are called without a backend's metadata."""
 
-    def __init__(self, layers: list, builder, recorder: Recorder) -> None:
-        super().__init__(layers, builder, recorder)
+    def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
+        super().__init__(layers, builder, recorder, offloads)
         self._keys: KeyPointers | None = None
         self._starts = UniformStarts()
 
@@ -42,8 +42,8 @@ class GPURetrievalAttention(RetrievalAttention):
             and impl.kv_cache_dtype in _KV_CACHE_DTYPES
         )
 
-    def attach(self, layer, index: int, recorder: Recorder) -> None:
-        attach(layer, index, recorder)
+    def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
+        attach(layer, index, recorder, offload)
 
     def head_strides(self) -> tuple[int, int]:
         """All layers are laid out alike."""
@@ -56,10 +56,10 @@ class GPURetrievalAttention(RetrievalAttention):
         num_rows: int,
         query_len: int,
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
-        block_tables: torch.Tensor,  # [num_layers, num_rows * num_kv_heads, width], int32
+        block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
     ) -> list[SparseMetadata]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
-        most = block_tables.shape[2] * self._layers[0].kv_cache.shape[2]
+        most = block_tables[0].shape[1] * self._layers[0].kv_cache.shape[2]
         return [
             SparseMetadata(PagedSequences(starts, seq_lens, table, query_len, most), query_len)
             for table in block_tables

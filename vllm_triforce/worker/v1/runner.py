@@ -72,7 +72,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
         """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
 
-    def allocate(self, kv_cache_config) -> None:
+    def allocate(self, kv_cache_config, offload=None) -> None:
         """Builds the levels, once the target's KV cache exists."""
         # The runner stops drafting for the whole batch once one request passes this; whether
         # a request still fits is decided per request, in RunnerBatch.room().

@@ -16,6 +16,8 @@ from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.offload.cache import OffloadedCache
+from vllm_triforce.offload.pool import RetrievalPool
 from vllm_triforce.worker.v2.adapters import LevelAdapters
 
 
@@ -25,6 +27,7 @@ class DeviceBuild:
     Args:
         target_layers, draft_layers: attention layers by name.
         draft_logits: [max_num_reqs, num_speculative_tokens, vocab], for the outer test.
+        offload: where some layers' KV cache lies in host memory.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class DeviceBuild:
         kv_cache_config,
         draft_logits: torch.Tensor,
         device: torch.device,
+        offload: OffloadedCache | None = None,
     ) -> None:
         backend = backend_for(current_platform)
         retrieval_attention = backend.retrieval()
@@ -67,7 +71,17 @@ class DeviceBuild:
             config.min_context,
             dtype,
         )
-        attention = retrieval_attention(layers, builder, self.recorder)
+        pools = (
+            {}
+            if offload is None
+            else offload.allocate_pools(self.num_slots * config.table_width, vllm_config, device)
+        )
+        attention = retrieval_attention(
+            layers,
+            builder,
+            self.recorder,
+            {name: offload.of_layer(pool) for name, pool in pools.items()} if offload else None,
+        )
         selections = DeviceSelections(
             config,
             attention,
@@ -84,6 +98,18 @@ class DeviceBuild:
             for table in runner.block_tables.block_tables
         ]
         """Of each KV cache group, [num_slots, width], int32: block tables of a proposal's rows."""
+        pool = None
+        if pools:
+            pool = RetrievalPool(
+                [layer.kv_cache for layer in layers if layer.layer_name in pools],
+                list(pools.values()),
+                len(layers) - len(pools),
+                config.table_width,
+                attention.head_strides(),
+                rows,
+                self.num_slots,
+                device,
+            )
         self.adapters = None if runner.lora_config is None else LevelAdapters(runner)
         level2 = DeviceRetrieval(
             target,
@@ -97,6 +123,7 @@ class DeviceBuild:
             draft_logits.dtype,
             device,
             self.adapters,
+            pool,
         )
         race = Race(self.num_slots, draft_logits.shape[2], device)
         parts = DeviceSourceParts(

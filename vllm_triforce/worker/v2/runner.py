@@ -106,7 +106,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         else:
             self._graph_mode = CUDAGraphMode.NONE
 
-    def allocate(self, kv_cache_config) -> None:
+    def allocate(self, kv_cache_config, offload=None) -> None:
         """Builds the levels, once the target's KV cache exists."""
         self._facts = hear_of_requests(self._runner)
         self._num_blocks = kv_cache_config.num_blocks
@@ -123,6 +123,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
             kv_cache_config=kv_cache_config,
             draft_logits=self.draft_logits,
             device=self.device,
+            offload=offload,
         )
         self._routes = Routes(self.config, self._built, self._facts)
 

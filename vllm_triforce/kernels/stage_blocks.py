@@ -1,0 +1,65 @@
+"""One layer's KV blocks from host memory to the device, as many as a step's requests read."""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+# PCIe is filled by few programs, and others need the rest of the device.
+_NUM_PROGRAMS = 32
+_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _stage_blocks_kernel(
+    host_ptr,  # [num_blocks, page_size]
+    staging_ptr,  # [num_blocks, page_size], written
+    page_size,
+    tables_ptr,  # [num_reqs, table_stride]
+    table_stride,
+    seq_lens_ptr,  # [num_reqs]
+    num_reqs,
+    block_size,
+    BLOCK: tl.constexpr,
+):
+    first, step = tl.program_id(0), tl.num_programs(0)
+    for row in range(0, num_reqs):
+        num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
+        for index in range(first, num_blocks, step):
+            block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
+            for start in range(0, page_size, BLOCK):
+                places = start + tl.arange(0, BLOCK)
+                mask = places < page_size
+                found = tl.load(host_ptr + block + places, mask=mask)
+                tl.store(staging_ptr + block + places, found, mask=mask)
+
+
+def stage_blocks(
+    host: torch.Tensor,  # [num_blocks, ...], blocks contiguous and one after the other
+    staging: torch.Tensor,  # the same shape and strides, on the device; written
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
+    block_size: int,
+) -> None:
+    """Copies each block that a table names below its request's length to the same place.
+
+    No length is known to the host, so a CUDA graph may have it.
+    """
+    page = host.stride(0)
+    # Numbers of 4 bytes, whatever the cache's are.
+    size = page * host.element_size() // 4
+    _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
+        _as_words(host),
+        _as_words(staging),
+        size,
+        tables,
+        tables.stride(0),
+        seq_lens,
+        min(len(tables), len(seq_lens)),
+        block_size,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+    )
+
+
+def _as_words(cache: torch.Tensor) -> torch.Tensor:
+    """The cache's memory from its first block on, as int32."""
+    flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
+    return flat.view(torch.int32)

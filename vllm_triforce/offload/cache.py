@@ -1,0 +1,151 @@
+"""The KV cache of an engine whose last layers lie in host memory."""
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    create_kv_cache_views,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.kernels.stage_blocks import stage_blocks
+from vllm_triforce.offload.host_memory import allocate_host_memory
+from vllm_triforce.offload.placement import Placement
+
+
+class OffloadedCache:
+    """What lies where. The staging layer has the shape of one layer's cache and the same block ids,
+    so that block tables, slots and attention's metadata stay vLLM's.
+
+    Args:
+        placement: which layers lie on the device.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.host_layer_names: list[str] = []
+        self.staging: torch.Tensor | None = None
+        """[num_blocks, num_kv_heads, block_size, size], one layer's at a time."""
+        self._spec: Any = None
+
+    def allocate(
+        self,
+        kv_cache_config: KVCacheConfig,
+        device: torch.device,
+        layout: KVCacheLayout,
+        kernel_block_sizes: list[int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """In the place of vLLM's (vllm/v1/worker/utils.py): by layer, [num_blocks, num_kv_heads,
+        block_size, size], those in host memory as the device sees it.
+
+        Raises:
+            ValueError: layers are not one kind, or do not lie one behind the other.
+        """
+        tensor = _only_tensor(kv_cache_config)
+        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        on_device = tensor.layers[: self.placement.num_device_layers]
+        self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
+        caches = {}
+        if on_device:
+            caches = _allocate(
+                kv_cache_config, tensor, on_device, device, layout, kernel_block_sizes
+            )
+        (self.staging,) = _allocate(
+            kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
+        ).values()
+        part = _part(tensor, self.host_layer_names)
+        views = create_kv_cache_views(
+            allocate_host_memory(part.size, device),
+            self._spec,
+            kv_cache_config.num_blocks,
+            layout,
+            part,
+            kernel_block_size=kernel_block_sizes[0] if kernel_block_sizes else None,
+        )
+        return caches | dict(zip(self.host_layer_names, views))
+
+    def allocate_pools(
+        self, num_blocks: int, vllm_config, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Level 2's blocks of each layer in host memory, by name, laid out as its KV cache."""
+        assert self._spec is not None
+        page, names = self._spec.page_size_bytes, self.host_layer_names
+        tensor = KVCacheTensor(
+            size=page * num_blocks * len(names),
+            layers=names,
+            layer_stride=page * num_blocks,
+            block_stride=page,
+        )
+        config = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=self._spec)],
+        )
+        layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+        with allocating(
+            f"level 2's pool of {len(names)} layers in host memory",
+            tensor.size,
+            device,
+            "lower max_speculating_seqs or retrieval_budget",
+        ):
+            return allocate_kv_cache(config, device, layout, [self._spec.block_size])
+
+    def of_layer(self, pool: torch.Tensor) -> "HostLayer":
+        """For the attention of the layer with this pool."""
+        assert self.staging is not None
+        return HostLayer(self.staging, pool)
+
+
+class HostLayer:
+    """``cache/layer_offload.py``: what attention reads in the place of one layer in host memory.
+
+    Args:
+        pool: [num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes.
+    """
+
+    def __init__(self, staging: torch.Tensor, pool: torch.Tensor) -> None:
+        self._staging = staging
+        self.pool = pool
+
+    def staged(
+        self,
+        host: torch.Tensor,  # the layer's KV cache
+        block_table: torch.Tensor,  # [num_reqs, width], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+    ) -> torch.Tensor:
+        """The same KV cache on the device, as far as these requests read it. The pass has written
+        its own keys and values to host memory before."""
+        stage_blocks(host, self._staging, block_table, seq_lens, host.shape[2])
+        return self._staging
+
+
+def _only_tensor(kv_cache_config: KVCacheConfig) -> KVCacheTensor:
+    groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
+    if len(groups) != 1 or len(tensors) != 1:
+        raise ValueError(
+            f"kv_offload_gib: the target's layers are of {len(groups)} kinds, and one is staged "
+            "for all; use a model with full attention in every layer, or drop kv_offload_gib"
+        )
+    if tensors[0].block_stride * kv_cache_config.num_blocks > tensors[0].layer_stride:
+        raise ValueError(
+            "kv_offload_gib: layers lie within blocks in this KV cache layout, and each has to be "
+            "staged by itself; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+        )
+    return tensors[0]
+
+
+def _part(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
+    return replace(tensor, size=len(names) * tensor.layer_stride, layers=names, offset=0)
+
+
+def _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes):
+    part = copy(kv_cache_config)
+    part.kv_cache_tensors = [_part(tensor, names)]
+    return allocate_kv_cache(part, device, layout, kernel_block_sizes)

@@ -1,0 +1,90 @@
+"""Which layers' KV cache lies on the device, which in host memory, and how many blocks it has."""
+
+from dataclasses import dataclass
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The first layers are on the device, the others in host memory.
+
+    Args:
+        page_bytes: of a block in one layer.
+    """
+
+    num_layers: int
+    num_device_layers: int
+    num_blocks: int
+    page_bytes: int
+
+    @property
+    def num_host_layers(self) -> int:
+        return self.num_layers - self.num_device_layers
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, of this rank."""
+        return self.num_host_layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a layer, and of the device's staging layer."""
+        return self.num_blocks * self.page_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all layers, wherever they lie: what vLLM is told of."""
+        return self.num_layers * self.layer_bytes
+
+
+def place_layers(
+    num_layers: int,
+    page_bytes: int,
+    host_bytes: int,
+    device_bytes: int,
+    pool_bytes: int,
+    summary_share: float,
+) -> Placement:
+    """As many layers on the device as fit beside the staging layer, the retrieval pool and the
+    chunk summaries, where what is left fills ``host_bytes``. The fewer layers lie in host memory,
+    the more blocks fit there.
+
+    Args:
+        page_bytes: of a block in one layer.
+        host_bytes: for KV, of this rank.
+        device_bytes: left for KV and what is here beside it.
+        pool_bytes: that each layer in host memory takes on the device for level 2.
+        summary_share: bytes of chunk summaries for each byte of KV.
+
+    Raises:
+        ValueError: not one block fits on either side.
+    """
+
+    def blocks(num_device_layers: int) -> tuple[int, int]:
+        """That fit in host memory, and on the device."""
+        num_host = num_layers - num_device_layers
+        per_block = page_bytes * (num_device_layers + 1 + summary_share * num_layers)
+        room = device_bytes - pool_bytes * num_host
+        return host_bytes // (page_bytes * num_host), int(max(0, room) // per_block)
+
+    num_device_layers = 0
+    for number in range(num_layers - 1, 0, -1):
+        host, device = blocks(number)
+        if 0 < host <= device:
+            num_device_layers = number
+            break
+    num_blocks = min(blocks(num_device_layers))
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_offload_gib={host_bytes / _GIB:g}: the device has {device_bytes / _GIB:.2f} GiB "
+            f"for a staging layer, chunk summaries and level 2's pool of {num_layers} layers, "
+            f"which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower max_speculating_seqs or "
+            "retrieval_budget, or raise --gpu-memory-utilization"
+        )
+    return Placement(num_layers, num_device_layers, num_blocks, page_bytes)
+
+
+def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:
+    """Whether the device could hold as many blocks of all layers: then offloading only costs."""
+    return placement.kv_bytes * (1 + summary_share) <= device_bytes
