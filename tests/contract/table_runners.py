@@ -238,9 +238,9 @@ BUILDING: list[Surface] = [
     overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", CACHE),
     # Copies that the host does not wait for.
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/window_rebuild.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/sources/draft_model.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/selections.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/levels.py"),
+    # Weak: graphs of other sizes have the same memory.
+    calls("utils/torch_utils.py", "weak_ref_tensor", "tensor", "vllm_triforce/device/row_work.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING
