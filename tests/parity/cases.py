@@ -933,6 +933,35 @@ def _joint() -> list[Case]:
     ]
 
 
+OFFLOADED = (
+    "greedy-draft_model",
+    "joining and leaving",
+    "prefix caching",
+    "nan-sampled-2",
+    "sampled-various",
+    "preemption",
+    "full budget",
+    "dice-sampled",
+)
+# More host memory than can be used with the device's: all layers lie there.
+ALL_IN_HOST_MEMORY = {"kv_offload_gib": 1.0}
+
+
+def _offloaded(cases: list[Case]) -> list[Case]:
+    """The same promises where the KV cache lies in host memory; stock vLLM has it all on the
+    device."""
+    by_name = {case.name: case for case in cases}
+    return [
+        replace(
+            by_name[name],
+            name=f"{name}, in host memory",
+            keys={**by_name[name].keys, **ALL_IN_HOST_MEMORY},
+            skip={"host": "Runner V1 refuses kv_offload_gib (config/check_offload.py)"},
+        )
+        for name in OFFLOADED
+    ]
+
+
 def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
     sources = {name: _by_source(name) for name in SOURCES}
@@ -941,6 +970,7 @@ def _all() -> list[Case]:
     both += [*_scheduling()[2:], *_windows(), *_adapters()]
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
+    both += _offloaded(both)
     return [case for case in both if case.source in SOURCES]
 
 

@@ -60,6 +60,22 @@ def _result(folder: Path, number: int) -> Path:
     return folder / f"{number}.pickle"
 
 
+def _poison_staging(staging) -> None:
+    """From now on nothing is there before a layer's blocks are staged: what was left out would
+    come out as NaN."""
+    from vllm_triforce.offload.cache import HostLayer
+
+    staged = HostLayer.__dict__["staged"]
+    stage = getattr(staged, "stage", staged)
+
+    def poisoned(layer, host, block_table, seq_lens):
+        staging.fill_(float("nan"))
+        return stage(layer, host, block_table, seq_lens)
+
+    poisoned.stage = stage
+    HostLayer.staged = poisoned
+
+
 class _Inside:
     """The driver, in the child."""
 
@@ -82,6 +98,8 @@ class _Inside:
         worker = worker_of(llm)
         assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)
+        if worker._offload is not None:
+            _poison_staging(worker._offload.staging)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm

@@ -3,6 +3,7 @@
 import os
 
 from vllm_triforce.config.asked import TriForceConfig
+from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
 from vllm_triforce.config.resolved import ResolvedConfig
@@ -159,6 +160,8 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "
             "VLLM_USE_V2_MODEL_RUNNER, or, where this model needs V1, use another method"
         )
+    if config.kv_offload_gib is not None:
+        check_offload(vllm_config, config)
     if vllm_config.lora_config is not None:
         _check_room_for_adapters(vllm_config.scheduler_config, config)
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32", *_readable_kv_cache_dtypes()):

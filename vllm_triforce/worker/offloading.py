@@ -64,13 +64,14 @@ def plan_offload(
 
 def _report(placement: Placement, pool_bytes: int, block_size: int) -> None:
     logger.info_once(
-        "TriForce keeps the KV cache of %d tokens: of layers 0 to %d on the device, of the other "
-        "%d in host memory (%.2f GiB). Beside it the device has a staging layer of %.2f GiB and "
-        "level 2's pool of %.2f GiB. A full pass reads %.0f KiB from host memory for each token of "
-        "context.",
+        "TriForce keeps KV of %d tokens: the first %d of %d layers' on the device (%.2f GiB), the "
+        "others' in host memory (%.2f GiB). Beside it the device has a staging layer of %.2f GiB "
+        "and level 2's pool of %.2f GiB. A full pass reads %.0f KiB from host memory for each "
+        "token of context.",
         placement.num_blocks * block_size,
-        placement.num_device_layers - 1,
-        placement.num_host_layers,
+        placement.num_device_layers,
+        placement.num_layers,
+        placement.num_device_layers * placement.layer_bytes / _GIB,
         placement.host_bytes / _GIB,
         placement.layer_bytes / _GIB,
         placement.num_host_layers * pool_bytes / _GIB,

@@ -100,6 +100,7 @@ class DeviceBuild:
         """Of each KV cache group, [num_slots, width], int32: block tables of a proposal's rows."""
         pool = None
         if pools:
+            _check_order([layer.layer_name for layer in layers], list(pools))
             pool = RetrievalPool(
                 [layer.kv_cache for layer in layers if layer.layer_name in pools],
                 list(pools.values()),
@@ -149,3 +150,13 @@ class DeviceBuild:
 
     def capture(self, mode: CUDAGraphMode) -> None:
         self.triforce.capture(mode)
+
+
+def _check_order(names: list[str], offloaded: list[str]) -> None:
+    """The layers in host memory are the last of those that retrieve, and they are all that there
+    are."""
+    if names[-len(offloaded) :] != offloaded:
+        raise ValueError(
+            f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, but "
+            f"the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
+        )
