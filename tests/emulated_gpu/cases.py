@@ -19,6 +19,7 @@ class Case:
         source: of level 1's tokens; empty is stock vLLM.
         plan: ``fixed`` lengths, or ``dice`` in the place of the controller.
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
+        offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
     """
 
     backend: str
@@ -26,11 +27,13 @@ class Case:
     selection: str = ""
     plan: str = ""
     graphs: bool = False
+    offload: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.backend, self.source or "stock", self.selection, self.plan]
-        return "-".join(part for part in [*parts, "graphs" * self.graphs] if part)
+        parts += ["offload" * self.offload, "graphs" * self.graphs]
+        return "-".join(part for part in parts if part)
 
     @property
     def dtype(self) -> str:
@@ -60,7 +63,9 @@ def every_case() -> list[Case]:
     """References first; with each way of choosing drafts and chunks both kinds of plan."""
     stock = [Case(backend, graphs=graphs) for graphs in (False, True) for backend in BACKENDS]
     policies = sorted(set(POLICIES) - {"streaming"})
-    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, (False, True))
+    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, (False, True), (False, True))
+    # Eager before graphs, which are compared with it.
+    ways = sorted(ways, key=lambda way: way[:4] + way[:3:-1])
     return [*stock, *(Case(*way) for way in ways)]
 
 

@@ -56,6 +56,8 @@ def make_engine(case: Case, target: str, draft: str):
         triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
         if case.source == "draft_model":
             triforce["model"] = draft
+        if case.offload:
+            triforce["kv_offload_gib"] = 0.01
     llm = LLM(
         target,
         dtype=case.dtype,

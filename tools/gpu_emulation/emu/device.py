@@ -92,6 +92,13 @@ class Event:
         return 1.0
 
 
+class Runtime:
+    """CUDA's runtime: whatever it is asked for succeeds."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int):
+        return types.SimpleNamespace(value=0)
+
+
 class Stream(Event):
     cuda_stream = stream_id = 0
 
@@ -159,6 +166,7 @@ def install() -> None:
         manual_seed_all=None,
         get_rng_state=torch.zeros(16, dtype=torch.uint8),
         set_rng_state=None,
+        cudart=Runtime(),
     )
     _answer(
         torch.accelerator,
