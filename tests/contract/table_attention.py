@@ -60,6 +60,9 @@ TABLE: list[Surface] = [
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", PASS),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
+    # Keys and values are written before attention reads, by an operation of its own.
+    has("forward_context.py", "ForwardContext", "attn_metadata", "vllm_triforce/attention/layer_offload.py"),
+    does("model_executor/layers/attention/attention.py", "unified_kv_cache_update", "get_attention_context( < attn_layer.impl.do_kv_cache_update(", "vllm_triforce/attention/layer_offload.py"),
     has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/private_cache.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/core/kv_groups.py"),
     calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "vllm_triforce/device/retrieval.py"),

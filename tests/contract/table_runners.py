@@ -12,6 +12,7 @@ V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py
 OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
 BATCH2 = "vllm_triforce/worker/v2/batch.py"
 GRAPHS = "vllm_triforce/device/model_pass.py"
+OFFLOAD = "vllm_triforce/offload/cache.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
@@ -227,6 +228,15 @@ RUNNER_V2: list[Surface] = [
 BUILDING: list[Surface] = [
     calls("config/vllm.py", "get_layers_from_vllm_config", "vllm_config, layer_type", BUILD),
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", CACHE),
+    # The KV cache in host memory.
+    overrides(WORKER, "Worker.determine_available_memory", "self", "vllm_triforce/worker/gpu.py"),
+    overrides(CPU_WORKER, "CPUWorker.determine_available_memory", "self", "vllm_triforce/worker/cpu.py"),
+    calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", OFFLOAD),
+    calls("v1/kv_cache_interface.py", "create_kv_cache_views", "raw, spec, num_blocks, layout, kv_cache_tensor, kernel_block_size=", OFFLOAD),
+    has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride offset", OFFLOAD),
+    does("v1/worker/gpu/attn_utils.py", "init_kv_cache", "allocate_kv_cache( < bind_kv_cache_to_layers(", "vllm_triforce/worker/offloading.py"),
+    calls("v1/simple_kv_offload/cuda_mem_ops.py", "pin_tensor", "tensor", "vllm_triforce/offload/host_memory.py"),
+    calls("utils/torch_utils.py", "get_accelerator_view_from_cpu_tensor", "cpu_tensor", "vllm_triforce/offload/host_memory.py"),
     calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", CACHE),
     calls("v1/worker/utils.py", "AttentionGroup.get_metadata_builder", "", CACHE),
     has("v1/worker/utils.py", "AttentionGroup", "backend layer_names kv_cache_spec kv_cache_group_id", CACHE),

@@ -12,7 +12,7 @@ from vllm_triforce.config import TriForceConfig
 def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.memory import room_for_kv_cache
+    from vllm_triforce.worker.memory import beside_kv_cache, room_for_kv_cache
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
@@ -26,7 +26,8 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
     config = TriForceConfig(**keys).resolve(16)
     drafts = {i: SimpleNamespace(num_kv_heads=12, head_size=64) for i in range(draft_layers)}
     layers = {i: layer for i in range(32)}
-    return room_for_kv_cache(available, layers, drafts, config, vllm_config)
+    beside = beside_kv_cache(layers, drafts, config, vllm_config)
+    return room_for_kv_cache(available, *beside, config)
 
 
 def test_memory_is_left_for_what_grows_with_the_kv_cache():

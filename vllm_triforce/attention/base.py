@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from vllm_triforce.attention.layer_offload import LayerOffload
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.chunk_summaries import BlockSummaries, summarise
-from vllm_triforce.cache.layer_offload import LayerOffload
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
+from vllm_triforce.config.ranges import check_range, check_type
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
 from vllm_triforce.selection import POLICIES
 
@@ -111,23 +111,19 @@ class TriForceConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            self._check_type(field)
-        self._check_range("num_speculative_tokens", 1, MAX_NUM_SPECULATIVE_TOKENS)
-        self._check_range("gamma", 1, MAX_NUM_SPECULATIVE_TOKENS)
-        self._check_range("retrieval_budget", 1)
-        self._check_range("retrieval_recent_tokens", 0)
-        self._check_range("refresh_interval", 1)
-        self._check_range("num_sink_tokens", 1)
-        self._check_range("num_recent_tokens", 1)
-        self._check_range("min_context", 0)
-        self._check_range("prompt_lookup_max", 1)
-        self._check_range("max_speculating_seqs", 1)
-        if self.kv_offload_gib is not None and not 0 < self.kv_offload_gib < math.inf:
-            raise ValueError(
-                f"kv_offload_gib={self.kv_offload_gib} is no size; give GiB of host memory above "
-                "0, or leave it out"
-            )
-        self._check_range("log_interval", 0)
+            check_type(self, field)
+        check_range(self, "num_speculative_tokens", 1, MAX_NUM_SPECULATIVE_TOKENS)
+        check_range(self, "gamma", 1, MAX_NUM_SPECULATIVE_TOKENS)
+        check_range(self, "retrieval_budget", 1)
+        check_range(self, "retrieval_recent_tokens", 0)
+        check_range(self, "refresh_interval", 1)
+        check_range(self, "num_sink_tokens", 1)
+        check_range(self, "num_recent_tokens", 1)
+        check_range(self, "min_context", 0)
+        check_range(self, "prompt_lookup_max", 1)
+        check_range(self, "max_speculating_seqs", 1)
+        check_range(self, "kv_offload_gib", 0.001)
+        check_range(self, "log_interval", 0)
         if self.draft_sources is not None:
             parse_sources(self.draft_sources)
         if self.levels not in LEVELS:
@@ -288,24 +284,6 @@ class TriForceConfig:
             filled.num_speculative_tokens,
             filled.gamma,
         )
-
-    def _check_type(self, field: dataclasses.Field) -> None:
-        value, wanted = getattr(self, field.name), get_args(field.type) or (field.type,)
-        if float in wanted:
-            wanted += (int,)
-        if isinstance(value, bool) != (bool in wanted) or not isinstance(value, wanted):
-            raise ValueError(
-                f"{field.name}={value!r} must be of type {wanted[0].__name__}, "
-                f"not {type(value).__name__}"
-            )
-
-    def _check_range(self, name: str, low: float, high: float | None = None) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if not low <= value < math.inf or (high is not None and value > high):
-            bounds = f"at least {low}" + ("" if high is None else f" and at most {high}")
-            raise ValueError(f"{name}={value} is out of range; it must be {bounds}")
 
 
 def _round_up(tokens: int, chunk: int) -> int:

@@ -1,6 +1,5 @@
 """The KV cache of an engine whose last layers lie in host memory."""
 
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +103,7 @@ class OffloadedCache:
 
 
 class HostLayer:
-    """``cache/layer_offload.py``: what attention reads in the place of one layer in host memory.
+    """What attention reads in the place of one layer in host memory.
 
     Args:
         pool: [num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes.
@@ -146,6 +145,5 @@ def _part(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
 
 
 def _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes):
-    part = copy(kv_cache_config)
-    part.kv_cache_tensors = [_part(tensor, names)]
+    part = replace(kv_cache_config, kv_cache_tensors=[_part(tensor, names)])
     return allocate_kv_cache(part, device, layout, kernel_block_sizes)

@@ -41,8 +41,7 @@ def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:
         memory[place] = _SENTINEL
         seen = int(view[place].item())
         view[place] = 0
-        torch.accelerator.synchronize()
-        if seen != _SENTINEL or memory[place] != 0:
+        if seen != _SENTINEL or view[place].item() or memory[place]:  # item() waits for the device
             raise RuntimeError(
                 "kv_offload_gib: the device does not see the host's memory, but a copy of it; "
                 "check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib"

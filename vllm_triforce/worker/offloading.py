@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.worker.gpu import attn_utils
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.offload.cache import OffloadedCache
@@ -85,6 +84,8 @@ def allocating_with(offload: OffloadedCache | None) -> Iterator[None]:
     if offload is None:
         yield
         return
+    import vllm.v1.worker.gpu.attn_utils as attn_utils
+
     original = swaps.ALLOCATE_KV_CACHE.set(attn_utils, offload.allocate)
     try:
         yield

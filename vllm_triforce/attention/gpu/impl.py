@@ -13,8 +13,8 @@ from vllm_triforce.attention.gpu.paged_kernels import (
     PagedSequences,
     triton_attention,
 )
+from vllm_triforce.attention.layer_offload import LayerOffload, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.layer_offload import LayerOffload, metadata_of
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 

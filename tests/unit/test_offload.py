@@ -1,0 +1,143 @@
+"""KV in host memory: where layers lie, what is refused, and what is said at start."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.check_offload import check_offload
+from vllm_triforce.offload.placement import all_would_fit, place_layers
+
+GIB = 1 << 30
+# Llama-3.1-8B in blocks of 16 tokens: 8 heads of 128 numbers of two bytes, keys and values.
+PAGE = 16 * 2 * 8 * 128 * 2
+SHARE = 1 / 32
+
+
+def placed(host: float, device: float, pool_blocks: int = 320, num_layers: int = 32):
+    return place_layers(
+        num_layers, PAGE, int(host * GIB), int(device * GIB), pool_blocks * PAGE, SHARE
+    )
+
+
+def device_bytes(placement, pool_blocks: int = 320) -> float:
+    """What is taken of the device, counted part by part."""
+    layers = placement.num_device_layers * placement.num_blocks * PAGE
+    staging = placement.num_blocks * PAGE
+    summaries = SHARE * placement.num_layers * placement.num_blocks * PAGE
+    return layers + staging + summaries + placement.num_host_layers * pool_blocks * PAGE
+
+
+@pytest.mark.parametrize("host", [1, 16, 30.5])
+@pytest.mark.parametrize("device", [2.1, 4, 10])
+def test_as_many_layers_are_on_the_device_as_fit(host, device):
+    found = placed(host, device)
+    assert found.host_bytes <= host * GIB and device_bytes(found) <= device * GIB
+    if found.num_device_layers:
+        assert found.host_bytes + found.num_host_layers * PAGE > host * GIB, "the host's is used"
+    assert found.num_host_layers + found.num_device_layers == 32
+    assert found.kv_bytes == 32 * found.num_blocks * PAGE
+    one_more = found.num_device_layers + 1
+    if one_more < 32:
+        blocks = int(host * GIB) // ((32 - one_more) * PAGE)
+        more = type(found)(32, one_more, blocks, PAGE)
+        assert device_bytes(more) > device * GIB
+
+
+def test_122k_tokens_of_8b_on_a_card_of_24_gb():
+    """16 GB of weights leave about 5 GB: 16 GiB in host memory hold 131,072 tokens and more."""
+    found = placed(16, 5)
+    assert found.num_blocks * 16 >= 131_072 and 3 <= found.num_device_layers <= 9
+
+
+def test_more_host_memory_than_the_device_can_serve_is_left():
+    found = placed(500, 3)
+    assert found.num_device_layers == 0 and found.host_bytes < 100 * GIB
+    assert 2.99 * GIB < device_bytes(found) <= 3 * GIB
+
+
+def test_what_leaves_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"kv_offload_gib=8: .* takes 0\.62 GiB; lower max_spec"):
+        placed(8, 0.6)
+    with pytest.raises(ValueError, match="kv_offload_gib"):
+        placed(1e-6, 10)
+
+
+def test_it_is_seen_where_offloading_only_costs():
+    assert all_would_fit(placed(4, 40), 40 * GIB, SHARE)
+    assert not all_would_fit(placed(30, 10), 10 * GIB, SHARE)
+
+
+@pytest.mark.parametrize("size", [0, -1.5, float("inf"), float("nan"), True, "64"])
+def test_a_size_is_a_number_above_zero(size):
+    with pytest.raises(ValueError, match="kv_offload_gib="):
+        TriForceConfig(kv_offload_gib=size)
+
+
+def test_fewer_requests_are_speculated_on_at_a_time_unless_asked_for():
+    assert TriForceConfig().resolve(16).max_speculating_seqs == 64
+    assert TriForceConfig(kv_offload_gib=8).resolve(16).max_speculating_seqs == 4
+    assert TriForceConfig(kv_offload_gib=8, max_speculating_seqs=9).resolve(16) == (
+        TriForceConfig(kv_offload_gib=8.0, max_speculating_seqs=9).resolve(16)
+    )
+
+
+def engine(**changes) -> SimpleNamespace:
+    """Of vLLM's configuration what is asked."""
+    found = dict(
+        use_v2_model_runner=True,
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(kv_offloading_size=None),
+        attention_config=SimpleNamespace(backend=None),
+        model_config=SimpleNamespace(
+            model="target", enable_sleep_mode=False, hf_text_config=SimpleNamespace()
+        ),
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        place = SimpleNamespace(**found)
+        for part in path:
+            place = getattr(place, part)
+        if path:
+            setattr(place, last, value)
+        else:
+            found[last] = value
+    return SimpleNamespace(**found)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"use_v2_model_runner": False}, "Model Runner V1"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Some")}, "KV connector 'Some'"),
+        ({"cache_config__kv_offloading_size": 7.0}, "kv_offloading_size=7"),
+        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode=True"),
+        ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FLASHINFER"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
+            "kinds sliding_attention",
+        ),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(changes, said):
+    config = TriForceConfig(kv_offload_gib=0.5).resolve(16)
+    check_offload(engine(), config)
+    with pytest.raises(ValueError, match=f"kv_offload_gib=0.5.*{said}"):
+        check_offload(engine(**changes), config)
+
+
+def test_more_than_the_machine_has_is_refused():
+    with pytest.raises(ValueError, match=r"kv_offload_gib=1e\+06: the machine has \d+\.\d GiB"):
+        check_offload(engine(), TriForceConfig(kv_offload_gib=1e6).resolve(16))
+
+
+def test_host_memory_that_is_not_what_the_device_sees_is_refused():
+    """Memory that was not registered can come back as a copy."""
+    from vllm_triforce.offload.host_memory import _check_alias, allocate_host_memory
+
+    memory = allocate_host_memory(100, torch.device("cpu"))
+    _check_alias(memory, memory)
+    assert memory.sum() == 0
+    with pytest.raises(RuntimeError, match="a copy of it"):
+        _check_alias(memory, memory.clone())
