@@ -83,6 +83,15 @@ def test_fewer_requests_are_speculated_on_at_a_time_unless_asked_for():
     )
 
 
+def test_proposals_are_longer_where_a_full_pass_is_dear():
+    def longest(**keys) -> int | None:
+        filled = TriForceConfig(**keys).fill(can_adapt=True, has_fixed_shapes=True)
+        return filled.num_speculative_tokens
+
+    assert (longest(), longest(kv_offload_gib=8)) == (12, 16)
+    assert longest(kv_offload_gib=8, num_speculative_tokens=9) == 9
+
+
 def engine(**changes) -> SimpleNamespace:
     """Of vLLM's configuration what is asked."""
     found = dict(

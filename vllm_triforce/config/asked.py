@@ -28,6 +28,8 @@ FIXED_LENGTH, FIXED_GAMMA = 6, 2
 _MOST_LENGTH, _MOST_GAMMA = 32, 4
 # Where every place of a proposal has a distribution on the device, used or not.
 _MOST_FIXED_LENGTH = 12
+# A pass over host memory costs as much as twenty of level 2's (the paper's settings: 12 to 16).
+_MOST_OFFLOADED_LENGTH = 16
 
 _MAX_NGRAM = 8
 _SEQS, _SEQS_OFFLOADED = 64, 4
@@ -44,7 +46,8 @@ class TriForceConfig:
 
     num_speculative_tokens: int | None = None
     """Tokens that level 2 hands to the full pass per step (the paper's gamma 2).
-    Default: chosen by the controller, at most 32; 6 where it is off."""
+    Default: chosen by the controller, at most 32 (12 on Model Runner V2, 16 there with
+    ``kv_offload_gib``); 6 where it is off."""
 
     gamma: int | None = None
     """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).
@@ -208,6 +211,8 @@ class TriForceConfig:
         length, gamma = self.num_speculative_tokens, self.gamma
         if length is None:
             most = _MOST_FIXED_LENGTH if has_fixed_shapes else _MOST_LENGTH
+            if self.kv_offload_gib is not None:
+                most = _MOST_OFFLOADED_LENGTH
             length = most if "length" in adapts else FIXED_LENGTH
         if gamma is None:
             is_chosen = "gamma" in adapts and not has_fixed_shapes
