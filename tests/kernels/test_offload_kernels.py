@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
 from tests.kernels.tensors import integers, some_rows
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn

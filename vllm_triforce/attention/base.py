@@ -48,7 +48,7 @@ class RetrievalAttention(ABC):
         self.query_shape: tuple[int, int, int] = (len(layers), first.num_heads, first.head_size)
         """Of a request's recorded queries; read by Runner V1, to measure what selecting costs."""
         for index, layer in enumerate(layers):
-            offload = (offloads or {}).get(layer.layer_name)
+            offload = offloads.get(layer.layer_name) if offloads else None
             self.attach(layer, index, recorder, offload)
 
     @staticmethod
