@@ -217,6 +217,11 @@ def attach(
             "use --attention-backend FLASH_ATTN, FLASHINFER or TRITON_ATTN"
         )
     base = type(layer.impl)
+    if offload is not None and base.__name__ == "FlashInferImpl":
+        raise ValueError(
+            "kv_offload_gib with FLASHINFER, which vLLM chose here: its plans are not told of "
+            "staged layers yet; use --attention-backend FLASH_ATTN or TRITON_ATTN"
+        )
     subclass = type(
         f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
     )
