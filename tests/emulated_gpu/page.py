@@ -21,7 +21,7 @@ interpreted{failed}.
 
 A random Llama (2 layers, GQA 2, vocabulary of 512) and a draft that differs from it a little;
 blocks of 16, a budget of 64 tokens. Each case is an engine in a process of its own, which serves
-these requests, four at a time (at most {tokens} tokens):
+these requests, four at a time (tokens at most: {tokens}):
 
 {requests}
 

@@ -28,7 +28,7 @@ FIXED_LENGTH, FIXED_GAMMA = 6, 2
 _MOST_LENGTH, _MOST_GAMMA = 32, 4
 # Where every place of a proposal has a distribution on the device, used or not.
 _MOST_FIXED_LENGTH = 12
-# A pass over host memory costs as much as twenty of level 2's (the paper's settings: 12 to 16).
+# A full pass over host memory is dear; the paper's settings have 12 to 16.
 _MOST_OFFLOADED_LENGTH = 16
 
 _MAX_NGRAM = 8

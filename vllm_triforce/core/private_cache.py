@@ -1,5 +1,6 @@
 """The draft's KV cache, beside vLLM's."""
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
@@ -31,17 +32,20 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
         device,
         "lower --max-num-seqs, num_recent_tokens or num_sink_tokens",
     ):
-        _allocate(layers, spec, cache.num_blocks, layout, device)
+        caches = allocate_layers(list(layers), spec, cache.num_blocks, layout, device)
+    for name, layer in layers.items():
+        swaps.LAYER_CACHE.set(layer, caches[name])
     first = next(iter(layers.values()))
     group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
     group.create_metadata_builders(vllm_config, device, spec.block_size)
     return cache, group.get_metadata_builder()
 
 
-def _allocate(layers: dict, spec, num_blocks: int, layout, device) -> None:
-    """Gives layers KV tensors of their own, in the form that vLLM would give them."""
+def allocate_layers(
+    names: list[str], spec, num_blocks: int, layout, device
+) -> dict[str, torch.Tensor]:
+    """KV tensors of so many blocks for each layer, in the form that vLLM would give them."""
     page = spec.page_size_bytes
-    names = list(layers)
     tensor = KVCacheTensor(
         size=page * num_blocks * len(names),
         layers=names,
@@ -53,6 +57,4 @@ def _allocate(layers: dict, spec, num_blocks: int, layout, device) -> None:
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
     )
-    caches = allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
-    for name, layer in layers.items():
-        swaps.LAYER_CACHE.set(layer, caches[name])
+    return allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])

@@ -69,18 +69,12 @@ class DeviceRetrieval:
         names = groups[self._sparse_group].sparse_layer_names
         self._pooled = set() if pool is None else set(names[-pool.num_layers :])
         layers = vllm_config.compilation_config.static_forward_context
-        self._cleaners = [
-            BlockCleaner(caches, group.block_size, device)
-            if (
-                caches := [
-                    layers[name].kv_cache
-                    for name in group.sparse_layer_names + group.dense_layer_names
-                    if name not in self._pooled
-                ]
-            )
-            else None
-            for group in groups
-        ]
+        self._cleaners: list[BlockCleaner | None] = []
+        for group in groups:
+            names = group.sparse_layer_names + group.dense_layer_names
+            caches = [layers[name].kv_cache for name in names if name not in self._pooled]
+            cleaner = BlockCleaner(caches, group.block_size, device) if caches else None
+            self._cleaners.append(cleaner)
         config = vllm_config.model_config
         self._pass = ModelPass(
             model,

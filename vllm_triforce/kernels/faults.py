@@ -84,7 +84,7 @@ class BlockCleaner:
         self._addresses = _numbers([cache.data_ptr() for cache in caches], device)
         self._strides = _numbers([cache.stride(0) for cache in caches], device)
         self._spans = _numbers([_span(cache[0]) for cache in caches], device)
-        self._type = _type_of(caches[0].dtype)
+        self._type = stored_type(caches[0].dtype)
 
     def __call__(
         self,
@@ -113,8 +113,8 @@ class BlockCleaner:
         )
 
 
-def _type_of(dtype: torch.dtype):
-    """Triton's; numbers of 8 bits are read as bytes."""
+def stored_type(dtype: torch.dtype):
+    """Triton's, of a KV cache; numbers of 8 bits are bytes."""
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     return types.get(dtype, tl.uint8)
 

@@ -3,6 +3,7 @@
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels.faults import stored_type
 from vllm_triforce.kernels.row_metadata import NEW_OWNER, REFRESH, SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
 
@@ -125,7 +126,7 @@ class PoolRefill:
             head_stride,
             token_stride,
             size,
-            TYPE=_type_of(first.dtype),
+            TYPE=stored_type(first.dtype),
             TOKENS=triton.next_power_of_2(block_size),
             SIZE=triton.next_power_of_2(size),
         )
@@ -141,9 +142,3 @@ def _note_exact_kernel(
     row = tl.program_id(0)
     slot = row_value(row_metadata_ptr, row, SLOT)
     tl.store(exact_ptr + slot, tl.load(computed_ptr + row))
-
-
-def _type_of(dtype: torch.dtype):
-    """Triton's; numbers of 8 bits are copied as bytes."""
-    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return types.get(dtype, tl.uint8)

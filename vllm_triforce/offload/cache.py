@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheTensor,
     create_kv_cache_views,
@@ -14,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.core.private_cache import allocate_layers
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.offload.host_memory import allocate_host_memory
 from vllm_triforce.offload.placement import Placement
@@ -75,26 +75,15 @@ class OffloadedCache:
     ) -> dict[str, torch.Tensor]:
         """Level 2's blocks of each layer in host memory, by name, laid out as its KV cache."""
         assert self._spec is not None
-        page, names = self._spec.page_size_bytes, self.host_layer_names
-        tensor = KVCacheTensor(
-            size=page * num_blocks * len(names),
-            layers=names,
-            layer_stride=page * num_blocks,
-            block_stride=page,
-        )
-        config = KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=self._spec)],
-        )
+        names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         with allocating(
             f"level 2's pool of {len(names)} layers in host memory",
-            tensor.size,
+            len(names) * self._spec.page_size_bytes * num_blocks,
             device,
             "lower max_speculating_seqs or retrieval_budget",
         ):
-            return allocate_kv_cache(config, device, layout, [self._spec.block_size])
+            return allocate_layers(names, self._spec, num_blocks, layout, device)
 
     def of_layer(self, pool: torch.Tensor) -> "HostLayer":
         """For the attention of the layer with this pool."""
