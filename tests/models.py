@@ -158,13 +158,17 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0) -> str:
-    """Saves a tiny randomly initialised model of one of ``ARCHITECTURES`` in float32."""
+def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0, **changes) -> str:
+    """Saves a tiny randomly initialised model of one of ``ARCHITECTURES`` in float32.
+
+    Args:
+        changes: further keys of its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, keys = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**_TINY, **keys})
+    config = AutoConfig.for_model(model_type, **{**_TINY, **keys, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():
         if "q_proj.weight" in parameter_name:

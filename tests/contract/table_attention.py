@@ -8,6 +8,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
+DENSE = "vllm_triforce/device/dense_layers.py"
 OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu/retrieval.py", "vllm_triforce/attention/gpu/retrieval.py"
 DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/backends"
 IMPL_CPU, IMPL_GPU = "vllm_triforce/attention/cpu/impl.py", "vllm_triforce/attention/gpu/impl.py"
@@ -58,14 +59,14 @@ TABLE: list[Surface] = [
     has("platforms/interface.py", "Platform", "is_cuda_alike", f"{BACKENDS}/gpu.py"),
     has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
-    has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", PASS),
+    has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", DENSE),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
     # Keys and values are written before attention reads, by an operation of its own.
     has("forward_context.py", "ForwardContext", "attn_metadata", "vllm_triforce/attention/layer_offload.py"),
     does("model_executor/layers/attention/attention.py", "unified_kv_cache_update", "get_attention_context( < attn_layer.impl.do_kv_cache_update(", "vllm_triforce/attention/layer_offload.py"),
     has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/private_cache.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/core/kv_groups.py"),
-    calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", "vllm_triforce/device/retrieval.py"),
+    calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", DENSE),
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),
     does("model_executor/layers/attention/attention.py", "set_default_quant_scales", "layer._k_scale_float = < layer._v_scale_float =", OURS_GPU),
     calls("v1/kv_cache_interface.py", "is_quantized_kv_cache", "kv_cache_dtype", IMPL_GPU),

@@ -10,6 +10,7 @@ ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
 OURS = "vllm_triforce/vllm_patches/engine_args.py"
 CHECK = "vllm_triforce/config/checks.py"
+CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
 MIXIN = "vllm_triforce/worker/base.py"
 
 TABLE: list[Surface] = [
@@ -27,6 +28,8 @@ TABLE: list[Surface] = [
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
     has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
     has("config/parallel.py", "ParallelConfig", "worker_cls data_parallel_index pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
+    calls("utils/cpu_resource_utils.py", "get_cgroup_memory_limit", "", CHECK_OFFLOAD),
+    has("config/parallel.py", "ParallelConfig", "tensor_parallel_size nnodes data_parallel_size_local", CHECK_OFFLOAD),
     has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
     has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds supports_multimodal_inputs get_vocab_size max_model_len dtype seed", CHECK),
     calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", CHECK),

@@ -236,6 +236,8 @@ BUILDING: list[Surface] = [
     has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride offset", OFFLOAD),
     does("v1/worker/gpu/attn_utils.py", "init_kv_cache", "allocate_kv_cache( < bind_kv_cache_to_layers(", "vllm_triforce/worker/offloading.py"),
     calls("v1/simple_kv_offload/cuda_mem_ops.py", "pin_tensor", "tensor", "vllm_triforce/offload/host_memory.py"),
+    calls("v1/attention/selector.py", "get_attn_backend", "head_size, dtype, kv_cache_dtype", "vllm_triforce/worker/offloading.py"),
+    has("v1/kv_cache_layout.py", "KVCacheLayout", "is_layer_compact is_block_compact", OFFLOAD),
     calls("utils/torch_utils.py", "get_accelerator_view_from_cpu_tensor", "cpu_tensor", "vllm_triforce/offload/host_memory.py"),
     calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", CACHE),
     calls("v1/worker/utils.py", "AttentionGroup.get_metadata_builder", "", CACHE),

@@ -27,12 +27,12 @@ class Runner:
 
     Args:
         work: what they read and write.
-        target, draft: folders of the models.
+        pairs: folders of target and draft, without and with sliding windows.
     """
 
-    def __init__(self, work: Path, target: str, draft: str) -> None:
+    def __init__(self, work: Path, pairs: dict[bool, tuple[str, str]]) -> None:
         self._work = work
-        self._models = {"target": target, "draft": draft}
+        self._pairs = pairs
         path = [ROOT, ROOT / "tools" / "gpu_emulation", plugin_folder(work / "plugin")]
         self._environment = {
             **os.environ,
@@ -48,7 +48,9 @@ class Runner:
         asked, result, log = (
             self._work / f"{case.name}.{kind}" for kind in ("asked", "json", "log")
         )
-        asked.write_text(json.dumps({"case": dataclasses.asdict(case), **self._models}))
+        target, draft = self._pairs[case.windows]
+        task = {"case": dataclasses.asdict(case), "target": target, "draft": draft}
+        asked.write_text(json.dumps(task))
         child = ["-m", "emu", "-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
         begin = time.monotonic()
         faults = []
@@ -104,12 +106,15 @@ def run_all(cases: list[Case], num_jobs: int) -> list[Verdict]:
     """Says each case as soon as those before it have ended."""
     verdicts, results = [], {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
-        target, draft = make_pair(Path(folder))
-        exact = Exact(target)
-        for verdict in pool.map(Runner(Path(folder), target, draft), cases):
+        pairs = {
+            windows: make_pair(Path(folder) / f"windows-{windows}", windows)
+            for windows in {case.windows for case in cases}
+        }
+        exact = {windows: Exact(target) for windows, (target, _) in pairs.items()}
+        for verdict in pool.map(Runner(Path(folder), pairs), cases):
             if verdict.result is not None:
                 results[verdict.case] = verdict.result
-                judge(verdict, results, exact)
+                judge(verdict, results, exact[verdict.case.windows])
             verdicts.append(verdict)
             print(line(verdict), flush=True)
     return verdicts

@@ -10,6 +10,8 @@ from vllm_triforce.selection import POLICIES
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
 PLANS = ("fixed", "dice")
+# Offloaded, with windows: not both, for one layer with full attention is staged for all.
+KINDS = ((False, False), (True, False), (False, True))
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Case:
         plan: ``fixed`` lengths, or ``dice`` in the place of the controller.
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
+        windows: whether every other layer of the target has a sliding window.
     """
 
     backend: str
@@ -28,11 +31,12 @@ class Case:
     plan: str = ""
     graphs: bool = False
     offload: bool = False
+    windows: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.backend, self.source or "stock", self.selection, self.plan]
-        parts += ["offload" * self.offload, "graphs" * self.graphs]
+        parts += ["offload" * self.offload, "windows" * self.windows, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -42,7 +46,7 @@ class Case:
     @property
     def reference(self) -> "Case":
         """Whose greedy tokens are to be found."""
-        return Case(self.backend)
+        return Case(self.backend, windows=self.windows)
 
     @property
     def eager(self) -> "Case":
@@ -61,12 +65,18 @@ class Case:
 
 def every_case() -> list[Case]:
     """References first; with each way of choosing drafts and chunks both kinds of plan."""
-    stock = [Case(backend, graphs=graphs) for graphs in (False, True) for backend in BACKENDS]
+    stock = [
+        Case(backend, graphs=graphs, windows=windows)
+        for windows in (False, True)
+        for graphs in (False, True)
+        for backend in BACKENDS
+    ]
     policies = sorted(set(POLICIES) - {"streaming"})
-    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, (False, True), (False, True))
+    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, KINDS)
     # Eager before graphs, which are compared with it.
-    ways = sorted(ways, key=lambda way: way[:4] + way[:3:-1])
-    return [*stock, *(Case(*way) for way in ways)]
+    cases = [Case(*way, graphs, *kind) for *way, kind in ways for graphs in (False, True)]
+    # A draft has layers of one kind.
+    return stock + [its for its in cases if not (its.windows and its.source == "draft_model")]
 
 
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
@@ -77,8 +87,11 @@ _PAIRS = {
     ("prompt_lookup", "retrieval", "dice"),
     ("prompt_lookup", "quest", "fixed"),
 }
-# What is staged and what fills the pool is the same, whoever drafts.
-_OFFLOADED = "FLASH_ATTN-draft_model-retrieval-fixed"
+# What is staged, what fills the pool and what dense layers read is the same, whoever drafts.
+_ONCE = {
+    "offload": ("FLASH_ATTN-draft_model-retrieval-fixed",),
+    "windows": ("FLASH_ATTN-stock", "FLASH_ATTN-prompt_lookup-quest-fixed"),
+}
 _FEW = {("draft_model", "retrieval", "fixed"), ("prompt_lookup", "quest", "dice")}
 
 
@@ -88,7 +101,8 @@ def default_cases() -> list[Case]:
     return [
         case
         for case in every_case()
-        if not case.offload or case.name.startswith(_OFFLOADED)
+        if not case.offload or case.name.startswith(_ONCE["offload"])
+        if not case.windows or case.name.startswith(_ONCE["windows"])
         if not case.source
         or (case.source, case.selection, case.plan)
         in (_PAIRS if case.backend == "FLASH_ATTN" else _FEW)

@@ -20,7 +20,8 @@ vLLM's CUDA build on CPU tensors, Model Runner V2, asynchronous scheduling;
 interpreted{failed}.
 
 A random Llama (2 layers, GQA 2, vocabulary of 512) and a draft that differs from it a little;
-blocks of 16, a budget of 64 tokens. Each case is an engine in a process of its own, which serves
+blocks of 16, a budget of 64 tokens. (*Windows*: a random Gemma 3 of 4 layers, of which every other
+has a sliding window of 64 tokens.) Each case is an engine in a process of its own, which serves
 these requests, four at a time (tokens at most: {tokens}):
 
 {requests}

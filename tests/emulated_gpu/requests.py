@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models import make_llama
+from tests.models import make_architecture, make_llama
 
 VOCAB_SIZE = 512  # the grid of a sampler grows with it
 MIN_CONTEXT = 32
@@ -49,15 +49,23 @@ REQUESTS = (
 )
 
 
-def make_pair(folder: Path) -> tuple[str, str]:
-    """A random target, and the target disturbed a little as its draft."""
-    from transformers import LlamaForCausalLM
+def make_pair(folder: Path, windows: bool = False) -> tuple[str, str]:
+    """A random target, and the target disturbed a little as its draft.
 
-    shape = dict(vocab_size=VOCAB_SIZE, hidden_size=128, num_heads=4, num_kv_heads=2)
-    target = make_llama(
-        folder / "target", **shape, std=0.1, query_scale=2, max_position_embeddings=1024
-    )
-    draft = LlamaForCausalLM.from_pretrained(target)
+    Args:
+        windows: whether every other layer of it has a sliding window.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if windows:
+        changes = dict(vocab_size=VOCAB_SIZE, max_position_embeddings=1024, query_scale=2)
+        target = make_architecture(folder / "target", "gemma3", **changes)
+    else:
+        shape = dict(vocab_size=VOCAB_SIZE, hidden_size=128, num_heads=4, num_kv_heads=2)
+        target = make_llama(
+            folder / "target", **shape, std=0.1, query_scale=2, max_position_embeddings=1024
+        )
+    draft = AutoModelForCausalLM.from_pretrained(target)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in draft.parameters():

@@ -45,9 +45,9 @@ class Exact:
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Of the token that comes next, [vocab_size]."""
         if self._model is None:
-            from transformers import LlamaForCausalLM
+            from transformers import AutoModelForCausalLM
 
-            self._model = LlamaForCausalLM.from_pretrained(self._target).float()
+            self._model = AutoModelForCausalLM.from_pretrained(self._target).float()
         return self._model(torch.tensor([token_ids])).logits[0, -1]
 
 

@@ -1,5 +1,7 @@
 """Kernels of a KV cache in host memory, against plain copies."""
 
+import random
+
 import pytest
 import torch
 
@@ -8,11 +10,12 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
-from tests.kernels.tensors import integers, some_rows
+from tests.kernels.tensors import counted, integers, new_counters, some_rows
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn
 from vllm_triforce.kernels.rows import PassInputs
 from vllm_triforce.kernels.stage_blocks import stage_blocks
+from vllm_triforce.metrics.counters import DeviceCounter
 
 
 def caches(count: int, heads: int, block_size: int, size: int, dtype, layout: str) -> torch.Tensor:
@@ -39,94 +42,169 @@ def test_each_block_that_is_read_is_staged_where_it_was(heads, block_size, size,
     tables = integers([[3, 9, 1, 20], [4, 3, 0, 0], [7, 8, 0, 0], [11, 0, 0, 0]])
     # Whole blocks, a part of one, one token more than a block, a padded row.
     lens = [3 * block_size + 1, 2 * block_size, 1, 0]
-    stage_blocks(host, staging, tables, integers(lens), block_size)
+    counters = new_counters()
+    stage_blocks(host, staging, tables, integers(lens), block_size, counters)
     read = {3, 9, 1, 20, 4, 7}
     for block in range(23):
         wanted = host[block] if block in read else torch.full_like(host[block], 252)
         assert torch.equal(staging[block], wanted), block
+    # One that two requests read is brought for each.
+    page = heads * block_size * size * host.element_size()
+    assert counted(counters) == {DeviceCounter.NUM_STAGED_BYTES: 7 * page}
 
 
-WIDTH, BLOCK, HEADS, SIZE = 7, 16, 2, 10
+WIDTH, BLOCK, HEADS, SIZE = 11, 16, 2, 10
+SELECTED = 5
+BYTES = BLOCK * SIZE * 4
+
+
+class World:
+    """Three layers, of which the last two lie in host memory; four slots."""
+
+    def __init__(self, layout: str) -> None:
+        self.per = (HEADS, 1) if layout == "head-major" else (BLOCK * HEADS, 1)
+        made = caches(60, HEADS, BLOCK, SIZE, torch.float32, layout)
+        self.hosts = [made + 1000 * layer for layer in (1, 2)]
+        empty = torch.full_like(caches(4 * WIDTH, HEADS, BLOCK, SIZE, torch.float32, layout), -1.0)
+        self.pools = [empty.clone() for _ in self.hosts]
+        self.counters = new_counters()
+        self.refill = PoolRefill(
+            self.hosts,
+            self.pools,
+            1,
+            num_slots=4,
+            max_rows=3,
+            width=WIDTH,
+            head_strides=self.per,
+            max_selected=SELECTED,
+            counters=self.counters,
+            device=torch.device(DEVICE),
+        )
+
+    def tables(self, rows_of_blocks) -> torch.Tensor:
+        """[3 layers, 3 * HEADS, WIDTH]; what is selected differs by layer and head."""
+        made = torch.zeros(3, 3 * HEADS, WIDTH, dtype=torch.int32)
+        for layer in range(3):
+            for row, (selected, tail) in enumerate(rows_of_blocks):
+                for head in range(HEADS):
+                    blocks = [(b + 5 * layer + 2 * head) % 30 for b in selected] + tail
+                    ids = [self.one_head(b, head) for b in blocks]
+                    made[layer, row * HEADS + head, : len(ids)] = integers(ids).cpu()
+        return made.to(DEVICE)
+
+    def one_head(self, block: int, head: int) -> int:
+        return block * self.per[0] + head * self.per[1]
+
+    def in_host(self, layer: int, one_head: int, head: int) -> torch.Tensor:
+        return self.hosts[layer][(one_head - head * self.per[1]) // self.per[0], head]
+
+    def check(self, tables, row: int, slot: int, num_selected: int, num_used: int) -> None:
+        """The slot has what the row's table names: what is selected anywhere, the rest in order."""
+        for layer, pool in enumerate(self.pools):
+            for head in range(HEADS):
+                ids = tables[1 + layer, row * HEADS + head].tolist()
+                wanted = [self.in_host(layer, its, head) for its in ids[:num_used]]
+                found = [pool[slot * WIDTH + index, head] for index in range(num_used)]
+                left = list(range(num_selected))
+                for block in found[:num_selected]:
+                    left.remove(next(i for i in left if torch.equal(wanted[i], block)))
+                assert not left
+                for one, other in zip(wanted[num_selected:], found[num_selected:]):
+                    assert torch.equal(one, other)
 
 
 @pytest.fixture(params=["head-major", "token-major"])
-def world(request):
-    """Three layers, of which the last two lie in host memory; four slots."""
-    per = (HEADS, 1) if request.param == "head-major" else (BLOCK * HEADS, 1)
-    hosts = [
-        caches(60, HEADS, BLOCK, SIZE, torch.float32, request.param) + 1000 * i for i in (1, 2)
-    ]
-    pools = [
-        torch.full_like(caches(4 * WIDTH, HEADS, BLOCK, SIZE, torch.float32, request.param), -1.0)
-        for _ in hosts
-    ]
-    refill = PoolRefill(hosts, pools, 1, 4, WIDTH, per, torch.device(DEVICE))
-    return refill, hosts, pools, per
-
-
-def tables_of(rows_of_blocks, per) -> torch.Tensor:
-    """[3 layers, 3 * HEADS, WIDTH]: each head's blocks differ by the layer and the head."""
-    made = torch.zeros(3, 3 * HEADS, WIDTH, dtype=torch.int32)
-    for layer in range(3):
-        for row, (selected, tail) in enumerate(rows_of_blocks):
-            for head in range(HEADS):
-                blocks = [(b + 5 * layer + 2 * head) % 30 for b in selected] + tail
-                ids = [b * per[0] + head * per[1] for b in blocks]
-                made[layer, row * HEADS + head, : len(ids)] = integers(ids).cpu()
-    return made.to(DEVICE)
-
-
-def block_of(cache: torch.Tensor, one_head: int, head: int, per) -> torch.Tensor:
-    return cache[(one_head - head * per[1]) // per[0], head]
+def world(request) -> World:
+    return World(request.param)
 
 
 def test_the_pool_has_what_is_selected_and_the_tail_as_far_as_it_is_exact(world):
-    refill, hosts, pools, per = world
     rows = some_rows(2, gamma=2, computed=[16 * 10 + 3, 16 * 6], tail=[8, 4], num_selected=[3, 2])
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
     rows.row_metadata[:2, RowColumn.REFRESH] = Refresh.NEW_OWNER
     # The first has three blocks behind its tail's start, the last with three tokens; and one more
     # that is allocated and has nothing.
-    tables = tables_of([([1, 2, 3], [40, 41, 42, 43]), ([4, 5], [50, 51, 52])], per)
-    refill(rows, tables)
-    for layer, (host, pool) in enumerate(zip(hosts, pools)):
-        for row, (slot, used) in enumerate(((2, 6), (0, 4))):
-            for head in range(HEADS):
-                for index in range(WIDTH):
-                    found = pool[slot * WIDTH + index, head]
-                    if index >= used:
-                        assert (found == -1).all()
-                        continue
-                    wanted = int(tables[1 + layer, row * HEADS + head, index])
-                    assert torch.equal(found, block_of(host, wanted, head, per))
+    tables = world.tables([([1, 2, 3], [40, 41, 42, 43]), ([4, 5], [50, 51, 52])])
+    world.refill(rows, tables)
+    for row, slot, num_selected, num_used in ((0, 2, 3, 6), (1, 0, 2, 4)):
+        world.check(tables, row, slot, num_selected, num_used)
+        for pool in world.pools:
+            assert (pool[slot * WIDTH + num_used : (slot + 1) * WIDTH] == -1).all()
+    for pool in world.pools:
         for slot in (1, 3):
             assert (pool[slot * WIDTH : (slot + 1) * WIDTH] == -1).all()
-    assert refill.exact.tolist() == [96, 0, 163, 0]
+    assert world.refill.exact.tolist() == [96, 0, 163, 0]
+    assert counted(world.counters) == {
+        DeviceCounter.NUM_POOL_BLOCKS: 10 * 2 * HEADS,
+        DeviceCounter.NUM_POOL_BYTES: 10 * 2 * HEADS * BYTES,
+    }
+
+
+def brought(world: World) -> list[list[list[bool]]]:
+    """By layer and head, whether what slot 0 has in each place was brought since 0.5 was added."""
+    return [
+        [[bool((pool[i, head] % 1 == 0.5).all()) for i in range(WIDTH)] for head in range(HEADS)]
+        for pool in world.pools
+    ]
 
 
 def test_only_what_changed_is_brought_again(world):
     """What level 2 has written to the tail, what is selected anew, and all of a new owner's."""
-    refill, hosts, pools, per = world
     rows = some_rows(1, gamma=2, computed=[16 * 10 + 3], tail=[8], num_selected=[3])
     rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
-    tables = tables_of([([1, 2, 3], [40, 41, 42, 43])], per)
-    refill(rows, tables)
-    for host in hosts:
+    tables = world.tables([([1, 2, 3], [40, 41, 42, 43])])
+    world.refill(rows, tables)
+    for host in world.hosts:
         host += 0.5  # whatever is brought from now on shows it
     rows.computed[0] = 16 * 11 + 2  # from the block of token 163 on it may be level 2's
     rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NOT_DUE
     again = tables.clone()
-    again[2, 1, 1] = 33 * per[0] + per[1]  # the second layer's second head selects another chunk
-    refill(rows, again)
-    for layer, pool in enumerate(pools):
-        for head in range(HEADS):
-            new = [bool((pool[index, head] % 1 == 0.5).all()) for index in range(WIDTH)]
+    again[2, 1, 1] = world.one_head(33, 1)  # one more chunk, of the second layer's second head
+    world.counters.zero_()
+    world.refill(rows, again)
+    for layer, of_layer in enumerate(brought(world)):
+        for head, new in enumerate(of_layer):
             selected = [False, (layer, head) == (1, 1), False]
-            assert new == [*selected, False, False, True, True]
+            assert new == [*selected, False, False, True, True, *[False] * 4]
+    assert counted(world.counters) == {
+        DeviceCounter.NUM_POOL_BLOCKS: 7 * 4,
+        DeviceCounter.NUM_POOL_HITS: 7 * 4 - 2 * 4 - 1,
+        DeviceCounter.NUM_POOL_BYTES: (2 * 4 + 1) * BYTES,
+    }
     rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
-    refill(rows, again)
-    for pool in pools:
-        assert (pool[:WIDTH] % 1 == 0.5).all()
+    world.refill(rows, again)
+    assert all(all(new[:7]) for of_layer in brought(world) for new in of_layer)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_that_stay_selected_are_not_brought_again_wherever_they_stand(world, seed):
+    """The selection changes at random, the context grows, and level 2 overwrites what it may."""
+    draw = random.Random(seed)
+    rows = some_rows(1, gamma=2, tail=[0], num_selected=[0])
+    rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
+    computed, before = 20 + draw.randrange(30), set()
+    for step in range(12):
+        tail = max(0, computed // BLOCK - 2)
+        num_selected = min(tail, SELECTED)
+        num_used = num_selected + -(-computed // BLOCK) - tail
+        selected = draw.sample(range(tail), num_selected)
+        tables = torch.zeros(3, 3 * HEADS, WIDTH, dtype=torch.int32, device=DEVICE)
+        for head in range(HEADS):
+            blocks = [*selected, *range(tail, tail + WIDTH - num_selected)]
+            tables[:, head] = integers([world.one_head(block, head) for block in blocks])
+        rows.computed[0], rows.tail[0], rows.num_selected[0] = computed, tail, num_selected
+        world.counters.zero_()
+        world.refill(rows, tables)
+        world.check(tables, 0, 0, num_selected, num_used)
+        if step:
+            new = len(set(selected) - before)
+            most = 2 * HEADS * (new + num_used - num_selected)
+            assert counted(world.counters).get(DeviceCounter.NUM_POOL_BYTES, 0) <= most * BYTES
+        rows.row_metadata[0, RowColumn.REFRESH] = Refresh.DUE
+        # Where the newest tokens and those behind them go, level 2 writes.
+        for pool in world.pools:
+            pool[num_selected + computed // BLOCK - tail : WIDTH] = -7.0
+        before, computed = set(selected), min(computed + draw.randrange(1, 40), 25 * BLOCK)
 
 
 def test_level_2_writes_behind_what_its_slot_has():

@@ -12,8 +12,12 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from tests.parity.cases import SOME_GIB
 from tests.parity.running import Job, Seen, run
 from tests.v2.environment import v2_environment
+from vllm_triforce.kernels.row_metadata import RowColumn
 
 JOBS = "jobs.pickle"
 
@@ -76,6 +80,43 @@ def _poison_staging(staging) -> None:
     HostLayer.staged = poisoned
 
 
+def _check_pool(pool) -> None:
+    """From now on, what level 2 finds in the pool when a proposal begins must be what host memory
+    has: chunk for chunk what is selected, in any order, and token for token what is behind."""
+    refill = pool.refill
+    hosts, pools = refill._caches
+    per_block, per_head = refill._head_strides
+    block_size = hosts[0].shape[2]
+    begin = getattr(pool.begin, "begin", pool.begin)
+
+    def checked(tables) -> None:
+        begin(tables)
+        rows = pool._rows
+        slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].tolist()
+        for row, slot in enumerate(slots):
+            computed, tail, selected = (
+                int(of_rows[row]) for of_rows in (rows.computed, rows.tail, rows.num_selected)
+            )
+            used = min(selected + max(0, -(-computed // block_size) - tail), pool.width)
+            for layer, (host, its) in enumerate(zip(hosts, pools)):
+                table = tables[refill._first_layer + layer]
+                for head in range(host.shape[1]):
+                    ids = table[row * host.shape[1] + head, :used]
+                    wanted = host[(ids - head * per_head) // per_block, head].flatten(1)
+                    found = its[slot * pool.width :][:used, head].flatten(1)
+                    order, other = (_in_order(blocks[:selected]) for blocks in (wanted, found))
+                    assert torch.equal(order, other), "what is selected"
+                    assert torch.equal(wanted[selected:], found[selected:]), "the tail"
+
+    checked.begin = begin
+    pool.begin = checked
+
+
+def _in_order(blocks: torch.Tensor) -> torch.Tensor:
+    """The rows, ordered by what is in them."""
+    return torch.tensor(sorted(blocks.tolist()))
+
+
 class _Inside:
     """The driver, in the child."""
 
@@ -99,7 +140,11 @@ class _Inside:
         assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)
         if worker._offload is not None:
+            placed = worker._offload.placement
+            is_some = job.triforce["kv_offload_gib"] == SOME_GIB
+            assert (placed.num_device_layers > 0) if is_some else (placed.num_device_layers < 2)
             _poison_staging(worker._offload.staging)
+            _check_pool(self._built(llm).triforce.level2._pool)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm

@@ -1,13 +1,16 @@
 """KV in host memory: where layers lie, what is refused, and what is said at start."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import check_offload as module
 from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.offload.placement import all_would_fit, place_layers
+from vllm_triforce.worker.offloading import plan_offload
 
 GIB = 1 << 30
 # Llama-3.1-8B in blocks of 16 tokens: 8 heads of 128 numbers of two bytes, keys and values.
@@ -15,9 +18,15 @@ PAGE = 16 * 2 * 8 * 128 * 2
 SHARE = 1 / 32
 
 
-def placed(host: float, device: float, pool_blocks: int = 320, num_layers: int = 32):
+def placed(host: float, device: float, pool_blocks: int = 320, most_blocks: int = 1 << 62):
     return place_layers(
-        num_layers, PAGE, int(host * GIB), int(device * GIB), pool_blocks * PAGE, SHARE
+        num_layers=32,
+        page_bytes=PAGE,
+        host_bytes=int(host * GIB),
+        device_bytes=int(device * GIB),
+        pool_bytes=pool_blocks * PAGE,
+        summary_share=SHARE,
+        most_blocks=most_blocks,
     )
 
 
@@ -55,6 +64,15 @@ def test_more_host_memory_than_the_device_can_serve_is_left():
     found = placed(500, 3)
     assert found.num_device_layers == 0 and found.host_bytes < 100 * GIB
     assert 2.99 * GIB < device_bytes(found) <= 3 * GIB
+
+
+def test_host_memory_for_which_there_is_no_use_is_left_and_layers_stay_on_the_device():
+    """131,072 tokens take 16 GiB of all layers; with 90 GiB asked for they would all lie in host
+    memory, were it to be filled."""
+    assert placed(90, 8).num_device_layers == 0
+    found = placed(90, 8, most_blocks=8193)
+    assert found.num_blocks == 8193 and found.num_device_layers == 13
+    assert device_bytes(found) <= 8 * GIB and found.host_bytes < 10 * GIB
 
 
 def test_what_leaves_nothing_is_refused():
@@ -102,6 +120,9 @@ def engine(**changes) -> SimpleNamespace:
         model_config=SimpleNamespace(
             model="target", enable_sleep_mode=False, hf_text_config=SimpleNamespace()
         ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1
+        ),
     )
     for name, value in changes.items():
         *path, last = name.split("__")
@@ -127,6 +148,10 @@ def engine(**changes) -> SimpleNamespace:
             {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention"])},
             "kinds sliding_attention",
         ),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(num_kv_shared_layers=8)},
+            "8 layers of target 'target' read another layer's",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(changes, said):
@@ -136,16 +161,80 @@ def test_what_it_does_not_go_with_is_refused(changes, said):
         check_offload(engine(**changes), config)
 
 
-def test_more_than_the_machine_has_is_refused():
+def test_more_than_the_machine_has_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"kv_offload_gib=1e\+06: the machine has \d+\.\d GiB"):
         check_offload(engine(), TriForceConfig(kv_offload_gib=1e6).resolve(16))
+    memory = SimpleNamespace(total=64 * GIB)
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(module, "get_cgroup_memory_limit", lambda: None)
+    config = TriForceConfig(kv_offload_gib=20).resolve(16)
+    check_offload(engine(parallel_config__tensor_parallel_size=2), config)
+    check_offload(engine(parallel_config__data_parallel_size_local=0), config)
+    four = engine(parallel_config__tensor_parallel_size=4)
+    with pytest.raises(ValueError, match=r"each of 4 ranks here.* has 64\.0 GiB.* 14\.4 at most"):
+        check_offload(four, config)
+    # Of a container, what it may take.
+    monkeypatch.setattr(module, "get_cgroup_memory_limit", lambda: 16 * GIB)
+    with pytest.raises(ValueError, match=r"has 16\.0 GiB of memory, or allows as much"):
+        check_offload(engine(), config)
+
+
+def a_plan(host_gib: float, device_gib: float, *, length=131_072, auto=False, **keys):
+    """For an 8B model's layers."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    assert spec.page_size_bytes == PAGE
+    override = keys.pop("num_gpu_blocks_override", None)
+    caching = keys.pop("enable_prefix_caching", True)
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=override, enable_prefix_caching=caching
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=keys.pop("max_num_seqs", 16)),
+        model_config=SimpleNamespace(
+            max_model_len=length, original_max_model_len=-1 if auto else length
+        ),
+    )
+    config = TriForceConfig(kv_offload_gib=host_gib, num_speculative_tokens=16, **keys).resolve(16)
+    specs = dict.fromkeys(map(str, range(32)), spec)
+    return plan_offload(specs, config, vllm_config, int(device_gib * GIB), SHARE).placement
+
+
+def test_too_little_for_the_longest_request_is_refused_with_what_would_do():
+    """And what is said would do does."""
+    assert a_plan(16, 5).num_blocks * 16 >= 131_072
+    with pytest.raises(ValueError, match=r"kv_offload_gib=8: .*; kv_offload_gib=16\.\d would do"):
+        a_plan(8, 5)
+    with pytest.raises(ValueError, match=r"for 4 requests; max_speculating_seqs=3 would do"):
+        a_plan(17, 2.9)
+    a_plan(17, 2.9, max_speculating_seqs=3)
+    with pytest.raises(ValueError, match=r"max_speculating_seqs=3 and kv_offload_gib=16\.\d would"):
+        a_plan(4, 2.9)
+    with pytest.raises(ValueError, match=r"; --max-model-len (\d+) would do") as refused:
+        a_plan(16, 1.4, max_speculating_seqs=1)
+    length = int(re.search(r"--max-model-len (\d+)", str(refused.value))[1])
+    for how in ({"length": length}, {"auto": True}):  # with auto, vLLM takes what fits
+        assert a_plan(16, 1.4, max_speculating_seqs=1, **how).num_blocks * 16 == length
+
+
+def test_host_memory_is_filled_for_the_prefix_cache_alone():
+    assert a_plan(90, 8, max_num_seqs=1).num_device_layers == 0
+    found = a_plan(90, 8, max_num_seqs=1, enable_prefix_caching=False)
+    assert found.num_blocks == 8192 + 2 + 1 and found.num_device_layers > 8
+
+
+def test_a_number_of_blocks_that_is_asked_for_is_given_or_refused():
+    assert a_plan(64, 8, num_gpu_blocks_override=700).num_blocks == 700
+    with pytest.raises(ValueError, match=r"num_gpu_blocks_override=9000000: \d+ blocks fit"):
+        a_plan(64, 8, num_gpu_blocks_override=9_000_000)
 
 
 def test_host_memory_that_is_not_what_the_device_sees_is_refused():
     """Memory that was not registered can come back as a copy."""
-    from vllm_triforce.offload.host_memory import _check_alias, allocate_host_memory
+    from vllm_triforce.offload.host_memory import HostMemory, _check_alias
 
-    memory = allocate_host_memory(100, torch.device("cpu"))
+    memory = HostMemory(100, torch.device("cpu")).view
     _check_alias(memory, memory)
     assert memory.sum() == 0
     with pytest.raises(RuntimeError, match="a copy of it"):

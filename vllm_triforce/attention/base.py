@@ -59,6 +59,14 @@ class RetrievalAttention(ABC):
         Both runners ask, for each of the target's layers (``core/kv_groups.py``).
         """
 
+    def has_static_metadata(self, builder: Any) -> bool:
+        """Whether a metadata builder decides nothing on the host but by shapes: then a graph can
+        have what it does.
+
+        Runner V2 asks, for layers that stay dense.
+        """
+        return False
+
     @abstractmethod
     def attach(
         self, layer, index: int, recorder: Recorder, offload: LayerOffload | None = None

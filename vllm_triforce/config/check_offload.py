@@ -2,10 +2,13 @@
 remedy."""
 
 import psutil
+from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_triforce.config.resolved import ResolvedConfig
 
 _GIB = 1 << 30
+# Of the machine's memory, for what else there is.
+_MOST_SHARE = 0.9
 
 
 def check_offload(vllm_config, config: ResolvedConfig) -> None:
@@ -19,7 +22,7 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             f"{asked}: Model Runner V1 has the KV cache in one place; use a GPU, where V2 is "
             "vLLM's default, or leave it out"
         )
-    _check_memory(asked, config)
+    _check_memory(asked, config, vllm_config.parallel_config)
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
         raise ValueError(
@@ -42,6 +45,11 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             "yet; use FLASH_ATTN or TRITON_ATTN"
         )
     text_config = vllm_config.model_config.hf_text_config
+    if shared := getattr(text_config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{asked}: {shared} layers of target {vllm_config.model_config.model!r} read another "
+            "layer's KV cache, and each layer is staged by itself; leave it out"
+        )
     kinds = set(getattr(text_config, "layer_types", None) or ())
     if len(kinds) > 1 or kinds & {"sliding_attention", "chunked_attention"}:
         raise ValueError(
@@ -51,10 +59,15 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
         )
 
 
-def _check_memory(asked: str, config: ResolvedConfig) -> None:
+def _check_memory(asked: str, config: ResolvedConfig, parallel) -> None:
     assert config.kv_offload_gib is not None
-    total = psutil.virtual_memory().total / _GIB
-    if config.kv_offload_gib > total:
+    ranks = max(1, parallel.tensor_parallel_size // parallel.nnodes)
+    ranks *= max(1, parallel.data_parallel_size_local)
+    limits = psutil.virtual_memory().total, get_cgroup_memory_limit()
+    has = min(limit for limit in limits if limit is not None) / _GIB
+    if config.kv_offload_gib * ranks > _MOST_SHARE * has:
+        of_ranks = f" for each of {ranks} ranks here" if ranks > 1 else ""
         raise ValueError(
-            f"{asked}: the machine has {total:.1f} GiB of memory; give less, for each rank"
+            f"{asked}{of_ranks}: the machine has {has:.1f} GiB of memory, or allows as much; give "
+            f"{_MOST_SHARE * has / ranks:.1f} at most"
         )

@@ -8,6 +8,7 @@ from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.device.adapters import PassAdapters
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling, Masks
+from vllm_triforce.device.dense_layers import DenseLayers
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.row_work import RowWork
 from vllm_triforce.device.selections import DeviceSelections
@@ -90,6 +91,11 @@ class DeviceRetrieval:
             "level 2 pass",
             adapters,
         )
+        self._dense = [
+            DenseLayers(group, self._pass.inputs, self._dense_seq_lens, table, max_position + 1)
+            for group, table in zip(groups, tables)
+            if group.dense_layer_names
+        ]
         self._has_adapters = adapters is not None
         self._rounds = {
             all_greedy: RowWork(
@@ -105,8 +111,9 @@ class DeviceRetrieval:
 
     @property
     def can_capture(self) -> bool:
-        """Layers that stay dense have metadata that vLLM's builders make anew for every pass."""
-        return not any(group.dense_layer_names for group in self._groups)
+        """Whether what layers that stay dense are given is the same for every pass."""
+        builders = (group.dense_builder for group in self._groups if group.dense_layer_names)
+        return all(map(self._attention.has_static_metadata, builders))
 
     def capture(self, mode) -> None:
         if not self.can_capture:
@@ -185,56 +192,17 @@ class DeviceRetrieval:
             num_rows, inputs.query_len, inputs.seq_lens[: num_rows * heads], tables
         )
         metadata = dict(zip(group.sparse_layer_names, sparse))
-        for index, group in enumerate(self._groups):
-            if group.dense_layer_names:
-                metadata |= dict.fromkeys(
-                    group.dense_layer_names, self._dense_metadata(index, group, num_rows)
-                )
+        for dense in self._dense:
+            metadata |= dict.fromkeys(dense.names, dense.metadata(num_rows))
         return metadata
 
     def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:
         inputs = self._pass.inputs
         own = inputs.slot_mapping[: num_rows * inputs.query_len]
-        slots = {}
-        for index, group in enumerate(self._groups):
-            where = own if index == self._sparse_group else self._slots_of(index, num_rows)
-            slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, where)
+        slots = dict.fromkeys(self._groups[self._sparse_group].sparse_layer_names, own)
+        for dense in self._dense:
+            slots |= dict.fromkeys(dense.names, dense.slots(num_rows))
         if self._pool is not None:
             where = self._pool.slot_mapping[: num_rows * inputs.query_len]
             slots |= dict.fromkeys(self._pooled, where)
         return slots
-
-    def _slots_of(self, index: int, num_rows: int) -> torch.Tensor:
-        """Where another group's blocks have the places of ``inputs.slot_mapping``."""
-        inputs = self._pass.inputs
-        num_tokens = num_rows * inputs.query_len
-        positions = inputs.positions[:num_tokens]
-        size = self._groups[index].block_size
-        owners = torch.arange(num_rows, device=positions.device)
-        owners = owners.repeat_interleave(inputs.query_len)
-        blocks = self._batch.tables[index][owners, positions // size].to(torch.int64)
-        own = inputs.slot_mapping[:num_tokens]
-        return torch.where(own < 0, own, blocks * size + positions % size)
-
-    def _dense_metadata(self, index: int, group: KVGroup, num_rows: int):
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        length = self._pass.inputs.query_len
-        starts = torch.arange(num_rows + 1, dtype=torch.int32) * length
-        seq_lens = self._dense_seq_lens[:num_rows]
-        longest = int(self._batch.max_computed_tokens.max()) + length
-        longest += self._rows.num_speculative_tokens
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(seq_lens.device),
-            query_start_loc_cpu=starts,
-            seq_lens=seq_lens,
-            num_reqs=num_rows,
-            num_actual_tokens=num_rows * length,
-            max_query_len=length,
-            max_seq_len=longest,
-            block_table_tensor=self._batch.tables[index],
-            slot_mapping=self._slots_of(index, num_rows),
-            causal=True,
-            positions=self._pass.inputs.positions[: num_rows * length],
-        )
-        return group.dense_builder.build(0, common)

@@ -18,7 +18,7 @@ from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.metrics.counters import DeviceCounter, LevelCounters, read_device_counters
+from vllm_triforce.metrics.counters import LevelCounters, read_device_counters
 from vllm_triforce.metrics.part_times import PartTimes
 
 
@@ -31,6 +31,7 @@ class DeviceTriForce:
         draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
             level 2's distributions; its dtype is that of all logits here, so that what is drawn
             from and what is handed up are the same numbers.
+        counters: [len(DeviceCounter)], int64, added to.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class DeviceTriForce:
         slots: Slots,
         draft_logits: torch.Tensor,
         race: Race,
+        counters: torch.Tensor,
     ) -> None:
         self.sources = sources
         self.level1 = level1
@@ -52,11 +54,9 @@ class DeviceTriForce:
         device, shape = draft_logits.device, draft_logits.shape[:2]
         is_stale = torch.zeros(shape, dtype=torch.int8, device=device)
         self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
-        self._counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        self._counters = counters
         handed_up = HandedUp(draft_logits, is_stale)
-        self._parts = LevelParts(
-            config, level1, level2, rows, slots, handed_up, self._counters, race
-        )
+        self._parts = LevelParts(config, level1, level2, rows, slots, handed_up, counters, race)
         self._observer = _DeviceObserver(self.times)
         self.known_counters = LevelCounters()
         """A copy of ``counters``, at most some steps old."""

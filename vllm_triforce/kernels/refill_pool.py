@@ -3,15 +3,74 @@
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels.counters import NUM_POOL_BLOCKS, NUM_POOL_BYTES, NUM_POOL_HITS
 from vllm_triforce.kernels.faults import stored_type
 from vllm_triforce.kernels.row_metadata import NEW_OWNER, REFRESH, SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
+
+# Places whose blocks are compared with all that are wanted at a time.
+_CHUNK = 8
+_NOTHING = -1
+
+
+@triton.jit
+def _place_selected_kernel(
+    brought_ptr,  # [num_host_layers, max_rows, num_heads, width], written
+    held_ptr,  # [num_host_layers, num_slots, num_heads, width]
+    num_slots,
+    tables_ptr,  # [num_layers, max_rows * num_heads, width]
+    table_layer_stride,
+    first_layer,
+    row_metadata_ptr,
+    num_selected_ptr,  # [num_rows]
+    max_rows,
+    width,
+    NOTHING: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SELECTED: tl.constexpr,
+):
+    layer = tl.program_id(0)
+    row = tl.program_id(1)
+    head = tl.program_id(2)
+    num_heads = tl.num_programs(2)
+    slot = row_value(row_metadata_ptr, row, SLOT).to(tl.int64)
+    is_new = row_value(row_metadata_ptr, row, REFRESH) == NEW_OWNER
+    num_selected = tl.load(num_selected_ptr + row)
+    held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
+    brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
+    table = tables_ptr + (first_layer + layer).to(tl.int64) * table_layer_stride
+    table += (row * num_heads + head) * width
+    index = tl.arange(0, SELECTED)
+    wanted = tl.load(table + index, mask=index < num_selected, other=NOTHING)
+    is_held = tl.zeros([SELECTED], dtype=tl.int32)
+    for start in range(0, num_selected, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        mask = (place < num_selected) & (is_new == 0)
+        has = tl.load(held + place, mask=mask, other=NOTHING)
+        same = (has[:, None] == wanted[None, :]) & (has[:, None] != NOTHING)
+        is_held = tl.maximum(is_held, tl.max(same.to(tl.int32), axis=0))
+    # The n-th that is missing goes to the n-th place whose block is not wanted.
+    is_missing = (index < num_selected) & (is_held == 0)
+    nth_missing = tl.where(is_missing, tl.cumsum(is_missing.to(tl.int32), axis=0), 0)
+    num_free = 0
+    for start in range(0, num_selected, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        mask = (place < num_selected) & (is_new == 0)
+        has = tl.load(held + place, mask=mask, other=NOTHING)
+        same = (has[:, None] == wanted[None, :]) & (has[:, None] != NOTHING)
+        is_free = (place < num_selected) & (tl.max(same.to(tl.int32), axis=1) == 0)
+        nth = num_free + tl.cumsum(is_free.to(tl.int32), axis=0)
+        num_free += tl.sum(is_free.to(tl.int32))
+        goes = is_free[:, None] & (nth[:, None] == nth_missing[None, :])
+        block = tl.sum(tl.where(goes, wanted[None, :], 0), axis=1)
+        tl.store(brought + place, tl.where(is_free, block, NOTHING), mask=place < num_selected)
 
 
 @triton.jit
 def _refill_pool_kernel(
     hosts_ptr,  # [num_host_layers], int64, addresses
     pools_ptr,  # [num_host_layers], int64, addresses
+    brought_ptr,  # [num_host_layers, max_rows, num_heads, width]
     tables_ptr,  # [num_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
     first_layer,
@@ -22,6 +81,8 @@ def _refill_pool_kernel(
     computed_ptr,  # [num_rows]
     tail_ptr,  # [num_rows]
     num_selected_ptr,  # [num_rows]
+    counters_ptr,  # [num_counters], added to
+    max_rows,
     width,
     block_size,
     per_block,
@@ -30,7 +91,9 @@ def _refill_pool_kernel(
     head_stride,
     token_stride,
     token_size,
+    block_bytes,
     TYPE: tl.constexpr,
+    NOTHING: tl.constexpr,
     TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -49,31 +112,49 @@ def _refill_pool_kernel(
     table = tables_ptr + (first_layer + layer).to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
     held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
+    brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
     token = tl.arange(0, TOKENS)[:, None]
     number = tl.arange(0, SIZE)[None, :]
     mask = (token < block_size) & (number < token_size)
     within = head.to(tl.int64) * head_stride + token * token_stride + number
     num_used = num_selected + tl.maximum(tl.cdiv(computed, block_size) - tail, 0)
-    for index in range(0, tl.minimum(num_used, width)):
-        wanted = tl.load(table + index)
+    num_used = tl.minimum(num_used, width)
+    num_brought = 0
+    for index in range(0, num_used):
+        in_tail = index >= num_selected
         logical = tail + index - num_selected
-        is_changed = (index >= num_selected) & (logical >= first_changed)
-        if is_new | is_changed | (tl.load(held + index) != wanted):
+        wanted = tl.load(tl.where(in_tail, table + index, brought + index))
+        is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
+        if tl.where(in_tail, is_changed, wanted != NOTHING):
             block = ((wanted - head * per_head) // per_block).to(tl.int64)
             found = tl.load(host + block * block_stride + within, mask=mask)
             to = (slot * width + index) * block_stride
             tl.store(pool + to + within, found, mask=mask)
-            tl.store(held + index, wanted)
+            is_partial = in_tail & ((logical + 1) * block_size > computed)
+            tl.store(held + index, tl.where(is_partial, NOTHING, wanted))
+            num_brought += 1
+    # What level 2 writes to is nobody's block.
+    for start in range(0, width, TOKENS):
+        place = start + tl.arange(0, TOKENS)
+        tl.store(held + place, NOTHING, mask=(place >= num_used) & (place < width))
+    tl.atomic_add(counters_ptr + NUM_POOL_BLOCKS, num_used.to(tl.int64))
+    tl.atomic_add(counters_ptr + NUM_POOL_HITS, (num_used - num_brought).to(tl.int64))
+    tl.atomic_add(counters_ptr + NUM_POOL_BYTES, (num_brought * block_bytes).to(tl.int64))
 
 
 class PoolRefill:
     """Brings to the pool what is not there yet, of the rows that go through the levels.
+
+    A selected block stays in its place for as long as it is selected: level 2 reads them in any
+    order.
 
     Args:
         hosts, pools: of each layer in host memory, [num_blocks, num_kv_heads, block_size, size]
             and [num_slots * width, ...]; both laid out alike.
         first_layer: of those, among the layers that retrieve.
         head_strides: how tables name one head's block (``cache/one_head_blocks.py``).
+        max_selected: blocks of a head, for a row.
+        counters: [len(DeviceCounter)], int64, added to; its blocks are of one head.
     """
 
     def __init__(
@@ -82,8 +163,11 @@ class PoolRefill:
         pools: list[torch.Tensor],
         first_layer: int,
         num_slots: int,
+        max_rows: int,
         width: int,
         head_strides: tuple[int, int],
+        max_selected: int,
+        counters: torch.Tensor,
         device: torch.device,
     ) -> None:
         self._caches = hosts, pools  # they must live as long as their addresses are used
@@ -93,8 +177,12 @@ class PoolRefill:
         )
         self._first_layer = first_layer
         self._head_strides = head_strides
+        self._max_selected = max_selected
+        self._counters = counters
         shape = (len(hosts), num_slots, hosts[0].shape[1], width)
-        self.held = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.held = torch.full(shape, _NOTHING, dtype=torch.int32, device=device)
+        shape = (len(hosts), max_rows, hosts[0].shape[1], width)
+        self._brought = torch.full(shape, _NOTHING, dtype=torch.int32, device=device)
         self.exact = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def __call__(self, rows: Rows, tables: torch.Tensor) -> None:
@@ -103,12 +191,30 @@ class PoolRefill:
             tables: [num_layers, max_rows * num_kv_heads, width], int32, as laid out for the rows.
         """
         num_layers, num_slots, num_heads, width = self.held.shape
+        max_rows = self._brought.shape[1]
         first = self._caches[0][0]
         block_stride, head_stride, token_stride, _ = first.stride()
         _, _, block_size, size = first.shape
-        _refill_pool_kernel[(num_layers, rows.num_rows, num_heads)](
+        grid = (num_layers, rows.num_rows, num_heads)
+        _place_selected_kernel[grid](
+            self._brought,
+            self.held,
+            num_slots,
+            tables,
+            tables.stride(0),
+            self._first_layer,
+            rows.row_metadata,
+            rows.num_selected,
+            max_rows,
+            width,
+            NOTHING=_NOTHING,
+            CHUNK=_CHUNK,
+            SELECTED=triton.next_power_of_2(max(1, self._max_selected)),
+        )
+        _refill_pool_kernel[grid](
             self._hosts,
             self._pools,
+            self._brought,
             tables,
             tables.stride(0),
             self._first_layer,
@@ -119,6 +225,8 @@ class PoolRefill:
             rows.computed,
             rows.tail,
             rows.num_selected,
+            self._counters,
+            max_rows,
             width,
             block_size,
             *self._head_strides,
@@ -126,7 +234,9 @@ class PoolRefill:
             head_stride,
             token_stride,
             size,
+            block_size * size * first.element_size(),
             TYPE=stored_type(first.dtype),
+            NOTHING=_NOTHING,
             TOKENS=triton.next_power_of_2(block_size),
             SIZE=triton.next_power_of_2(size),
         )

@@ -3,6 +3,8 @@
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels.counters import NUM_STAGED_BYTES
+
 # PCIe is filled by few programs, and others need the rest of the device.
 _NUM_PROGRAMS = 32
 _BLOCK = 4096
@@ -18,11 +20,14 @@ def _stage_blocks_kernel(
     seq_lens_ptr,  # [num_reqs]
     num_reqs,
     block_size,
+    counters_ptr,  # [num_counters], added to
     BLOCK: tl.constexpr,
 ):
     first, step = tl.program_id(0), tl.num_programs(0)
+    num_staged = 0
     for row in range(0, num_reqs):
         num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
+        num_staged += num_blocks
         for index in range(first, num_blocks, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
@@ -30,6 +35,8 @@ def _stage_blocks_kernel(
                 mask = places < page_size
                 found = tl.load(host_ptr + block + places, mask=mask)
                 tl.store(staging_ptr + block + places, found, mask=mask)
+    if first == 0:
+        tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, num_staged.to(tl.int64) * page_size * 4)
 
 
 def stage_blocks(
@@ -38,6 +45,7 @@ def stage_blocks(
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
     block_size: int,
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
 ) -> None:
     """Copies each block that a table names below its request's length to the same place.
 
@@ -55,6 +63,7 @@ def stage_blocks(
         seq_lens,
         min(len(tables), len(seq_lens)),
         block_size,
+        counters,
         BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
     )
 

@@ -22,6 +22,10 @@ class DeviceCounter(IntEnum):
     NUM_LEVEL3_STEPS = 8
     NUM_NAN_REQUESTS = 9
     NUM_DIRECT_PROPOSALS = 10
+    NUM_STAGED_BYTES = 11
+    NUM_POOL_BLOCKS = 12
+    NUM_POOL_HITS = 13
+    NUM_POOL_BYTES = 14
 
 
 def read_device_counters(
@@ -33,7 +37,7 @@ def read_device_counters(
 
 @dataclass
 class LevelCounters:
-    """Sums since the engine started; ``num_`` counts tokens, requests or passes."""
+    """Sums since the engine started."""
 
     num_inner_rounds: int = 0
     """Requests times rounds in which they took part."""
@@ -61,6 +65,14 @@ class LevelCounters:
     """Requests that went on without speculation because a level's logits had a NaN."""
     num_boundary_faults: int = 0
     """Proposals that were not what level 3's test needs (``verification/boundary.py``)."""
+    num_staged_bytes: int = 0
+    """Of KV in host memory that full passes read (``kernels/stage_blocks.py``), of one rank."""
+    num_pool_blocks: int = 0
+    """One-head blocks of layers in host memory that level 2 was to read, proposal by proposal."""
+    num_pool_hits: int = 0
+    """Of those, that were on the device from the proposal before (``kernels/refill_pool.py``)."""
+    num_pool_bytes: int = 0
+    """Brought to the device of those that were not."""
     time_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by part of ``propose()``."""
 

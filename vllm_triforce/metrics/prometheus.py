@@ -28,6 +28,10 @@ _COUNTERS = {
         "nan_requests",
         "Requests that went on without speculation because a level's logits had a NaN.",
     ),
+    "num_staged_bytes": ("staged_bytes", "KV in host memory that full passes read, a rank."),
+    "num_pool_blocks": ("pool_blocks", "Blocks of KV in host memory that level 2 was to read."),
+    "num_pool_hits": ("pool_hits", "Of vllm:triforce_pool_blocks, those that were on the device."),
+    "num_pool_bytes": ("pool_bytes", "KV in host memory brought for level 2, a rank."),
     "num_boundary_faults": (
         "boundary_faults",
         "Proposals that were verified as certain because what belongs to them was not right.",

@@ -15,7 +15,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.core.private_cache import allocate_layers
 from vllm_triforce.kernels.stage_blocks import stage_blocks
-from vllm_triforce.offload.host_memory import allocate_host_memory
+from vllm_triforce.offload.bandwidth import measure_bandwidth
+from vllm_triforce.offload.host_memory import HostMemory
 from vllm_triforce.offload.placement import Placement
 
 
@@ -32,6 +33,8 @@ class OffloadedCache:
         self.host_layer_names: list[str] = []
         self.staging: torch.Tensor | None = None
         """[num_blocks, num_kv_heads, block_size, size], one layer's at a time."""
+        self._memory: HostMemory | None = None
+        self._first: torch.Tensor | None = None
         self._spec: Any = None
 
     def allocate(
@@ -45,9 +48,10 @@ class OffloadedCache:
         block_size, size], those in host memory as the device sees it.
 
         Raises:
-            ValueError: layers are not one kind, or do not lie one behind the other.
+            ValueError: layers are not one kind, or neither they nor their blocks lie one behind
+                the other.
         """
-        tensor = _only_tensor(kv_cache_config)
+        tensor = _only_tensor(kv_cache_config, layout)
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_device = tensor.layers[: self.placement.num_device_layers]
         self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
@@ -60,15 +64,22 @@ class OffloadedCache:
             kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
         ).values()
         part = _part(tensor, self.host_layer_names)
+        self._memory = HostMemory(part.size, device)
         views = create_kv_cache_views(
-            allocate_host_memory(part.size, device),
+            self._memory.view,
             self._spec,
             kv_cache_config.num_blocks,
             layout,
             part,
             kernel_block_size=kernel_block_sizes[0] if kernel_block_sizes else None,
         )
+        self._first = views[0]
         return caches | dict(zip(self.host_layer_names, views))
+
+    def bandwidth(self) -> float:
+        """Bytes a second from host memory, measured; for a KV cache in which is nothing yet."""
+        assert self._first is not None and self.staging is not None
+        return measure_bandwidth(self._first, self.staging)
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
@@ -85,10 +96,10 @@ class OffloadedCache:
         ):
             return allocate_layers(names, self._spec, num_blocks, layout, device)
 
-    def of_layer(self, pool: torch.Tensor) -> "HostLayer":
+    def of_layer(self, pool: torch.Tensor, counters: torch.Tensor) -> "HostLayer":
         """For the attention of the layer with this pool."""
         assert self.staging is not None
-        return HostLayer(self.staging, pool)
+        return HostLayer(self.staging, pool, counters)
 
 
 class HostLayer:
@@ -96,10 +107,12 @@ class HostLayer:
 
     Args:
         pool: [num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes.
+        counters: [len(DeviceCounter)], int64, added to.
     """
 
-    def __init__(self, staging: torch.Tensor, pool: torch.Tensor) -> None:
+    def __init__(self, staging: torch.Tensor, pool: torch.Tensor, counters: torch.Tensor) -> None:
         self._staging = staging
+        self._counters = counters
         self.pool = pool
 
     def staged(
@@ -110,21 +123,21 @@ class HostLayer:
     ) -> torch.Tensor:
         """The same KV cache on the device, as far as these requests read it. The pass has written
         its own keys and values to host memory before."""
-        stage_blocks(host, self._staging, block_table, seq_lens, host.shape[2])
+        stage_blocks(host, self._staging, block_table, seq_lens, host.shape[2], self._counters)
         return self._staging
 
 
-def _only_tensor(kv_cache_config: KVCacheConfig) -> KVCacheTensor:
+def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:
     groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
     if len(groups) != 1 or len(tensors) != 1:
         raise ValueError(
             f"kv_offload_gib: the target's layers are of {len(groups)} kinds, and one is staged "
             "for all; use a model with full attention in every layer, or drop kv_offload_gib"
         )
-    if tensors[0].block_stride * kv_cache_config.num_blocks > tensors[0].layer_stride:
+    if not (layout.is_layer_compact and layout.is_block_compact):
         raise ValueError(
-            "kv_offload_gib: layers lie within blocks in this KV cache layout, and each has to be "
-            "staged by itself; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            f"kv_offload_gib with KV cache layout {layout.name}: a block of a layer does not lie "
+            "in one piece there, and has to be staged by itself; set VLLM_KV_CACHE_LAYOUT=LBNHC"
         )
     return tensors[0]
 

@@ -1,5 +1,7 @@
 """Host memory that the device reads and writes at its own addresses."""
 
+import weakref
+
 import torch
 
 from vllm_triforce.cache.allocation import allocating
@@ -7,32 +9,34 @@ from vllm_triforce.cache.allocation import allocating
 _SENTINEL = 0x5A
 
 
-def allocate_host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory, as the device sees them: pinned where that is a GPU.
+class HostMemory:
+    """Zeros in host memory, pinned where the device is a GPU, until this is gone.
 
     Pinned by registering it, as vLLM does (vllm/v1/simple_kv_offload/cuda_mem_ops.py): torch's own
     rounds up to a power of two.
-
-    Returns:
-        [num_bytes], int8. It keeps the host's memory.
 
     Raises:
         MemoryError: there is not as much.
         RuntimeError: what the device sees is not that memory.
     """
-    what = "the KV cache in host memory"
-    with allocating(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
-        memory = torch.zeros(num_bytes, dtype=torch.int8)
-    if device.type == "cpu":
-        return memory
-    from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
-    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
-    with allocating(what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"):
-        pin_tensor(memory)
-        view = get_accelerator_view_from_cpu_tensor(memory)
-    _check_alias(memory, view)
-    return view
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        what = "the KV cache in host memory"
+        with allocating(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
+            self._memory = torch.zeros(num_bytes, dtype=torch.int8)
+        self.view = self._memory
+        """[num_bytes], int8, as the device sees it."""
+        if device.type == "cpu":
+            return
+        from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+        from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+        with allocating(what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"):
+            pin_tensor(self._memory)
+            unpin = torch.cuda.cudart().cudaHostUnregister
+            weakref.finalize(self, unpin, self._memory.data_ptr())
+            self.view = get_accelerator_view_from_cpu_tensor(self._memory)
+        _check_alias(self._memory, self.view)
 
 
 def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:

@@ -11,12 +11,14 @@ class Placement:
 
     Args:
         page_bytes: of a block in one layer.
+        pool_bytes: that each layer in host memory takes on the device for level 2.
     """
 
     num_layers: int
     num_device_layers: int
     num_blocks: int
     page_bytes: int
+    pool_bytes: int = 0
 
     @property
     def num_host_layers(self) -> int:
@@ -45,10 +47,11 @@ def place_layers(
     device_bytes: int,
     pool_bytes: int,
     summary_share: float,
+    most_blocks: int,
 ) -> Placement:
     """As many layers on the device as fit beside the staging layer, the retrieval pool and the
-    chunk summaries, where what is left fills ``host_bytes``. The fewer layers lie in host memory,
-    the more blocks fit there.
+    chunk summaries, where what is left fills ``host_bytes`` or has ``most_blocks``. The fewer
+    layers lie in host memory, the more blocks fit there.
 
     Args:
         page_bytes: of a block in one layer.
@@ -56,6 +59,7 @@ def place_layers(
         device_bytes: left for KV and what is here beside it.
         pool_bytes: that each layer in host memory takes on the device for level 2.
         summary_share: bytes of chunk summaries for each byte of KV.
+        most_blocks: that there is a use for.
 
     Raises:
         ValueError: not one block fits on either side.
@@ -66,7 +70,8 @@ def place_layers(
         num_host = num_layers - num_device_layers
         per_block = page_bytes * (num_device_layers + 1 + summary_share * num_layers)
         room = device_bytes - pool_bytes * num_host
-        return host_bytes // (page_bytes * num_host), int(max(0, room) // per_block)
+        in_host = min(most_blocks, host_bytes // (page_bytes * num_host))
+        return in_host, int(max(0, room) // per_block)
 
     num_device_layers = 0
     for number in range(num_layers - 1, 0, -1):
@@ -82,7 +87,7 @@ def place_layers(
             f"which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower max_speculating_seqs or "
             "retrieval_budget, or raise --gpu-memory-utilization"
         )
-    return Placement(num_layers, num_device_layers, num_blocks, page_bytes)
+    return Placement(num_layers, num_device_layers, num_blocks, page_bytes, pool_bytes)
 
 
 def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:

@@ -19,6 +19,8 @@ class RetrievalPool:
         pools: [num_slots * width, num_kv_heads, block_size, size], laid out alike.
         first_layer: of those, among the layers that retrieve.
         head_strides: how tables name one head's block (``cache/one_head_blocks.py``).
+        max_selected: blocks of a head, for a row.
+        counters: [len(DeviceCounter)], int64, added to.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class RetrievalPool:
         first_layer: int,
         width: int,
         head_strides: tuple[int, int],
+        max_selected: int,
+        counters: torch.Tensor,
         rows: Rows,
         num_slots: int,
         device: torch.device,
@@ -35,7 +39,18 @@ class RetrievalPool:
         self.width = width
         self.num_layers = len(pools)
         self._rows = rows
-        self.refill = PoolRefill(hosts, pools, first_layer, num_slots, width, head_strides, device)
+        self.refill = PoolRefill(
+            hosts,
+            pools,
+            first_layer,
+            num_slots,
+            rows.max_rows,
+            width,
+            head_strides,
+            max_selected,
+            counters,
+            device,
+        )
         _, heads, block_size, _ = pools[0].shape
         per_block, per_head = head_strides
         blocks = torch.arange(num_slots * width, dtype=torch.int32, device=device)

@@ -12,7 +12,12 @@ from vllm_triforce.offload.cache import OffloadedCache
 from vllm_triforce.scheduler import draft_carrier
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import beside_kv_cache
-from vllm_triforce.worker.offloading import allocating_with, plan_offload
+from vllm_triforce.worker.offloading import (
+    allocating_with,
+    check_chosen_backend,
+    plan_offload,
+    report_offload,
+)
 
 logger = init_logger("vllm.triforce")
 
@@ -37,6 +42,9 @@ class TriForceWorkerMixin:
 
     def init_device(self) -> None:
         super().init_device()
+        config, _ = read_config(self.vllm_config)
+        if config.kv_offload_gib is not None:
+            check_chosen_backend(self.vllm_config)
         runner = self.model_runner
         arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
         if self.use_v2_model_runner:
@@ -72,14 +80,16 @@ class TriForceWorkerMixin:
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:
         """Bytes of KV cache on the device and in host memory together."""
         config, _ = read_config(self.vllm_config)
-        most = min(self.vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         specs = self.get_kv_cache_spec()
-        self._offload = plan_offload(specs, config, most, device_bytes, summary_share)
+        self._offload = plan_offload(specs, config, self.vllm_config, device_bytes, summary_share)
         return self._offload.placement.kv_bytes
 
     def initialize_from_config(self, kv_cache_config) -> None:
         with allocating_with(self._offload):
             super().initialize_from_config(kv_cache_config)
+        if self._offload is not None:
+            length = self.vllm_config.model_config.max_model_len
+            report_offload(self._offload, kv_cache_config, length)
         self.triforce.allocate(kv_cache_config, self._offload)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 

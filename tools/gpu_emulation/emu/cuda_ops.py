@@ -72,6 +72,12 @@ def silu_and_mul(result, input):
     result.copy_(F.silu(gate) * up)
 
 
+@stands_in_for("_C", "gelu_tanh_and_mul")
+def gelu_tanh_and_mul(result, input):
+    gate, up = input.chunk(2, -1)
+    result.copy_(F.gelu(gate, approximate="tanh") * up)
+
+
 @stands_in_for("_C", "rotary_embedding")
 def rotary_embedding(
     positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False

@@ -42,6 +42,12 @@ class GPURetrievalAttention(RetrievalAttention):
             and impl.kv_cache_dtype in _KV_CACHE_DTYPES
         )
 
+    def has_static_metadata(self, builder) -> bool:
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+        return type(builder) in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
+
     def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
         attach(layer, index, recorder, offload)
 
