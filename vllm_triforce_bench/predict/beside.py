@@ -12,8 +12,9 @@ _PARTS = ("stock_step", "full_pass", "level2_pass", "level1_step", "selection", 
 
 def machine_of(device: str) -> Machine | None:
     """The machine that PyTorch calls so; None where it is not a named one."""
+    words = device.replace("-", " ").split()  # whole ones: a GH200 is no H200
     for name, machine in MACHINES.items():
-        if all(part in device for part in name.split("-")):
+        if all(part in words for part in name.split("-")):
             return machine
     return None
 

@@ -2,34 +2,58 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import MODELS, Geometry
-from vllm_triforce_bench.predict.machine import MACHINES, Machine
+from vllm_triforce_bench.predict.machine import GIB, MACHINES, Machine
 from vllm_triforce_bench.predict.paper import paper_table
 from vllm_triforce_bench.predict.settings import Acceptance, settings
 from vllm_triforce_bench.predict.table import cells, markdown
 
-_ACCEPTANCES = "0.6,0.7,0.8,0.9,0.95"
+# Defaults, and those of --offload.
+_DEFAULTS = {
+    "machines": ("H200,A100-80GB,RTX-4090", "RTX-4090,H200,GH200"),
+    "models": (",".join(MODELS), "llama-2-7b-128k,llama-3.1-8b"),
+    "contexts": ("4K,8K,16K,32K,64K,122000", "122K"),
+    "batch_sizes": ("1,4,16,64", "1"),
+    "acceptances": ("0.6,0.7,0.8,0.9,0.95", "0.93,0.965"),
+    "gammas": ("0,1,2,3,4", "0,2"),
+    "budgets": ("512,1024,2048,4096", "4096"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--machines", default=",".join(MACHINES), help="names, or files of --measure-machine")
-    add("--models", default=",".join(MODELS), help="names, or folders with a config.json")
+
+    def add_list(name: str, help: str = "") -> None:
+        usual, offload = _DEFAULTS[name]
+        said = f"default: {usual}; with --offload {offload}"
+        option = f"--{name.replace('_', '-')}"
+        add(option, default=argparse.SUPPRESS, help=f"{help} ({said})".strip())
+
+    add_list("machines", "names, or files of --measure-machine")
+    add_list("models", "names, or folders with a config.json")
     add("--dtype", help="of models that are read from a folder, instead of what is in it")
-    add("--contexts", default="4K,8K,16K,32K,64K,122000", help="tokens; 4K is 4096")
-    add("--batch-sizes", default="1,4,16,64")
-    add("--acceptances", default=_ACCEPTANCES, help="of level 2, with a budget of 4,096 tokens")
+    add_list("contexts", "tokens; 4K is 4096")
+    add_list("batch_sizes")
+    add_list("acceptances", "of level 2, with a budget of 4,096 tokens")
     add("--draft-acceptance", type=float, default=0.5, help="of the draft's tokens, by level 2")
     add("--lookup-acceptance", type=float, default=0.3, help="of prompt lookup's, by level 2")
     add("--lengths", default="1,2,3,4,6,8,12,16", help="of proposals, in tokens, to choose from")
-    add("--gammas", default="0,1,2,3,4", help="tokens of level 1 for a pass of level 2")
-    add("--budgets", default="512,1024,2048,4096", help="tokens that level 2 reads")
+    add_list("gammas", "tokens of level 1 for a pass of level 2")
+    add_list("budgets", "tokens that level 2 reads")
     add("--counts", type=Path, help="JSON file with counted launches (predict/counts.py)")
     add("--format", choices=("markdown", "json"), default="markdown")
     add("--output", type=Path, help="file, instead of the terminal")
+    add("--offload", action="store_true", help="with KV in host memory: the page of docs/results")
+    add(
+        "--device-gib",
+        type=float,
+        default=MACHINES["RTX-4090"].memory_bytes / GIB,
+        help="of --offload: of a device's memory, what is used; a card of 24 GB has as much",
+    )
     add("--paper", action="store_true", help="the paper's own cells beside predictions of them")
     add(
         "--measure-machine",
@@ -78,7 +102,8 @@ def _text(args: argparse.Namespace) -> str:
         preload.restart_if_needed(args.argv)
         return measure_passes(args.measure_passes, args.quick)
     counts = Counts.load(args.counts) if args.counts else Counts()
-    machines = [_machine(name) for name in args.machines.split(",")]
+    lists = {name: getattr(args, name, of[args.offload]) for name, of in _DEFAULTS.items()}
+    machines = [_machine(name) for name in lists["machines"].split(",")]
     if args.validate:
         from vllm_triforce_bench.predict.validate import validation
 
@@ -90,23 +115,39 @@ def _text(args: argparse.Namespace) -> str:
         return validation(machines[0], counts, args.validate)
     if args.paper:
         return paper_table(counts)
-    found = cells(
+    what: tuple = (
         machines,
-        [_model(name, args.dtype) for name in args.models.split(",")],
-        _numbers("--contexts", args.contexts),
-        _numbers("--batch-sizes", args.batch_sizes),
+        [_model(name, args.dtype) for name in lists["models"].split(",")],
+        _numbers("--contexts", lists["contexts"]),
+        _numbers("--batch-sizes", lists["batch_sizes"]),
         [
             Acceptance(share, args.draft_acceptance, args.lookup_acceptance)
-            for share in _shares(args.acceptances)
+            for share in _shares(lists["acceptances"])
         ],
         settings(
             _numbers("--lengths", args.lengths),
-            _numbers("--gammas", args.gammas, least=0),
-            _numbers("--budgets", args.budgets),
+            _numbers("--gammas", lists["gammas"], least=0),
+            _numbers("--budgets", lists["budgets"]),
         ),
         counts,
     )
+    if args.offload:
+        return _offload(args, what)
+    found = cells(*what)
     return json.dumps(found, indent=1) if args.format == "json" else markdown(found)
+
+
+def _offload(args: argparse.Namespace, what: tuple) -> str:
+    from vllm_triforce_bench.predict.offload_cells import offload_cells, with_memory
+    from vllm_triforce_bench.predict.offload_page import offload_page
+
+    if args.device_gib <= 0:
+        raise ValueError(f"--device-gib={args.device_gib:g} leaves nothing; give more than 0")
+    if args.format == "json":
+        machines = [with_memory(machine, args.device_gib) for machine in what[0]]
+        return json.dumps(offload_cells(machines, *what[1:]), indent=1)
+    command = f"vllm-triforce {shlex.join(args.argv)}"
+    return offload_page(args.device_gib, command, *what)
 
 
 def _machine(name: str) -> Machine:

@@ -28,6 +28,8 @@ class Counts:
         layer_kernels: within a pass's graph, of a layer.
         moe_layer_kernels: of a layer's experts, beyond these.
         pass_kernels: of a pass, beside its layers.
+        staging_kernels: within a full pass's graph, of a layer whose KV lies in host memory.
+        refill_kernels: of a proposal through level 2, where there are such layers.
         logits_reads: times that a vocabulary's row is read or written for a verified token.
     """
 
@@ -46,6 +48,8 @@ class Counts:
     layer_kernels: float = 9
     moe_layer_kernels: float = 5
     pass_kernels: float = 4
+    staging_kernels: float = 1
+    refill_kernels: float = 4
     logits_reads: float = 3
 
     def __post_init__(self) -> None:

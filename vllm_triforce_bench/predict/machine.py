@@ -34,6 +34,8 @@ class Machine:
         kernel_seconds: of a kernel within a graph, beside what it reads and computes.
         upload_seconds: of a copy from the host to the device.
         sync_seconds: of waiting for the device once.
+        host_bandwidth: bytes a second that copies reach from host memory to the device, one
+            direction; None: unknown.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Machine:
     kernel_seconds: float = 0.0
     upload_seconds: float = 0.0
     sync_seconds: float = 0.0
+    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,6 +61,11 @@ class Machine:
             least = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
             if field.type is float and (value < 0 or (value == 0 and field.name in least)):
                 raise ValueError(f"machine {self.name!r} has {field.name}={value!r}; give more")
+        if self.host_bandwidth is not None and self.host_bandwidth <= 0:
+            raise ValueError(
+                f"machine {self.name!r} has host_bandwidth={self.host_bandwidth!r}; give more, or "
+                "leave it out where it is unknown"
+            )
         for name in _SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(
@@ -123,7 +131,15 @@ def from_json(kind, path: Path):
         raise ValueError(f"{path}: {error}") from error
 
 
-def _gpu(name: str, gib: float, bandwidth: float, flops: float, sms: int, splits: bool) -> Machine:
+def _gpu(
+    name: str,
+    gib: float,
+    bandwidth: float,
+    flops: float,
+    sms: int,
+    splits: bool,
+    host_bandwidth: float | None = None,
+) -> Machine:
     """Launches cost about the same on all of them: they are the host's."""
     return Machine(
         name,
@@ -137,13 +153,17 @@ def _gpu(name: str, gib: float, bandwidth: float, flops: float, sms: int, splits
         kernel_seconds=1.2e-6,
         upload_seconds=6e-6,
         sync_seconds=30e-6,
+        host_bandwidth=host_bandwidth,
     )
 
 
 # Peaks are the vendors' (dense, bfloat16 with float32 sums); shares and launches are assumptions
-# until they are measured (docs/prediction.md).
+# until they are measured (docs/prediction.md). Memory is what is left of 141, 80, 24 and 96 GB.
+# Host memory is reached at: PCIe 5 x16, 50 GB/s assumed of 63; PCIe 4 x16, 25 assumed of 31.5;
+# NVLink-C2C, 375 of 450, measured by others from host to device (arXiv 2407.07850).
 MACHINES = {
-    "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True),
+    "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True, 50e9),
     "A100-80GB": _gpu("A100-80GB", 79, 2.039e12, 312e12, 108, False),
-    "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False),
+    "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False, 25e9),
+    "GH200": _gpu("GH200", 94.5, 4.0e12, 989e12, 132, True, 375e9),
 }

@@ -85,15 +85,23 @@ class Predictor:
         kv = context * batch * self.model.kv_bytes_per_token
         return self.model.weight_bytes + draft + kv * (1 + 0.5 / self.chunk)
 
+    @property
+    def room_bytes(self) -> float:
+        """Of the device's memory, for what ``needed_bytes`` counts."""
+        return _MEMORY_SHARE * self.machine.memory_bytes - _OTHER_BYTES
+
     def fits(self, context: int, batch: int) -> bool:
-        room = _MEMORY_SHARE * self.machine.memory_bytes - _OTHER_BYTES
-        return self.needed_bytes(context, batch) <= room
+        return self.needed_bytes(context, batch) <= self.room_bytes
 
     # Passes.
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> Pass:
         """Of requests with ``tokens`` each at ``contexts``."""
         return model_pass(self.machine, self.model, self.counts, tokens, contexts)
+
+    def uniform_full_pass(self, batch: int, tokens: int, context: int) -> Pass:
+        """Of ``batch`` requests that are alike."""
+        return self._uniform_pass(self.model, batch, tokens, context)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> Pass:
         """Of ``batch`` requests with ``tokens`` each: the target over a part of its KV cache.
@@ -165,7 +173,7 @@ class Predictor:
     def costs(self, setting: Setting, context: int, batch: int) -> Costs:
         """As ``speedup()`` takes them, in milliseconds."""
         stock = self.plain_pass(context, batch).seconds + self.step_overhead(batch)
-        full = self._uniform_pass(self.model, batch, setting.num_tokens + 1, context).seconds
+        full = self.uniform_full_pass(batch, setting.num_tokens + 1, context).seconds
         full += self.step_overhead(batch) + self.drafts_overhead(batch, setting.num_tokens)
         has_draft = setting.source == DRAFT
         together = setting.gamma if setting.route == LEVELS else DIRECT_GAMMA
@@ -183,7 +191,7 @@ class Predictor:
         return Costs(*(1e3 * seconds for seconds in parts))
 
     def plain_pass(self, context: int, batch: int) -> Pass:
-        return self._uniform_pass(self.model, batch, 1, context)
+        return self.uniform_full_pass(batch, 1, context)
 
     def step(self, setting: Setting, context: int, batch: int, acceptance: Acceptance) -> Step:
         """With this setting, at this acceptance."""
@@ -192,7 +200,7 @@ class Predictor:
         if setting.route == PLAIN:
             return Step(setting, 1.0, {"full": plain.seconds}, overhead, plain.limit_seconds)
         k, gamma = setting.num_tokens, setting.gamma
-        full = self._uniform_pass(self.model, batch, k + 1, context)
+        full = self.uniform_full_pass(batch, k + 1, context)
         has_draft = setting.source == DRAFT
         together = gamma if setting.route == LEVELS else DIRECT_GAMMA
         level1 = self.draft_pass(batch, context, together) if has_draft else NOTHING
