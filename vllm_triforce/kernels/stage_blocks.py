@@ -24,10 +24,10 @@ def _stage_blocks_kernel(
     BLOCK: tl.constexpr,
 ):
     first, step = tl.program_id(0), tl.num_programs(0)
-    num_staged = 0
+    staged_bytes = tl.zeros([], dtype=tl.int64)
     for row in range(0, num_reqs):
         num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
-        num_staged += num_blocks
+        staged_bytes += num_blocks.to(tl.int64) * page_size * 4
         for index in range(first, num_blocks, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
@@ -36,7 +36,7 @@ def _stage_blocks_kernel(
                 found = tl.load(host_ptr + block + places, mask=mask)
                 tl.store(staging_ptr + block + places, found, mask=mask)
     if first == 0:
-        tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, num_staged.to(tl.int64) * page_size * 4)
+        tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
 
 
 def stage_blocks(

@@ -115,6 +115,7 @@ def _check_room(
         ValueError: fewer blocks fit than were asked for, or than the longest request needs.
     """
     asked, model = f"kv_offload_gib={config.kv_offload_gib:g}", vllm_config.model_config
+    assert config.kv_offload_gib is not None
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         if placement.num_blocks < override:
