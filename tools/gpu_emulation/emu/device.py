@@ -98,6 +98,9 @@ class Runtime:
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int):
         return types.SimpleNamespace(value=0)
 
+    def cudaHostUnregister(self, address: int):
+        return types.SimpleNamespace(value=0)
+
 
 class Stream(Event):
     cuda_stream = stream_id = 0
