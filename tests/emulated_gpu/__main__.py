@@ -96,7 +96,7 @@ def main() -> None:
     commit = current_commit()
     verdicts = run_all(cases, args.jobs)
     if args.out:
-        args.out.write_text(page(verdicts, commit))
+        args.out.write_text(page(verdicts, commit, args.only))
     num_failed = sum(bool(verdict.faults) for verdict in verdicts)
     print(f"{len(verdicts) - num_failed} of {len(verdicts)} cases passed")
     sys.exit(1 if num_failed else 0)

@@ -13,7 +13,7 @@ _PACKAGES = ("vllm", "torch", "triton", "transformers", "numpy")
 
 _HEAD = """# Emulated GPU, {date}
 
-`make emulated-gpu`, commit {commit}: {versions}.
+`make emulated-gpu{args}`, commit {commit}: {versions}.
 vLLM's CUDA build on CPU tensors, Model Runner V2, asynchronous scheduling;
 [gpu-emulation.md](../gpu-emulation.md) says what that shows and what it does not.
 {kernels} Triton kernels, vLLM's and ours, were compiled for sm_90 and
@@ -65,7 +65,12 @@ def greedy(verdict: Verdict) -> str:
     return "identical"
 
 
-def page(verdicts: list[Verdict], commit: str) -> str:
+def page(verdicts: list[Verdict], commit: str, pattern: str | None = None) -> str:
+    """Markdown.
+
+    Args:
+        pattern: of ``--only``; None where all of a list were run.
+    """
     results = [verdict.result for verdict in verdicts if verdict.result]
     kernels = {name for result in results for name in result["kernels"]}
     failed = {name for result in results for name in result["not_compiled"]}
@@ -73,6 +78,7 @@ def page(verdicts: list[Verdict], commit: str) -> str:
     head = _HEAD.format(
         date=f"{datetime.date.today():%-d %B %Y}",
         commit=commit,
+        args=f""" ARGS="--only '{pattern}'\"""" if pattern else "",
         versions=", ".join(
             [f"Python {platform.python_version()}"]
             + [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
