@@ -253,6 +253,10 @@ def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text
         "num_boundary_faults": "boundary_faults",
         "num_level2_passes": "level2_passes",
         "num_direct_proposals": "direct_proposals",
+        "num_staged_bytes": "staged_bytes",
+        "num_pool_blocks": "pool_blocks",
+        "num_pool_hits": "pool_hits",
+        "num_pool_bytes": "pool_bytes",
     }
     assert worker == {
         field: counted[f"vllm:triforce_{name}_total"] for field, name in names.items()
