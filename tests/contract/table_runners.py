@@ -9,6 +9,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
 CACHE = "vllm_triforce/core/private_cache.py"
 V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
+OURS2 = "vllm_triforce/worker/v2/speculator.py"
 OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
 BATCH2 = "vllm_triforce/worker/v2/batch.py"
 GRAPHS = "vllm_triforce/device/model_pass.py"
@@ -99,16 +100,16 @@ RUNNER_V1: list[Surface] = [
 ]
 
 RUNNER_V2: list[Surface] = [
-    derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", V2),
-    calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", V2),
+    derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", OURS2),
+    calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", OURS2),
     overrides(SPEC2, "BaseSpeculator.propose", PROPOSE2, V2),
     overrides(ALONE2, "StandaloneARSpeculator.propose", PROPOSE2, V2),
     overrides(SPEC2, "BaseSpeculator.init_cudagraph_manager", "self, cudagraph_mode", V2),
     overrides(SPEC2, "BaseSpeculator.capture", "self", V2),
-    overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", V2),
-    overrides(SPEC2, "DraftModelSpeculator.draft_logits_spec", "self, vllm_config", V2),
-    overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", V2),
-    has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", V2),
+    overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", OURS2),
+    overrides(SPEC2, "DraftModelSpeculator.draft_logits_spec", "self, vllm_config", OURS2),
+    overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", OURS2),
+    has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", OURS2),
     has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
     # Start-up: speculator and handler are made, and may be replaced; then this order.
     does(RUNNER2, "GPUModelRunner.__init__", "self.req_states = < self.speculator = < self.draft_tokens_handler =", V2),

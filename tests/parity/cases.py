@@ -935,16 +935,21 @@ def _joint() -> list[Case]:
 
 # Of four layers all lie there, or all but one; or some, with less of it or fewer blocks.
 MOST_GIB, SOME_GIB = 1.0, 0.06
+_MOST, _SOME = dict(kv_offload_gib=MOST_GIB), dict(kv_offload_gib=SOME_GIB)
+_AHEAD = dict(kv_offload_overlap=True)
 OFFLOADED = {
-    "greedy-draft_model": MOST_GIB,
-    "prefix caching": MOST_GIB,
-    "sampled-various": MOST_GIB,
-    "preemption": SOME_GIB,
-    "joining and leaving": SOME_GIB,
-    "nan-sampled-2": SOME_GIB,
-    "full budget": SOME_GIB,
-    "dice-sampled": SOME_GIB,
+    "greedy-draft_model": _MOST,
+    "prefix caching": _MOST | _AHEAD,
+    "sampled-various": _MOST,
+    "preemption": _SOME | _AHEAD,
+    "joining and leaving": _SOME,
+    "nan-sampled-2": _SOME,
+    "full budget": _SOME | _AHEAD,
+    "dice-sampled": _SOME | _AHEAD,
 }
+
+
+_HOST_REFUSES = {"host": "Runner V1 refuses kv_offload_gib (config/check_offload.py)"}
 
 
 def _offloaded(cases: list[Case]) -> list[Case]:
@@ -955,10 +960,25 @@ def _offloaded(cases: list[Case]) -> list[Case]:
         replace(
             by_name[name],
             name=f"{name}, in host memory",
-            keys={**by_name[name].keys, "kv_offload_gib": gib},
-            skip={"host": "Runner V1 refuses kv_offload_gib (config/check_offload.py)"},
+            keys={**by_name[name].keys, **keys},
+            skip=_HOST_REFUSES,
         )
-        for name, gib in OFFLOADED.items()
+        for name, keys in OFFLOADED.items()
+    ] + [
+        Case(
+            "plain decoding, in host memory",
+            "Without speculation too; requests of one step may share what is read in that step.",
+            (
+                tuple(Request(2000, n, {"max_tokens": 14}) for n in (330, 330, 401)),
+                requests(520, 90, max_tokens=14),
+            ),
+            ("stock", "nothing proposed", "read together"),
+            source="prompt_lookup",
+            keys=_MOST | _AHEAD | {"levels": "3"},
+            engine=SMALL | {"max_num_batched_tokens": 1200},
+            at_least={"num_staged_bytes": 1},
+            skip=_HOST_REFUSES,
+        )
     ]
 
 

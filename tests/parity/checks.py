@@ -74,6 +74,13 @@ def _equals_stock(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert identical >= (1 - case.ties) * asked
 
 
+@check("nothing proposed")
+def _nothing_proposed(case: Case, job: Job, seen: Seen, by: By) -> None:
+    for batch in seen.batches:
+        assert batch.counted.num_proposals == batch.counted.num_level2_passes == 0
+    assert seen.held == {}
+
+
 @check("gate")
 def _gate(case: Case, job: Job, seen: Seen, by: By) -> None:
     """The first round is of short requests, the last of both kinds."""
@@ -140,6 +147,18 @@ def _prefix(case: Case, job: Job, seen: Seen, by: By) -> None:
     for output in seen.batches[1].outputs:
         assert output.num_cached_tokens >= min(330, len(output.prompt_token_ids)) // 32 * 32 - 32
     assert all(output.num_cached_tokens == 0 for output in seen.batches[0].outputs)
+
+
+@check("read together")
+def _read_together(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Of the first round, read in one step, all but one find what the first has yet to write."""
+    first, *others = seen.batches[0].outputs
+    assert first.num_cached_tokens == 0
+    assert all(output.num_cached_tokens >= 9 * 32 for output in others)
+    assert (
+        sum(map(len, (prompt for prompt, _ in job.rounds[0])))
+        <= (case.engine["max_num_batched_tokens"])
+    )
 
 
 @check("stopped")

@@ -64,20 +64,21 @@ def _result(folder: Path, number: int) -> Path:
     return folder / f"{number}.pickle"
 
 
-def _poison_staging(staging) -> None:
+def _poison_staging() -> None:
     """From now on nothing is there before a layer's blocks are staged: what was left out would
     come out as NaN."""
-    from vllm_triforce.offload.cache import HostLayer
+    from vllm_triforce.kernels.stage_blocks import Part
+    from vllm_triforce.offload.staging import Staging
 
-    staged = HostLayer.__dict__["staged"]
-    stage = getattr(staged, "stage", staged)
+    stage = getattr(Staging._stage, "stage", Staging._stage)
 
-    def poisoned(layer, host, block_table, seq_lens):
-        staging.fill_(float("nan"))
-        return stage(layer, host, block_table, seq_lens)
+    def poisoned(staging, number, reads, part):
+        if part != Part.NEW:  # the rest of it was staged ahead
+            staging.buffers[number % len(staging.buffers)].fill_(float("nan"))
+        return stage(staging, number, reads, part)
 
     poisoned.stage = stage
-    HostLayer.staged = poisoned
+    Staging._stage = poisoned
 
 
 def _check_pool(pool) -> None:
@@ -112,6 +113,38 @@ def _check_pool(pool) -> None:
     pool.begin = checked
 
 
+class _PredictedBytes:
+    """What full passes must have read of host memory, as the scheduler has it: each request's
+    blocks of each layer there."""
+
+    def __init__(self, worker) -> None:
+        self._worker = worker
+        self._placed = worker._offload.placement
+        self._block_size = worker.vllm_config.cache_config.block_size
+        self._before = worker.triforce.counters.num_staged_bytes
+        self._num_blocks = 0
+        execute = getattr(worker.execute_model, "execute", worker.execute_model)
+
+        def counted(scheduler_output, *args, **kwargs):
+            self._add(scheduler_output)
+            return execute(scheduler_output, *args, **kwargs)
+
+        counted.execute = execute
+        worker.execute_model = counted
+
+    def _add(self, its) -> None:
+        cached = its.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in its.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens))
+        for name, number in its.num_scheduled_tokens.items():
+            self._num_blocks += -(-(computed[name] + number) // self._block_size)
+
+    def check(self) -> None:
+        counted = self._worker.triforce.counters.num_staged_bytes - self._before
+        placed = self._placed
+        assert counted == self._num_blocks * placed.page_bytes * placed.num_host_layers > 0
+
+
 def _in_order(blocks: torch.Tensor) -> torch.Tensor:
     """The rows, ordered by what is in them."""
     return torch.tensor(sorted(blocks.tolist()))
@@ -139,20 +172,34 @@ class _Inside:
         worker = worker_of(llm)
         assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)
+        self._predicted: _PredictedBytes | None = None
         if worker._offload is not None:
             placed = worker._offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
             assert (placed.num_device_layers > 0) if is_some else (placed.num_device_layers < 2)
-            _poison_staging(worker._offload.staging)
-            _check_pool(self._built(llm).triforce.level2._pool)
+            ahead = job.triforce.get("kv_offload_overlap", False) and placed.num_host_layers > 1
+            assert len(worker._offload.buffers) == 1 + ahead
+            _poison_staging()
+            self._predicted = _PredictedBytes(worker)
+            if not worker.triforce.config.is_plain:
+                _check_pool(self._built(llm).triforce.level2._pool)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
 
+    def check(self) -> None:
+        """Behind a job."""
+        if self._predicted is not None:
+            self._predicted.check()
+
     def policy(self, llm) -> str:
+        if self._speculator(llm).config.is_plain:
+            return ""
         return self._built(llm).triforce.level2.selections._policy.name
 
     def held(self, llm) -> dict[str, int]:
+        if self._speculator(llm).config.is_plain:
+            return llm.collective_rpc("triforce_held_requests")[0]
         built = self._built(llm)
         held = llm.collective_rpc("triforce_held_requests")[0]
         return {**held, "slots that are not free": built.num_slots - built.slots.num_free}
@@ -215,10 +262,13 @@ class _Inside:
         }
 
     @staticmethod
-    def _built(llm):
+    def _speculator(llm):
         from tests.v2.engine import speculator_of
 
-        return speculator_of(llm)._built
+        return speculator_of(llm)
+
+    def _built(self, llm):
+        return self._speculator(llm)._built
 
 
 def _plan_by_dice(speculator, seed: int) -> None:
@@ -242,6 +292,7 @@ def main() -> None:
     for number, job in enumerate(pickle.loads((folder / JOBS).read_bytes())):
         try:
             seen = run(job, driver)
+            driver.check()
         except Exception:
             seen = traceback.format_exc()
         path = _result(folder, number)

@@ -164,9 +164,12 @@ def make_job(case: Case, models, usual) -> Job:
 
     model = models[case.model]
     keys = dict(case.keys)
-    keys["draft_sources"] = case.source
-    if SOURCES[case.source].needs_model:
-        keys["model"] = model.draft
+    if case.keys.get("levels") == "3":  # which drafts nothing
+        keys["min_context"] = None
+    else:
+        keys["draft_sources"] = case.source
+        if SOURCES[case.source].needs_model:
+            keys["model"] = model.draft
     completion = None
     rounds = []
     for batch in case.rounds:

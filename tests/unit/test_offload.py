@@ -18,7 +18,13 @@ PAGE = 16 * 2 * 8 * 128 * 2
 SHARE = 1 / 32
 
 
-def placed(host: float, device: float, pool_blocks: int = 320, most_blocks: int = 1 << 62):
+def placed(
+    host: float,
+    device: float,
+    pool_blocks: int = 320,
+    most_blocks: int = 1 << 62,
+    num_buffers: int = 1,
+):
     return place_layers(
         num_layers=32,
         page_bytes=PAGE,
@@ -27,21 +33,24 @@ def placed(host: float, device: float, pool_blocks: int = 320, most_blocks: int 
         pool_bytes=pool_blocks * PAGE,
         summary_share=SHARE,
         most_blocks=most_blocks,
+        num_buffers=num_buffers,
     )
 
 
 def device_bytes(placement, pool_blocks: int = 320) -> float:
     """What is taken of the device, counted part by part."""
     layers = placement.num_device_layers * placement.num_blocks * PAGE
-    staging = placement.num_blocks * PAGE
+    staging = placement.num_buffers * placement.num_blocks * PAGE
     summaries = SHARE * placement.num_layers * placement.num_blocks * PAGE
     return layers + staging + summaries + placement.num_host_layers * pool_blocks * PAGE
 
 
+@pytest.mark.parametrize("num_buffers", [1, 2])
 @pytest.mark.parametrize("host", [1, 16, 30.5])
 @pytest.mark.parametrize("device", [2.1, 4, 10])
-def test_as_many_layers_are_on_the_device_as_fit(host, device):
-    found = placed(host, device)
+def test_as_many_layers_are_on_the_device_as_fit(host, device, num_buffers):
+    found = placed(host, device, num_buffers=num_buffers)
+    assert found.num_buffers == min(num_buffers, found.num_host_layers)
     assert found.host_bytes <= host * GIB and device_bytes(found) <= device * GIB
     if found.num_device_layers:
         assert found.host_bytes + found.num_host_layers * PAGE > host * GIB, "the host's is used"
@@ -50,7 +59,7 @@ def test_as_many_layers_are_on_the_device_as_fit(host, device):
     one_more = found.num_device_layers + 1
     if one_more < 32:
         blocks = int(host * GIB) // ((32 - one_more) * PAGE)
-        more = type(found)(32, one_more, blocks, PAGE)
+        more = type(found)(32, one_more, blocks, PAGE, num_buffers=min(num_buffers, 32 - one_more))
         assert device_bytes(more) > device * GIB
 
 
@@ -110,6 +119,42 @@ def test_proposals_are_longer_where_a_full_pass_is_dear():
     assert longest(kv_offload_gib=8, num_speculative_tokens=9) == 9
 
 
+def test_copying_ahead_needs_a_kv_cache_in_host_memory():
+    with pytest.raises(ValueError, match="kv_offload_overlap=True without kv_offload_gib; set it"):
+        TriForceConfig(kv_offload_overlap=True)
+    assert TriForceConfig(kv_offload_overlap=True, kv_offload_gib=1).kv_offload_overlap
+
+
+def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
+    with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*set kv_offload_gib, or"):
+        TriForceConfig(levels="3").fill(can_adapt=True)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("num_speculative_tokens", 4),
+        ("gamma", 2),
+        ("draft_sources", "prompt_lookup"),
+        ("min_context", 100),
+        ("model", "some/draft"),
+    ],
+)
+def test_what_plain_decoding_has_no_use_for_is_refused(key, value):
+    keys = {"levels": "3", "kv_offload_gib": 8} | ({} if key == "model" else {key: value})
+    model = value if key == "model" else None
+    with pytest.raises(ValueError, match=f"{key}={value!r} with levels='3': nothing is drafted"):
+        TriForceConfig(**keys).fill(can_adapt=True, model=model)
+
+
+def test_plain_decoding_speculates_on_nobody():
+    filled = TriForceConfig(levels="3", kv_offload_gib=8).fill(can_adapt=True)
+    resolved = filled.resolve(16)
+    assert resolved.is_plain and resolved.min_context > 1 << 30
+    assert not resolved.choices and not resolved.sources
+    assert resolved == filled.resolve(16) and resolved.num_speculative_tokens == 1
+
+
 def engine(**changes) -> SimpleNamespace:
     """Of vLLM's configuration what is asked."""
     found = dict(
@@ -121,7 +166,7 @@ def engine(**changes) -> SimpleNamespace:
             model="target", enable_sleep_mode=False, hf_text_config=SimpleNamespace()
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1
+            tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1, use_ubatching=False
         ),
     )
     for name, value in changes.items():
@@ -142,6 +187,7 @@ def engine(**changes) -> SimpleNamespace:
         ({"use_v2_model_runner": False}, "Model Runner V1"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Some")}, "KV connector 'Some'"),
         ({"cache_config__kv_offloading_size": 7.0}, "kv_offloading_size=7"),
+        ({"parallel_config__use_ubatching": True}, "microbatches"),
         ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode=True"),
         ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FLASHINFER"),
         (
@@ -196,7 +242,9 @@ def a_plan(host_gib: float, device_gib: float, *, length=131_072, auto=False, **
             max_model_len=length, original_max_model_len=-1 if auto else length
         ),
     )
-    config = TriForceConfig(kv_offload_gib=host_gib, num_speculative_tokens=16, **keys).resolve(16)
+    if "levels" not in keys:
+        keys["num_speculative_tokens"] = 16
+    config = TriForceConfig(kv_offload_gib=host_gib, **keys).resolve(16)
     specs = dict.fromkeys(map(str, range(32)), spec)
     return plan_offload(specs, config, vllm_config, int(device_gib * GIB), SHARE).placement
 
@@ -209,6 +257,9 @@ def test_too_little_for_the_longest_request_is_refused_with_what_would_do():
     with pytest.raises(ValueError, match=r"for 4 requests; max_speculating_seqs=3 would do"):
         a_plan(17, 2.9)
     a_plan(17, 2.9, max_speculating_seqs=3)
+    with pytest.raises(ValueError, match=r"2 staging buffers.*; kv_offload_overlap=false would do"):
+        a_plan(17, 3.4, kv_offload_overlap=True)
+    a_plan(17, 3.4)
     with pytest.raises(ValueError, match=r"max_speculating_seqs=3 and kv_offload_gib=16\.\d would"):
         a_plan(4, 2.9)
     with pytest.raises(ValueError, match=r"; --max-model-len (\d+) would do") as refused:
@@ -216,6 +267,12 @@ def test_too_little_for_the_longest_request_is_refused_with_what_would_do():
     length = int(re.search(r"--max-model-len (\d+)", str(refused.value))[1])
     for how in ({"length": length}, {"auto": True}):  # with auto, vLLM takes what fits
         assert a_plan(16, 1.4, max_speculating_seqs=1, **how).num_blocks * 16 == length
+
+
+def test_plain_decoding_has_no_pool():
+    plain = a_plan(17, 2.9, levels="3")
+    assert plain.pool_bytes == 0
+    assert plain.num_device_layers >= a_plan(17, 2.9, max_speculating_seqs=1).num_device_layers
 
 
 def test_host_memory_is_filled_for_the_prefix_cache_alone():

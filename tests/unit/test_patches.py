@@ -160,7 +160,8 @@ OUR_OBJECTS = {
     "self._recorder",
     "self._taken",
     "self.counters",
-    "self.known_counters",
+    "self.known",
+    "counters",
 }
 # What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
 BY_HAND = {

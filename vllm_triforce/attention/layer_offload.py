@@ -9,16 +9,18 @@ from vllm.forward_context import get_forward_context
 class LayerOffload(Protocol):
     """One such layer's (``offload/cache.py``)."""
 
-    pool: torch.Tensor
-    """[num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes."""
+    pool: torch.Tensor | None
+    """[num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes; None
+    where it never runs."""
 
     def staged(
         self,
-        host: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, size], the layer's KV cache
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
+        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     ) -> torch.Tensor:
-        """The same KV cache on the device, as far as these requests read it."""
+        """The layer's KV cache, [num_blocks, num_kv_heads, block_size, size], on the device, as far
+        as these requests read it."""
         ...
 
 

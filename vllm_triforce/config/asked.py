@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
+from vllm_triforce.config.lengths import MOST_GAMMA, fill_lengths
 from vllm_triforce.config.ranges import check_range, check_type
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
 from vllm_triforce.selection import POLICIES
@@ -17,19 +18,10 @@ METHOD = "triforce"
 # step (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
 
-# Which levels take part (LEVELS), and what the controller may choose (CHOICES).
-LEVELS = ("1,2,3", "1,3", "2,3")
-CHOICES = ("context", "gamma", "length")
-
-# The paper's gamma 2 and gamma 1, used where nothing is chosen from measurements.
-FIXED_LENGTH, FIXED_GAMMA = 6, 2
-# Bounds of what the controller chooses. Past 32 tokens an acceptance of 0.97 a token gives less
-# than 0.4 of a token for each one more.
-_MOST_LENGTH, _MOST_GAMMA = 32, 4
-# Where every place of a proposal has a distribution on the device, used or not.
-_MOST_FIXED_LENGTH = 12
-# A full pass over host memory is dear; the paper's settings have 12 to 16.
-_MOST_OFFLOADED_LENGTH = 16
+# Which levels take part.
+LEVELS = ("1,2,3", "1,3", "2,3", "3")
+_PLAIN = "3"
+_NEVER = 1 << 31
 
 _MAX_NGRAM = 8
 _SEQS, _SEQS_OFFLOADED = 64, 4
@@ -64,7 +56,7 @@ class TriForceConfig:
     given is never changed."""
 
     adapts: str | None = None
-    """What the controller chooses of CHOICES, separated by commas; filled in by ``fill()``."""
+    """What the controller chooses of ``lengths.CHOICES``, by commas; filled in by ``fill()``."""
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
@@ -109,6 +101,10 @@ class TriForceConfig:
     """GiB of host memory for the KV cache, of each rank, on Model Runner V2: the last layers' KV
     lies there, as much as fits."""
 
+    kv_offload_overlap: bool = False
+    """Whether a full pass copies a layer from host memory while the one before it runs; that takes
+    a second layer's room on the device."""
+
     log_interval: float = 10.0
     """Seconds between two lines of per-level figures in the log; 0 is never."""
 
@@ -127,6 +123,8 @@ class TriForceConfig:
         check_range(self, "max_speculating_seqs", 1)
         check_range(self, "kv_offload_gib", 0.001)
         check_range(self, "log_interval", 0)
+        if self.kv_offload_overlap and self.kv_offload_gib is None:
+            raise ValueError("kv_offload_overlap=True without kv_offload_gib; set it too")
         if self.draft_sources is not None:
             parse_sources(self.draft_sources)
         if self.levels not in LEVELS:
@@ -187,6 +185,9 @@ class TriForceConfig:
         filled = self._with_lengths(can_adapt, has_fixed_shapes)
         if filled is self:
             return self
+        if self.is_plain:
+            self._check_plain(model)
+            return filled
         sources = choose_sources(self.draft_sources, model, "gamma" in filled.choices)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
             raise ValueError(
@@ -196,34 +197,37 @@ class TriForceConfig:
             )
         gamma = filled.gamma
         if has_fixed_shapes and "gamma" in filled.choices and not SOURCES[sources[0]].needs_model:
-            gamma = _MOST_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
+            gamma = MOST_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
         return dataclasses.replace(filled, gamma=gamma, draft_sources=",".join(sources))
+
+    def _check_plain(self, model: str | None) -> None:
+        if self.kv_offload_gib is None:
+            raise ValueError(
+                f"levels={self.levels!r} is plain decoding, which vLLM does by itself; set "
+                "kv_offload_gib, or drop method='triforce'"
+            )
+        names = ("num_speculative_tokens", "gamma", "draft_sources", "min_context")
+        asked = {"model": model} | {name: getattr(self, name) for name in names}
+        for name, value in asked.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} with levels={self.levels!r}: nothing is drafted or "
+                    "proposed then; leave one of them out"
+                )
 
     def _with_lengths(self, can_adapt: bool, has_fixed_shapes: bool = False) -> "TriForceConfig":
         if self.adapts is not None:
             return self
-        open_ = {
-            "context": self.min_context is None,
-            "gamma": self.gamma is None and self.levels == "1,2,3",
-            "length": self.num_speculative_tokens is None,
-        }
-        adapts = [name for name in CHOICES if open_[name]] if self.adaptive and can_adapt else []
-        length, gamma = self.num_speculative_tokens, self.gamma
-        if length is None:
-            most = _MOST_FIXED_LENGTH if has_fixed_shapes else _MOST_LENGTH
-            if self.kv_offload_gib is not None:
-                most = _MOST_OFFLOADED_LENGTH
-            length = most if "length" in adapts else FIXED_LENGTH
-        if gamma is None:
-            is_chosen = "gamma" in adapts and not has_fixed_shapes
-            gamma = _MOST_GAMMA if is_chosen else FIXED_GAMMA
-        return dataclasses.replace(
-            self, num_speculative_tokens=length, gamma=gamma, adapts=",".join(adapts)
-        )
+        return dataclasses.replace(self, **fill_lengths(self, can_adapt, has_fixed_shapes))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is ever speculated on."""
+        return self.levels == _PLAIN
 
     @property
     def choices(self) -> frozenset[str]:
-        """What the controller chooses, of CHOICES."""
+        """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, (self.adapts or "").split(",")))
 
     def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
@@ -260,7 +264,7 @@ class TriForceConfig:
             )
         budget = max(budget, least)
         filled = self._with_lengths(can_adapt=False)
-        context = filled.min_context
+        context = _NEVER if self.is_plain else filled.min_context
         if context is None:
             context = 0 if "context" in filled.choices else 2 * budget
         values = {

@@ -39,6 +39,11 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             f"{asked} with enable_sleep_mode=True: sleeping does not know of KV in host memory; "
             "use one of the two"
         )
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            f"{asked} with microbatches (enable_dbo, ubatch_size): both would be staged in the "
+            "same memory at the same time; leave one of them out"
+        )
     if (backend := getattr(vllm_config.attention_config.backend, "name", None)) == "FLASHINFER":
         raise ValueError(
             f"{asked} with --attention-backend {backend}: its plans are not told of staged layers "

@@ -30,6 +30,7 @@ class ResolvedConfig:
     prompt_lookup_max: int
     max_speculating_seqs: int
     kv_offload_gib: float | None
+    kv_offload_overlap: bool
     log_interval: float
 
     @classmethod
@@ -42,8 +43,13 @@ class ResolvedConfig:
         return dataclasses.asdict(self)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is ever speculated on."""
+        return self.levels == "3"
+
+    @property
     def choices(self) -> frozenset[str]:
-        """What the controller chooses, of CHOICES."""
+        """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, self.adapts.split(",")))
 
     @property

@@ -18,7 +18,8 @@ from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.metrics.counters import LevelCounters, read_device_counters
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.device_counters import DeviceCounters
 from vllm_triforce.metrics.part_times import PartTimes
 
 
@@ -31,7 +32,7 @@ class DeviceTriForce:
         draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
             level 2's distributions; its dtype is that of all logits here, so that what is drawn
             from and what is handed up are the same numbers.
-        counters: [len(DeviceCounter)], int64, added to.
+        counts: what kernels count.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class DeviceTriForce:
         slots: Slots,
         draft_logits: torch.Tensor,
         race: Race,
-        counters: torch.Tensor,
+        counts: DeviceCounters,
     ) -> None:
         self.sources = sources
         self.level1 = level1
@@ -54,46 +55,37 @@ class DeviceTriForce:
         device, shape = draft_logits.device, draft_logits.shape[:2]
         is_stale = torch.zeros(shape, dtype=torch.int8, device=device)
         self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
-        self._counters = counters
+        self._counts = counts
         handed_up = HandedUp(draft_logits, is_stale)
-        self._parts = LevelParts(config, level1, level2, rows, slots, handed_up, counters, race)
+        self._parts = LevelParts(config, level1, level2, rows, slots, handed_up, counts.sums, race)
         self._observer = _DeviceObserver(self.times)
-        self.known_counters = LevelCounters()
-        """A copy of ``counters``, at most some steps old."""
-        self._copied: torch.Tensor | None = None
 
     @property
     def counters(self) -> LevelCounters:
         """Sums so far; waits for the device."""
-        counts = read_device_counters(self._counters.tolist())
-        counts["num_level2_passes"] = self._observer.num_passes
-        return LevelCounters(**counts, time_seconds=dict(self.times.seconds))
+        return self._with_host_counts(self._counts.read())
+
+    @property
+    def known_counters(self) -> LevelCounters:
+        """The same object always, at most some steps old."""
+        return self._counts.known
+
+    def _with_host_counts(self, counters: LevelCounters) -> LevelCounters:
+        counters.num_level2_passes = self._observer.num_passes
+        counters.time_seconds.update(self.times.seconds)
+        return counters
 
     def reset_counters(self) -> None:
         """As if nothing had been proposed."""
-        self._counters.zero_()
+        self._counts.reset()
         self._observer.reset()
         self.times.seconds.clear()
 
     def note_counters(self) -> None:
         """Brings ``known_counters`` up to date with what had been counted at the last call,
         without a wait for the device."""
-        if self._counters.device.type == "cpu":
-            self._note(self._counters)
-            return
-        if self._copied is not None and self._copy_event.query():
-            self._note(self._copied)
-            self._copied = None
-        if self._copied is None:
-            self._copied = self._counters.to("cpu", non_blocking=True)
-            self._copy_event = torch.cuda.Event()
-            self._copy_event.record()
-
-    def _note(self, counters: torch.Tensor) -> None:
-        for name, value in read_device_counters(counters.tolist()).items():
-            setattr(self.known_counters, name, value)
-        self.known_counters.num_level2_passes = self._observer.num_passes
-        self.known_counters.time_seconds.update(self.times.seconds)
+        self._counts.note()
+        self._with_host_counts(self._counts.known)
 
     def capture(self, mode) -> None:
         """Captures CUDA graphs of all passes of both levels."""
@@ -128,7 +120,7 @@ class DeviceTriForce:
         self._finish(draft_tokens, is_direct=True)
 
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        self._parts.rows.finish(draft_tokens, self.num_proposed, self._counters, is_direct)
+        self._parts.rows.finish(draft_tokens, self.num_proposed, self._counts.sums, is_direct)
 
     def end(self, states: torch.Tensor) -> None:
         """What a row of the batch had proposed before, and has not now, is forgotten.
@@ -144,7 +136,7 @@ class DeviceTriForce:
         states: torch.Tensor,  # [batch size], int
         num_sampled: torch.Tensor,  # [batch size], int
     ) -> None:
-        count_full_pass(self._counters, scheduled, states, num_sampled, self.num_proposed)
+        count_full_pass(self._counts.sums, scheduled, states, num_sampled, self.num_proposed)
 
 
 class _DeviceObserver:

@@ -14,15 +14,15 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.core.private_cache import allocate_layers
-from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.offload.bandwidth import measure_bandwidth
 from vllm_triforce.offload.host_memory import HostMemory
 from vllm_triforce.offload.placement import Placement
+from vllm_triforce.offload.side_stream import side_stream_of
+from vllm_triforce.offload.staging import HostLayer, Staging
 
 
 class OffloadedCache:
-    """What lies where. The staging layer has the shape of one layer's cache and the same block ids,
-    so that block tables, slots and attention's metadata stay vLLM's.
+    """What lies where: the last layers in host memory, and what a full pass reads in their place.
 
     Args:
         placement: which layers lie on the device.
@@ -31,10 +31,11 @@ class OffloadedCache:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.host_layer_names: list[str] = []
-        self.staging: torch.Tensor | None = None
-        """[num_blocks, num_kv_heads, block_size, size], one layer's at a time."""
+        self.hosts: list[torch.Tensor] = []
+        """Of each of those layers, [num_blocks, num_kv_heads, block_size, size]."""
+        self.buffers: list[torch.Tensor] = []
+        """On the device, each of a layer's shape: where layers are staged (``staging.py``)."""
         self._memory: HostMemory | None = None
-        self._first: torch.Tensor | None = None
         self._spec: Any = None
 
     def allocate(
@@ -60,12 +61,13 @@ class OffloadedCache:
             caches = _allocate(
                 kv_cache_config, tensor, on_device, device, layout, kernel_block_sizes
             )
-        (self.staging,) = _allocate(
-            kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
-        ).values()
+        names = self.host_layer_names[: self.placement.num_buffers]
+        self.buffers = list(
+            _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes).values()
+        )
         part = _part(tensor, self.host_layer_names)
         self._memory = HostMemory(part.size, device)
-        views = create_kv_cache_views(
+        self.hosts = create_kv_cache_views(
             self._memory.view,
             self._spec,
             kv_cache_config.num_blocks,
@@ -73,13 +75,11 @@ class OffloadedCache:
             part,
             kernel_block_size=kernel_block_sizes[0] if kernel_block_sizes else None,
         )
-        self._first = views[0]
-        return caches | dict(zip(self.host_layer_names, views))
+        return caches | dict(zip(self.host_layer_names, self.hosts))
 
     def bandwidth(self) -> float:
         """Bytes a second from host memory, measured; for a KV cache in which is nothing yet."""
-        assert self._first is not None and self.staging is not None
-        return measure_bandwidth(self._first, self.staging)
+        return measure_bandwidth(self.hosts[0], self.buffers[0])
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
@@ -96,35 +96,20 @@ class OffloadedCache:
         ):
             return allocate_layers(names, self._spec, num_blocks, layout, device)
 
-    def of_layer(self, pool: torch.Tensor, counters: torch.Tensor) -> "HostLayer":
-        """For the attention of the layer with this pool."""
-        assert self.staging is not None
-        return HostLayer(self.staging, pool, counters)
+    def for_attention(
+        self, pools: dict[str, torch.Tensor], counters: torch.Tensor, device: torch.device
+    ) -> dict[str, HostLayer]:
+        """Of each layer in host memory.
 
-
-class HostLayer:
-    """What attention reads in the place of one layer in host memory.
-
-    Args:
-        pool: [num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes.
-        counters: [len(DeviceCounter)], int64, added to.
-    """
-
-    def __init__(self, staging: torch.Tensor, pool: torch.Tensor, counters: torch.Tensor) -> None:
-        self._staging = staging
-        self._counters = counters
-        self.pool = pool
-
-    def staged(
-        self,
-        host: torch.Tensor,  # the layer's KV cache
-        block_table: torch.Tensor,  # [num_reqs, width], int32
-        seq_lens: torch.Tensor,  # [num_reqs], int32
-    ) -> torch.Tensor:
-        """The same KV cache on the device, as far as these requests read it. The pass has written
-        its own keys and values to host memory before."""
-        stage_blocks(host, self._staging, block_table, seq_lens, host.shape[2], self._counters)
-        return self._staging
+        Args:
+            pools: as ``allocate_pools`` gave them; none where level 2 never runs.
+            counters: [len(DeviceCounter)], int64, added to.
+        """
+        staging = Staging(self.hosts, self.buffers, counters, side_stream_of(device))
+        return {
+            name: HostLayer(staging, number, pools.get(name))
+            for number, name in enumerate(self.host_layer_names)
+        }
 
 
 def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:

@@ -174,7 +174,7 @@ def _wrap_create_speculative_config(original):
 def _finish(vllm_config, config: TriForceConfig):
     block_size = vllm_config.cache_config.block_size
     resolved = config.resolve(block_size)
-    if resolved.retrieval_budget != config.retrieval_budget:
+    if resolved.retrieval_budget != config.retrieval_budget and not config.is_plain:
         logger.warning(
             "retrieval_budget=%d does not fit vLLM's KV block of %d tokens: it is %d. A smaller "
             "--block-size allows smaller budgets.",

@@ -29,6 +29,16 @@ def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
     return ResolvedConfig.from_dict(keys), draft_model
 
 
+def _speculator_v2(config: ResolvedConfig) -> type:
+    if config.is_plain:
+        from vllm_triforce.worker.v2.plain import PlainSpeculatorV2
+
+        return PlainSpeculatorV2
+    from vllm_triforce.worker.v2.runner import TriForceSpeculatorV2
+
+    return TriForceSpeculatorV2
+
+
 class TriForceWorkerMixin:
     """Over ``vllm.v1.worker.gpu_worker.Worker``: its runner is built in ``init_device()``."""
 
@@ -48,9 +58,7 @@ class TriForceWorkerMixin:
         runner = self.model_runner
         arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
         if self.use_v2_model_runner:
-            from vllm_triforce.worker.v2.runner import TriForceSpeculatorV2
-
-            self.triforce = TriForceSpeculatorV2(*arguments)
+            self.triforce = _speculator_v2(config)(*arguments)
             swaps.SPECULATOR.set(runner, self.triforce)
         else:
             from vllm_triforce.worker.v1.runner import TriForceProposer
@@ -68,6 +76,8 @@ class TriForceWorkerMixin:
     def beside_kv_cache(self) -> tuple[int, float]:
         """Bytes that TriForce takes beside vLLM's KV cache, and for each byte of it."""
         config, _ = read_config(self.vllm_config)
+        if config.is_plain:
+            return 0, 0.0
         drafts = self.triforce.draft_layer_names
         layers = attention_layers(self.vllm_config)
         return beside_kv_cache(

@@ -49,5 +49,6 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
         )
         if unsupported is None:
             serve_any_mix(manager)
-        if add_plain_decode_graphs(manager):
+        config, _ = read_config(self.vllm_config)
+        if add_plain_decode_graphs(manager) and not config.is_plain:
             record_nothing_in_plain_graphs(runner, self.triforce.recorder)

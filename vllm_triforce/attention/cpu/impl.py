@@ -52,7 +52,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
         if self.offload is not None and isinstance(attn_metadata, CPUAttentionMetadata):
             kv_cache = self.offload.staged(
-                kv_cache, attn_metadata.block_table, attn_metadata.seq_lens
+                attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc
             )
         if not self.recorder.paused and isinstance(attn_metadata, CPUAttentionMetadata):
             self.recorder.record(self.layer_index, query, attn_metadata)

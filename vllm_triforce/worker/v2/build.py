@@ -16,7 +16,7 @@ from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.metrics.counters import DeviceCounter
+from vllm_triforce.metrics.device_counters import DeviceCounters
 from vllm_triforce.offload.cache import OffloadedCache
 from vllm_triforce.offload.pool import RetrievalPool
 from vllm_triforce.worker.v2.adapters import LevelAdapters
@@ -77,10 +77,10 @@ class DeviceBuild:
             if offload is None
             else offload.allocate_pools(self.num_slots * config.table_width, vllm_config, device)
         )
-        counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        counts = DeviceCounters(device)
         host_layers = {}
         if offload is not None:
-            host_layers = {name: offload.of_layer(its, counters) for name, its in pools.items()}
+            host_layers = offload.for_attention(pools, counts.sums, device)
         attention = retrieval_attention(layers, builder, self.recorder, host_layers)
         selections = DeviceSelections(
             config,
@@ -108,7 +108,7 @@ class DeviceBuild:
                 config.table_width,
                 attention.head_strides(),
                 selections.max_selected,
-                counters,
+                counts.sums,
                 rows,
                 self.num_slots,
                 device,
@@ -147,7 +147,7 @@ class DeviceBuild:
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         self.slots = Slots(self.num_slots)
         self.triforce = DeviceTriForce(
-            config, sources, level1, level2, rows, self.slots, draft_logits, race, counters
+            config, sources, level1, level2, rows, self.slots, draft_logits, race, counts
         )
 
     def capture(self, mode: CUDAGraphMode) -> None:

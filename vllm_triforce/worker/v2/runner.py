@@ -1,17 +1,10 @@
-"""Model Runner V2: fills a ``DeviceBatch`` and hands the proposal back.
-
-The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` after the outcome of a full pass
-is in its request states, writes what it returns to ``req_states.draft_tokens``, reads
-``draft_logits`` in the next rejection test, and lets its ``draft_tokens_handler`` report to the
-scheduler.
-"""
+"""Model Runner V2: fills a ``DeviceBatch`` and hands the proposal back."""
 
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
@@ -20,26 +13,21 @@ from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.step_plan import StepPlan, plan_of
-from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.adapter import RunnerAdapter
-from vllm_triforce.worker.draft_loading import loading_draft, warm_up
+from vllm_triforce.worker.draft_loading import warm_up
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
-from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
 from vllm_triforce.worker.v2.reports import Reports
 from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
 from vllm_triforce.worker.v2.routes import Routes
+from vllm_triforce.worker.v2.speculator import SpeculatorV2
 from vllm_triforce.worker.v2.warm_up import warm_up_proposals
 
 logger = init_logger("vllm.triforce")
 
 
-class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
+class TriForceSpeculatorV2(SpeculatorV2):
     """TriForce in the place of vLLM's draft model.
-
-    Of vLLM's class it keeps how a draft model is loaded and the buffers that the runner reads.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
     nothing of the proposals and has as many verified as were planned. What was not
@@ -52,21 +40,10 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     before the step. A scheduler that is not asynchronous waits once, for the tokens.
     """
 
-    num_extra_query_per_req = 0
-
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
-        super().__init__(vllm_config, device)
-        self.config = config
-        self.model: torch.nn.Module | None = None
-        self.draft_attn_layer_names: set[str] = set()
-        self.attn_groups: list = []
-        self._runner = runner
-        self._draft_model = draft_model
+        super().__init__(vllm_config, device, runner, config, draft_model)
         self._built: DeviceBuild | None = None
         self._graph_mode = CUDAGraphMode.NONE
-        self.draft_logits[..., PAD_TOKEN] = 0
-        self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
-        swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._report = IntervalReport(config.log_interval)
         self._facts: RequestFacts | None = None
         self._routes: Routes | None = None
@@ -79,24 +56,6 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
     # Start-up, in the order of the calls.
-
-    def draft_logits_spec(self, vllm_config) -> tuple[torch.dtype, float]:
-        """Level 2's logits are rounded to this before anything is drawn from them."""
-        return vllm_config.model_config.head_dtype, float("-inf")
-
-    def load_model(self, target_model) -> None:
-        self._target = target_model
-        self.target_layers = attention_layers(self.vllm_config)
-        if self._draft_model is not None:
-            with loading_draft(self._draft_model):
-                super().load_model(target_model)
-
-    @property
-    def draft_layer_names(self) -> set[str]:
-        return self.draft_attn_layer_names
-
-    def set_attn(self, *args, **kwargs) -> None:
-        """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Level 1 and level 2 are captured wherever vLLM captures anything: they call kernels of
@@ -205,9 +164,7 @@ class TriForceSpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         hosted_states = input_batch.idx_mapping_np[:num_reqs]
         if not routes and not self._has_proposal[hosted_states].any():
             # Nothing was proposed before, nothing is now: all is padding already.
-            draft_tokens.fill_(PAD_TOKEN)
-            self._handler.proposed(draft_tokens, None)
-            return draft_tokens
+            return self.propose_nothing(num_reqs)
         triforce.begin(draft_tokens, states)
         self._has_proposal[hosted_states] = False
         for route, plans in routes.items():
