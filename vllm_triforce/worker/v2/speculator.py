@@ -1,5 +1,7 @@
 """What stands in the place of vLLM's speculator on Model Runner V2, whatever it proposes."""
 
+from typing import cast
+
 import torch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -26,11 +28,12 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device)
         self.config = config
-        self.model: torch.nn.Module | None = None
+        self.model = cast(torch.nn.Module, None)  # until there is a draft
         self.draft_attn_layer_names: set[str] = set()
         self.attn_groups: list = []
         self._runner = runner
         self._draft_model = draft_model
+        assert self.draft_logits is not None
         self.draft_logits[..., PAD_TOKEN] = 0
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
