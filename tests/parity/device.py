@@ -9,12 +9,14 @@ import pickle
 import subprocess
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.parity.cases import SOME_GIB
+from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.environment import v2_environment
 from vllm_triforce.kernels.row_metadata import RowColumn
@@ -92,6 +94,10 @@ def _check_pool(pool) -> None:
 
     def checked(tables) -> None:
         begin(tables)
+        with _disable_current_modes():  # the guard's: who looks here is a test
+            compare(tables)
+
+    def compare(tables) -> None:
         rows = pool._rows
         slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].tolist()
         for row, slot in enumerate(slots):
@@ -159,6 +165,7 @@ class _Inside:
         from tests.conftest import Engines
 
         self._engines = Engines(keep=1)
+        self._watching = ExitStack()
         self._has_warned: set[int] = set()
 
     def engine(self, job: Job):
@@ -173,6 +180,7 @@ class _Inside:
         assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)
         self._predicted: _PredictedBytes | None = None
+        self._guard: HostMemoryGuard | None = None
         if worker._offload is not None:
             placed = worker._offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
@@ -181,6 +189,8 @@ class _Inside:
             assert len(worker._offload.buffers) == 1 + ahead
             _poison_staging()
             self._predicted = _PredictedBytes(worker)
+            self._guard = HostMemoryGuard(worker._offload._memory._memory)
+            self._watching.enter_context(self._guard.watching())
             if not worker.triforce.config.is_plain:
                 _check_pool(self._built(llm).triforce.level2._pool)
         if job.dice:
@@ -189,8 +199,13 @@ class _Inside:
 
     def check(self) -> None:
         """Behind a job."""
-        if self._predicted is not None:
+        self.close()
+        if self._predicted is not None and self._guard is not None:
             self._predicted.check()
+            self._guard.check()
+
+    def close(self) -> None:
+        self._watching.close()
 
     def policy(self, llm) -> str:
         if self._speculator(llm).config.is_plain:
@@ -295,6 +310,7 @@ def main() -> None:
             driver.check()
         except Exception:
             seen = traceback.format_exc()
+            driver.close()
         path = _result(folder, number)
         path.with_suffix(".part").write_bytes(pickle.dumps(seen))
         os.replace(path.with_suffix(".part"), path)
