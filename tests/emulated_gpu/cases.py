@@ -10,8 +10,9 @@ from vllm_triforce.selection import POLICIES
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
 PLANS = ("fixed", "dice")
-# Offloaded, with windows: not both, for one layer with full attention is staged for all.
-KINDS = ((False, False), (True, False), (False, True))
+# Offloaded, copied ahead, with windows: not the first and the last, for one layer with full
+# attention is staged for all.
+KINDS = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,11 @@ class Case:
     """
     Args:
         source: of level 1's tokens; empty is stock vLLM.
-        plan: ``fixed`` lengths, or ``dice`` in the place of the controller.
+        plan: ``fixed`` lengths, ``dice`` in the place of the controller, or ``plain``, to propose
+            nothing.
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
+        ahead: whether a layer is copied from there while the one before it runs.
         windows: whether every other layer of the target has a sliding window.
     """
 
@@ -31,12 +34,15 @@ class Case:
     plan: str = ""
     graphs: bool = False
     offload: bool = False
+    ahead: bool = False
     windows: bool = False
 
     @property
     def name(self) -> str:
-        parts = [self.backend, self.source or "stock", self.selection, self.plan]
-        parts += ["offload" * self.offload, "windows" * self.windows, "graphs" * self.graphs]
+        stock = "" if self.plan else "stock"
+        parts = [self.backend, self.source or stock, self.selection, self.plan]
+        parts += ["offload" * self.offload, "ahead" * self.ahead]
+        parts += ["windows" * self.windows, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -75,8 +81,14 @@ def every_case() -> list[Case]:
     ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, KINDS)
     # Eager before graphs, which are compared with it.
     cases = [Case(*way, graphs, *kind) for *way, kind in ways for graphs in (False, True)]
+    plain = [
+        Case("FLASH_ATTN", plan="plain", offload=True, ahead=True, graphs=graphs)
+        for graphs in (False, True)
+    ]
     # A draft has layers of one kind.
-    return stock + [its for its in cases if not (its.windows and its.source == "draft_model")]
+    return (
+        stock + plain + [its for its in cases if not (its.windows and its.source == "draft_model")]
+    )
 
 
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
@@ -89,7 +101,7 @@ _PAIRS = {
 }
 # What is staged, what fills the pool and what dense layers read is the same, whoever drafts.
 _ONCE = {
-    "offload": ("FLASH_ATTN-draft_model-retrieval-fixed",),
+    "offload": ("FLASH_ATTN-plain", "FLASH_ATTN-draft_model-retrieval-fixed"),
     "windows": ("FLASH_ATTN-stock", "FLASH_ATTN-prompt_lookup-quest-fixed"),
 }
 _FEW = {("draft_model", "retrieval", "fixed"), ("prompt_lookup", "quest", "dice")}

@@ -56,8 +56,10 @@ def make_engine(case: Case, target: str, draft: str):
         triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
         if case.source == "draft_model":
             triforce["model"] = draft
-        if case.offload:
-            triforce["kv_offload_gib"] = 0.01
+    if case.plan == "plain":
+        triforce = {"method": "triforce", "levels": "3"}
+    if case.offload:
+        triforce |= {"kv_offload_gib": 0.01, "kv_offload_overlap": case.ahead}
     llm = LLM(
         target,
         dtype=case.dtype,
@@ -119,7 +121,7 @@ def run(case: Case, target: str, draft: str) -> dict:
         use_tqdm=False,
     )
     counters = {}
-    if case.source:
+    if case.plan:
         from vllm_triforce.metrics.report import counters_of
 
         counters = dataclasses.asdict(counters_of(llm))

@@ -86,7 +86,7 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
             verdict.faults.append("no graph was replayed")
         if case.source:
             _judge_rounds(verdict, result["replayed_rounds"])
-    if case.source:
+    if case.plan:
         _judge_counters(verdict, result["counters"])
 
 
@@ -131,6 +131,12 @@ def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
 
 def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:
     """Or nothing was tested. Prompt lookup may find nothing to propose straight."""
+    if verdict.case.offload and not counters["num_staged_bytes"]:
+        verdict.faults.append("nothing was read of host memory")
+    if verdict.case.plan == "plain":
+        if counters["num_proposals"]:
+            verdict.faults.append("something was proposed")
+        return
     wanted = {
         "num_level2_passes",
         "num_level2_drafted",
