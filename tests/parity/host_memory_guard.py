@@ -94,7 +94,7 @@ class HostMemoryGuard(TorchDispatchMode):
             return False
         if self._begin <= its.data_ptr() < self._end:
             return its.numel() > 0
-        if its.dtype != torch.int64 or not 0 < its.numel() <= 64:
+        if its.dtype not in (torch.int64, torch.uint64) or not 0 < its.numel() <= 64:
             return False
         with torch.utils._python_dispatch._disable_current_modes():
             return any(self._begin <= value < self._end for value in its.flatten().tolist())

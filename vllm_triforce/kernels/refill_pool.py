@@ -10,6 +10,8 @@ from vllm_triforce.kernels.rows import Rows
 
 # Places whose blocks are compared with all that are wanted at a time.
 _CHUNK = 8
+# Tokens that are copied at a time: registers hold them.
+_TOKENS = 16
 _NOTHING = -1
 
 
@@ -115,8 +117,7 @@ def _refill_pool_kernel(
     brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
     token = tl.arange(0, TOKENS)[:, None]
     number = tl.arange(0, SIZE)[None, :]
-    mask = (token < block_size) & (number < token_size)
-    within = head.to(tl.int64) * head_stride + token * token_stride + number
+    of_head = head.to(tl.int64) * head_stride
     num_used = num_selected + tl.maximum(tl.cdiv(computed, block_size) - tail, 0)
     num_used = tl.minimum(num_used, width)
     num_brought = 0
@@ -127,15 +128,18 @@ def _refill_pool_kernel(
         is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
         if tl.where(in_tail, is_changed, wanted != NOTHING):
             block = ((wanted - head * per_head) // per_block).to(tl.int64)
-            found = tl.load(host + block * block_stride + within, mask=mask)
-            to = (slot * width + index) * block_stride
-            tl.store(pool + to + within, found, mask=mask)
+            whence = host + block * block_stride + of_head
+            to = pool + (slot * width + index) * block_stride + of_head
+            for start in range(0, block_size, TOKENS):
+                within = (start + token) * token_stride + number
+                mask = (start + token < block_size) & (number < token_size)
+                tl.store(to + within, tl.load(whence + within, mask=mask), mask=mask)
             is_partial = in_tail & ((logical + 1) * block_size > computed)
             tl.store(held + index, tl.where(is_partial, NOTHING, wanted))
             num_brought += 1
     # What level 2 writes to is nobody's block.
-    for start in range(0, width, TOKENS):
-        place = start + tl.arange(0, TOKENS)
+    for first in range(0, width, TOKENS):
+        place = first + tl.arange(0, TOKENS)
         tl.store(held + place, NOTHING, mask=(place >= num_used) & (place < width))
     tl.atomic_add(counters_ptr + NUM_POOL_BLOCKS, num_used.to(tl.int64))
     tl.atomic_add(counters_ptr + NUM_POOL_HITS, (num_used - num_brought).to(tl.int64))
@@ -237,7 +241,7 @@ class PoolRefill:
             block_size * size * first.element_size(),
             TYPE=stored_type(first.dtype),
             NOTHING=_NOTHING,
-            TOKENS=triton.next_power_of_2(block_size),
+            TOKENS=min(_TOKENS, triton.next_power_of_2(block_size)),
             SIZE=triton.next_power_of_2(size),
         )
         _note_exact_kernel[(rows.num_rows,)](self.exact, rows.row_metadata, rows.computed)

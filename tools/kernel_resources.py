@@ -1,0 +1,138 @@
+"""Registers and spills of the kernels of a KV cache in host memory, compiled for several GPUs.
+
+Runs under the emulation (``make emulated-gpu`` sets it up); nothing is launched:
+
+    PYTHONPATH=tools/gpu_emulation EMULATED/venv/bin/python -m emu tools/kernel_resources.py
+
+A line is a kernel, its variant, and by compute capability registers of a thread and bytes that it
+spills (stores and loads), as ptxas says.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from emu import triton_jit
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.runtime import driver, jit
+
+from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
+from vllm_triforce.kernels.refill_pool import PoolRefill
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
+from vllm_triforce.metrics.counters import DeviceCounter
+from vllm_triforce.selection import Summary
+
+CAPABILITIES = (80, 89, 90)
+HEADS, HEAD_SIZE = 8, 128
+BUDGETS = {16: (4096, 16384), 32: (4096,), 64: (8192,)}  # by block size
+DTYPES = (torch.bfloat16, torch.uint8)
+GAMMA, LENGTH = 2, 16
+ROWS = 4
+
+found: dict[tuple[str, str], dict[int, str]] = {}
+capability = CAPABILITIES[0]
+variant = ""
+
+
+def resources(ptx: str) -> str:
+    arch = sm_arch_from_capability(capability)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        ptxas = get_ptxas(capability).path
+        asked = [ptxas, "-v", f"--gpu-name={arch}", source.name, "-o", "/dev/null"]
+        said = subprocess.run(asked, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)[1]
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups()
+    return f"{registers}, {int(stores) + int(loads)}"
+
+
+def compile_alone(kernel, *args, grid, warmup, **kwargs) -> None:
+    compiled = triton_jit._compile(kernel, *args, grid=grid, warmup=True, **kwargs)
+    by_capability = found.setdefault((kernel.fn.__name__, variant), {})
+    by_capability[capability] = resources(compiled.asm["ptx"])
+
+
+def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
+    """With arguments of the types and sizes that an 8B model's have."""
+    device = torch.device("cpu")
+    cache = torch.zeros(2, block_size, HEADS, 2 * HEAD_SIZE, dtype=dtype).transpose(1, 2)
+    tables = torch.zeros(ROWS, 1024, dtype=torch.int32)
+    lens, starts = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32)
+    counters = torch.zeros(len(DeviceCounter), dtype=torch.int64)
+    for part in Part:
+        name(block_size, dtype, part.name.lower())
+        stage_blocks(cache, cache, tables, lens, starts, block_size, counters, part)
+    name(block_size, dtype, f"budget {budget}")
+    max_selected, width = budget // block_size, (budget + 64) // block_size
+    rows = Rows(ROWS, LENGTH, GAMMA, ROWS, device)
+    rows.num_rows = ROWS
+    refill = PoolRefill(
+        [cache],
+        [cache],
+        0,
+        ROWS,
+        ROWS,
+        width,
+        (block_size * HEADS, 1),
+        max_selected,
+        counters,
+        device,
+    )
+    refill(rows, torch.zeros(1, ROWS * HEADS, width, dtype=torch.int32))
+    keys = cache.transpose(1, 2)[..., :HEAD_SIZE]
+    if dtype == torch.uint8:
+        keys = keys.view(torch.float8_e4m3fn)
+    summaries = torch.zeros(1, HEADS, 2, HEAD_SIZE, dtype=torch.bfloat16)
+    for kind in Summary:
+        name(block_size, dtype, kind.name.lower())
+        update_chunk_summaries(KeyPointers([keys], [1.0]), kind, summaries, tables, lens, lens, 4)
+
+
+def name(block_size: int, dtype: torch.dtype, what: str) -> None:
+    global variant
+    variant = f"{block_size} tokens, {str(dtype).removeprefix('torch.')}, {what}"
+
+
+def main() -> None:
+    global capability
+    jit.JITFunction.run = compile_alone
+    for capability in CAPABILITIES:
+        target = GPUTarget("cuda", capability, 32)
+        driver.active.get_current_target = lambda target=target: target
+        for block_size, dtype in product(BUDGETS, DTYPES):
+            if capability < 89 and dtype == torch.uint8:
+                continue
+            for budget in BUDGETS[block_size]:
+                for kernel in _kernels():
+                    kernel.device_caches.clear()
+                launch_all(block_size, dtype, budget)
+    print("| kernel | variant | " + " | ".join(f"sm_{its}" for its in CAPABILITIES) + " |")
+    print("|---" * (2 + len(CAPABILITIES)) + "|")
+    for (kernel, its), by_capability in sorted(found.items()):
+        cells = [by_capability.get(capability, "") for capability in CAPABILITIES]
+        print("| " + " | ".join([kernel.strip("_"), its, *cells]) + " |")
+
+
+def _kernels() -> list[jit.JITFunction]:
+    from vllm_triforce.kernels import chunk_summaries, refill_pool, stage_blocks
+
+    modules = (chunk_summaries, refill_pool, stage_blocks)
+    return [
+        its
+        for module in modules
+        for its in vars(module).values()
+        if isinstance(its, jit.JITFunction)
+    ]
+
+
+if __name__ == "__main__":
+    main()
