@@ -940,7 +940,6 @@ _AHEAD = dict(kv_offload_overlap=True)
 OFFLOADED = {
     "greedy-draft_model": _MOST,
     "prefix caching": _MOST | _AHEAD,
-    "sampled-various": _MOST,
     "preemption": _SOME | _AHEAD,
     "joining and leaving": _SOME,
     "nan-sampled-2": _SOME,

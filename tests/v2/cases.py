@@ -34,7 +34,23 @@ def run(asked: dict) -> dict:
         for anew in ("at start", "anew")
     }
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
+    del llm
+    gc.collect()
+    results["quantized"] = {where: _quantized(asked, where) for where in ("device", "host")}
     return results
+
+
+def _quantized(asked: dict, where: str) -> dict:
+    """With an fp8 KV cache, on the device or in host memory."""
+    keys = EIGHT | {"model": asked["draft of eight"]}
+    if where == "host":
+        keys |= {"kv_offload_gib": 1.0, "kv_offload_overlap": True}
+    llm = make_engine(asked["eight"], keys, kv_cache_dtype="fp8", dtype="bfloat16")
+    tokens = generate(llm, asked["prompts of eight"], max_tokens=NUM_TOKENS)
+    counters = dataclasses.asdict(speculator_of(llm).counters)
+    del llm
+    gc.collect()
+    return {"tokens": tokens, "counters": counters}
 
 
 def _verified(llm, prompts) -> dict:

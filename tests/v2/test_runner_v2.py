@@ -115,3 +115,14 @@ def test_what_passes_take_is_told(found):
         assert all(seconds > 0 for _, seconds in points)
     assert [rows for rows, _ in measured["full_by_rows"]] == [1, 2, 4]
     assert [rows for rows, _, _ in measured["of_several"]] == [2, 4]
+
+
+def test_an_fp8_kv_cache_in_host_memory_is_what_it_is_on_the_device(found):
+    """To the token, and level 2 accepts and is accepted as often."""
+    device, host = (found["quantized"][where] for where in ("device", "host"))
+    assert host["tokens"] == device["tokens"]
+    counted = host["counters"]
+    assert counted["num_level2_accepted"] > 0 and counted["num_staged_bytes"] > 0
+    same = {name for name, n in counted.items() if device["counters"][name] == n}
+    of_offload = {"num_staged_bytes", "num_pool_blocks", "num_pool_hits", "num_pool_bytes"}
+    assert counted.keys() - same <= of_offload | {"time_seconds"}
