@@ -60,6 +60,8 @@ def make_engine(case: Case, target: str, draft: str):
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
         triforce |= {"kv_offload_gib": 0.01, "kv_offload_overlap": case.ahead}
+    if case.ahead:  # and as large models have it on small cards
+        triforce |= {"max_speculating_seqs": 1}
     llm = LLM(
         target,
         dtype=case.dtype,

@@ -121,10 +121,12 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 
 
 def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
-    """Rounds are captured for greedy batches and for those that temperatures say all of."""
-    wanted = {f"level 2 round, {kind}" for kind in ("greedy", "sampled")}
+    """Rounds are captured for greedy batches and for those that temperatures say all of. Where one
+    request at a time is speculated on, none of the second kind may be."""
+    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled")
+    wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
-        for kind in ("greedy", "sampled"):
+        for kind in kinds:
             wanted |= {f"level 1 round, {kind}", f"level 1 first round, {kind}"}
     verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]
 

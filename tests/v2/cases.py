@@ -29,11 +29,12 @@ def run(asked: dict) -> dict:
     del llm
     gc.collect()
     llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
-    results["measured"] = {
-        anew: llm.collective_rpc("triforce_measured", args=(anew == "anew",))[0]
-        for anew in ("at start", "anew")
-    }
+    at_start = llm.collective_rpc("triforce_measured")[0]
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
+    # Requests that have left still have every slot.
+    assert speculator_of(llm)._built.slots.num_free == 0
+    anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
+    results["measured"] = {"at start": at_start, "anew": anew}
     del llm
     gc.collect()
     results["quantized"] = {where: _quantized(asked, where) for where in ("device", "host")}

@@ -47,6 +47,7 @@ class TriForceWorkerMixin:
     _counter_sender: CounterSender | None = None
     _offload: OffloadedCache | None = None
     """Where some layers' KV cache lies in host memory."""
+    _offload_report: dict | None = None
     _sends_drafts = False
     """Whether a step's drafts go with its output, and need not be asked for."""
 
@@ -99,7 +100,7 @@ class TriForceWorkerMixin:
             super().initialize_from_config(kv_cache_config)
         if self._offload is not None:
             length = self.vllm_config.model_config.max_model_len
-            report_offload(self._offload, kv_cache_config, length)
+            self._offload_report = report_offload(self._offload, kv_cache_config, length)
         self.triforce.allocate(kv_cache_config, self._offload)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 
@@ -143,6 +144,11 @@ class TriForceWorkerMixin:
         """
         measured = self.triforce.measured_passes(anew)
         return None if measured is None else measured.to_dict()
+
+    def triforce_offload(self) -> dict | None:
+        """What lies in host memory, and how fast it is read (``worker/offloading.py``); None where
+        nothing does."""
+        return self._offload_report
 
     def triforce_synchronize_times(self, synchronize: bool) -> None:
         """Makes the times by part those of the device rather than of launching on it, for

@@ -158,12 +158,15 @@ def _check_room(
     )
 
 
-def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> None:
+def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dict:
     """Says what lies where, and what a full pass costs at least.
 
     Args:
         kv_cache_config: vLLM's, with as many blocks as the rank with the fewest has.
         length: tokens of the longest request.
+
+    Returns:
+        The same, in bytes and bytes a second, of this rank.
     """
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     placement = replace(offload.placement, num_blocks=kv_cache_config.num_blocks)
@@ -187,6 +190,17 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> Non
         of_token * length / rate,
         rate / 1e9,
     )
+    return {
+        "num_tokens": placement.num_blocks * block_size,
+        "num_device_layers": placement.num_device_layers,
+        "num_host_layers": placement.num_host_layers,
+        "device_bytes": placement.num_device_layers * placement.layer_bytes,
+        "host_bytes": placement.host_bytes,
+        "staging_bytes": placement.num_buffers * placement.layer_bytes,
+        "pool_bytes": placement.num_host_layers * placement.pool_bytes,
+        "bytes_per_token": of_token,
+        "bytes_per_second": rate,
+    }
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def main() -> None:
 
     geometry = GEOMETRIES[args.geometry]
     memory = _memory_bytes(args.device)
-    possible = [cell for cell in args.cells if geometry.fits(*_sizes(cell), memory)]
+    possible = [cell for cell in args.cells if geometry.fits(*sizes(cell), memory)]
     items = Items(
         args.result,
         geometry=args.geometry,
@@ -52,7 +52,8 @@ def main() -> None:
     raise SystemExit(int(items.num_errors > 0))
 
 
-def _sizes(cell: str) -> tuple[int, int]:
+def sizes(cell: str) -> tuple[int, int]:
+    """Context and batch."""
     context, batch = cell.split("x")
     return int(context), int(batch)
 
@@ -78,8 +79,8 @@ def _engine(args: argparse.Namespace, geometry, cells: list[str]):
         load_format="dummy",
         dtype="bfloat16",
         gpu_memory_utilization=0.88,
-        max_model_len=max(_sizes(cell)[0] for cell in cells) + _most_tokens(args) + 64,
-        max_num_seqs=max(_sizes(cell)[1] for cell in cells),
+        max_model_len=max(sizes(cell)[0] for cell in cells) + _most_tokens(args) + 64,
+        max_num_seqs=max(sizes(cell)[1] for cell in cells),
         max_num_batched_tokens=16384,
         enable_prefix_caching=False,
     )
@@ -88,24 +89,35 @@ def _engine(args: argparse.Namespace, geometry, cells: list[str]):
 def _item(llm, args: argparse.Namespace, geometry, name: str) -> dict:
     if name == MEASURED:
         return measured_passes(llm, anew=True)
+    return time_cell(llm, geometry, name, args.num_steps, _most_tokens(args), bool(args.budget))
+
+
+def time_cell(llm, geometry, cell: str, num_steps: int, most_tokens: int, has_parts: bool) -> dict:
+    """Decodes a cell with random prompts.
+
+    Args:
+        num_steps: that are timed, at most.
+        most_tokens: of a request.
+        has_parts: whether proposals are made, whose parts are timed too.
+    """
     import torch
 
-    is_synchronized = bool(args.budget) and synchronized_times(llm)
-    context, batch = _sizes(name)
+    is_synchronized = has_parts and synchronized_times(llm)
+    context, batch = sizes(cell)
     draw = torch.Generator().manual_seed(context + batch)
     prompts = torch.randint(3, geometry.vocab, (batch, context), generator=draw).tolist()
     began = time.monotonic()
-    decoded = decode(llm, prompts, _most_tokens(args), most_steps=args.num_steps)
-    cell = {
+    decoded = decode(llm, prompts, most_tokens, most_steps=num_steps)
+    found = {
         "num_steps": decoded.num_steps,
         "num_tokens": decoded.num_tokens,
         "step_ms": 1e3 * decoded.seconds / decoded.num_steps,
         "whole_s": time.monotonic() - began,
     }
     if decoded.counters is not None:
-        cell |= parts_ms(decoded.counters, decoded.num_steps, cell["step_ms"])
-        cell["parts_are_synchronized"] = is_synchronized
-    return cell
+        found |= parts_ms(decoded.counters, decoded.num_steps, found["step_ms"])
+        found["parts_are_synchronized"] = is_synchronized
+    return found
 
 
 def parts_ms(counters, num_steps: int, step_ms: float) -> dict:

@@ -25,7 +25,7 @@ LEAST_P_VALUE = 1e-4
 # Over 100,000 tokens of the models here. Engines stand one after the other in a process, and what
 # an earlier one still holds leaves room for it.
 SMALL_CACHE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}
-STOCK, CHOSEN = "stock", "lookup, chosen"
+STOCK, CHOSEN, PLAIN = "stock", "lookup, chosen", "offloaded, plain"
 
 
 def main() -> None:
@@ -35,13 +35,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=3000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--num-samples", type=int, default=160, help="tokens of each of 4 requests")
+    parser.add_argument(
+        "--offload", action="store_true", help="with the KV cache in host memory, stock's not"
+    )
     args = parser.parse_args()
     if args.backend == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
         write_json(args.result, {"skipped": "flashinfer is not installed"})
         return
     items = Items(args.result, is_compiled=not args.no_compile)
-    greedy(args, items)
-    sampling(args, items)
+    if args.offload:
+        offloaded(args, items)
+    else:
+        greedy(args, items)
+        sampling(args, items, {})
     wrong = [name for name, item in items.found.items() if not item.get("ok", "error" not in item)]
     print(f"not right: {wrong}")
     raise SystemExit(int(bool(wrong)))
@@ -68,6 +74,24 @@ def greedy(args: argparse.Namespace, items: Items) -> None:
     compare(args, items, "gqa", gqa, {"lookup": budget | {"gamma": 1}})
 
 
+def offloaded(args: argparse.Namespace, items: Items) -> None:
+    """The same with the KV cache in host memory; stock vLLM has all of it on the device."""
+    from tests.models import PAIR
+
+    offload = {"kv_offload_gib": 2.0}
+    draft = {"retrieval_budget": 512, "min_context": 0, "adaptive": False}
+    draft |= {"model": str(PAIR / "draft")} | offload
+    ahead = {"kv_offload_overlap": True}
+    variants = {
+        "offloaded, draft": draft,
+        "offloaded, draft, copied ahead": draft | ahead,
+        PLAIN: offload | {"levels": "3"},
+        f"{PLAIN}, copied ahead": offload | {"levels": "3"} | ahead,
+    }
+    compare(args, items, "mha", str(PAIR / "target"), variants)
+    sampling(args, items, offload | ahead)
+
+
 def compare(
     args: argparse.Namespace, items: Items, name: str, model: str, variants: dict[str, dict]
 ) -> None:
@@ -88,7 +112,10 @@ def compare(
         decoded = decode(llm, prompts[: sizes[batch]], args.num_tokens)
         found = differences(wanted, decoded.token_ids, MARGIN[args.dtype])
         found["counters"] = decoded.counters.to_dict()
-        found["ok"] &= found["counters"]["num_level2_drafted"] > 0 or variant == CHOSEN
+        found["ok"] &= found["counters"]["num_level2_drafted"] > 0 or variant.startswith(
+            (CHOSEN, PLAIN)
+        )
+        found["ok"] &= (found["counters"]["num_staged_bytes"] > 0) == args.offload
         return found
 
     cases = [f"{name}, {STOCK}, {batch}" for batch in sizes]
@@ -157,8 +184,12 @@ WAYS = {
 }
 
 
-def sampling(args: argparse.Namespace, items: Items) -> None:
-    """A target with eight tokens, so that a few hundred samples say something."""
+def sampling(args: argparse.Namespace, items: Items, more: dict) -> None:
+    """A target with eight tokens, so that a few hundred samples say something.
+
+    Args:
+        more: of TriForce's keys.
+    """
     from tests.models import make_llama
 
     target = make_llama(
@@ -170,7 +201,7 @@ def sampling(args: argparse.Namespace, items: Items) -> None:
         query_scale=1.5,
     )
     keys = {"retrieval_budget": 160, "num_speculative_tokens": 4, "min_context": 0}
-    keys |= {"adaptive": False, "retrieval_recent_tokens": 64}
+    keys |= {"adaptive": False, "retrieval_recent_tokens": 64, **more}
     draw = torch.Generator().manual_seed(3)
     prompts = [torch.randint(8, (n,), generator=draw).tolist() for n in (400, 300, 350, 390)]
     items.run_all(

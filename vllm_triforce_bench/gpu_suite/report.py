@@ -113,6 +113,7 @@ def log(data: dict, found: dict) -> str:
                 f"  level 2 over stock at 4K, {cell['geometry']} {cell['cell']}: {ratio:.2f} "
                 f"(wanted: at most {wanted})"
             )
+    lines += _offloaded(data["steps"])
     lines += ["", "trained pair"]
     for cell in found["pair"]:
         lines.append(
@@ -123,6 +124,31 @@ def log(data: dict, found: dict) -> str:
             f"{cell['share_of_requests_identical']:.2f}"
         )
     return "\n".join(lines) + "\n"
+
+
+def _offloaded(steps: dict) -> list[str]:
+    """Decoding over host memory, plainly and with TriForce."""
+    results = [
+        entry["result"]
+        for name, entry in steps.items()
+        if name.startswith("offload-") and entry.get("result")
+    ]
+    lines = ["", "KV in host memory"] if results else []
+    for result in results:
+        where = f"{result['geometry']} {result['cell']}, {result['device_gib']:g} GiB"
+        for name, its in _having("step_ms", result).items():
+            facts = its["offload"]
+            lines.append(
+                f"  {where}, {name}: {its['step_ms']:.1f} ms a step, "
+                f"{its['staged_gb_per_step']:.1f} GB staged, "
+                f"{its['staged_gb_per_s_of_steps']:.1f} GB/s of it; "
+                f"{facts['num_host_layers']} layers in host memory, "
+                f"{facts['bytes_per_second'] / 1e9:.1f} GB/s measured at start"
+            )
+        for name, its in _having("speedup", result).items():
+            ratios = ", ".join(f"{x:.2f}x at {a}" for a, x in its["speedup"].items())
+            lines.append(f"  {where}, {name} over plain, by level 2's acceptance: {ratios}")
+    return lines
 
 
 def _heads() -> list[str]:

@@ -56,6 +56,8 @@ class Plan:
         for geometry in FIRST_GEOMETRIES:
             for budget in (STOCK_BUDGET, BUDGETS[0]):
                 found.append(self._benchmark(geometry, budget, CELLS[geometry]))
+        found += [self._exactness("FLASH_ATTN", "bfloat16", offload=True)]
+        found += [self._offload(geometry) for geometry in FIRST_GEOMETRIES]
         found += [exact["TRITON_ATTN"], *self._pair(), exact["FLASHINFER"]]
         known = {step.name for step in found}
         rest = [
@@ -73,13 +75,15 @@ class Plan:
     def _needs(self, engine: str) -> tuple[str, ...]:
         return (need(self.device, self.no_compile, engine),)
 
-    def _exactness(self, backend: str, dtype: str) -> Step:
+    def _exactness(self, backend: str, dtype: str, offload: bool = False) -> Step:
         arguments = ["--dtype", dtype, *(["--backend", backend] if backend else [])]
         if self.tiny:
             arguments += ["--context", "400", "--num-tokens", "10", "--batches", "1", "2"]
             arguments += ["--num-samples", "12"]
+        if offload:
+            arguments += ["--offload"]
         return Step(
-            f"exact-{backend.lower() or self.device}",
+            f"exact-{backend.lower() or self.device}" + "-offload" * offload,
             self._module("exactness", *arguments),
             LONGEST_S,
             self._needs(TRIFORCE),
@@ -104,6 +108,16 @@ class Plan:
             420,
             self._needs(TRIFORCE if budget else STOCK),
             least_s=90,
+        )
+
+    def _offload(self, geometry: str) -> Step:
+        """122K tokens with a card of 24 GB; the machine has to have host memory for them."""
+        return Step(
+            f"offload-{geometry}",
+            self._module("offload", "--geometry", geometry),
+            LONGEST_S,
+            ("exact-flash_attn-offload", *self._needs(TRIFORCE)),
+            least_s=240,
         )
 
     def _pair(self) -> list[Step]:

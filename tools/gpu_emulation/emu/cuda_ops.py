@@ -119,8 +119,9 @@ def reshape_and_cache_flash(
 
 
 @stands_in_for("_vllm_fa3_C", "get_scheduler_metadata")
-def get_scheduler_metadata(*args):
-    return torch.zeros(64, dtype=torch.int32)  # only the real kernel reads it
+def get_scheduler_metadata(batch_size, *args):
+    # Only the real kernel reads it; of the size that vLLM's builder makes room for.
+    return torch.zeros(1 + -(-batch_size // 4) * 4 * 4, dtype=torch.int32)
 
 
 @stands_in_for("_vllm_fa3_C", "fwd")

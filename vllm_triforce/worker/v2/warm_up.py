@@ -42,6 +42,10 @@ def warm_up_proposals(
         num_blocks * min(runner.block_tables.block_sizes) // len(runner.block_tables.block_sizes),
         device,
     )
+    # Requests that have left still have theirs, as those that vLLM warms up with: that they have
+    # is seen in the next step.
+    for request_id in built.slots.request_ids():
+        built.slots.release(request_id)
     trials = nullcontext() if built.adapters is None else built.adapters.trials()
     with built.recorder.pausing(), trials:
         if is_gpu:
