@@ -265,6 +265,7 @@ def test_the_order_of_the_steps_is_that_of_what_is_most_wanted(tmp_path):
     first += [
         f"bench-{g}-{b}" for g in ("llama-2-7b-128k", "llama-3.1-8b") for b in ("stock", 4096)
     ]
+    first += ["exact-flash_attn-offload", "offload-llama-2-7b-128k", "offload-llama-3.1-8b"]
     first += ["exact-triton_attn", "train-target", "train-draft", "export", "pair"]
     assert names[: len(first)] == first
     assert CELLS["llama-2-7b-128k"][0] == "122000x1" and CELLS["llama-3.1-8b"][0] == "100000x4"
@@ -365,6 +366,18 @@ def test_a_bare_machine_gets_vllm_from_the_kit_and_the_plugins_entry_point(tmp_p
     assert (tmp_path / "work" / "site" / "runs").read_text() == "ran\n", "installed once only"
 
 
+def offloaded() -> dict:
+    """A result of ``offload.py`` of which one way failed."""
+    plain = dict(step_ms=2000.0, staged_gb_per_step=60.0, staged_gb_per_s_of_steps=30.0)
+    plain["offload"] = {"num_host_layers": 28, "bytes_per_second": 31e9}
+    items = {
+        "plain": plain,
+        "triforce": {"error": "RuntimeError: why"},
+        "speed-up": {"speedup": {"0.93": 9.1}},
+    }
+    return {"geometry": "a", "cell": "122000x1", "device_gib": 24.0, "items": items}
+
+
 def test_the_report_is_made_of_what_is_there(tmp_path):
     """Half of a suite: one geometry without its stock run, one cell of another, a failed pair."""
     parts = dict(selection_ms=0.5, level1_step_ms=0.3, level2_pass_ms=4.4, verification_ms=0.1)
@@ -392,6 +405,7 @@ def test_the_report_is_made_of_what_is_there(tmp_path):
         "bench-b-4096": bench("b", 4096, {"8000x1": ours}),
         "bench-b-stock": {"status": "failed", "seconds": 1.0, "result": None},
         "pair": {"status": "failed", "seconds": 1.0, "result": None},
+        "offload-a": {"status": "failed", "seconds": 5.0, "result": offloaded()},
     }
     found = figures(ran)
     (cell,) = found["cells"]
@@ -403,6 +417,10 @@ def test_the_report_is_made_of_what_is_there(tmp_path):
     assert "32000x4: RuntimeError: the reason" in text and "its traceback" not in text
     assert "smoke (choosing), Model Runner v2" in text and "bench-a-4096 (measured)" in text
     assert "7 at 16: 21.00 122000: 40.00" in text and "level 2: 1: 5.00, +1.000" in text
+    assert (
+        "a 122000x1, 24 GiB, plain: 2000.0 ms a step, 60.0 GB staged, 30.0 GB/s of it; 28" in text
+    )
+    assert "speed-up over plain, by level 2's acceptance: 9.10x at 0.93" in text
     json.dumps(found)
     assert log({"steps": {}}, figures({})).startswith("{}")
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.models import ROOT
-from vllm_triforce_bench.gpu_suite import benchmark, engine
+from vllm_triforce_bench.gpu_suite import benchmark, engine, offload
 from vllm_triforce_bench.gpu_suite.engine import EndedEarly, decode, make_engine
 from vllm_triforce_bench.gpu_suite.exactness import differences
 from vllm_triforce_bench.gpu_suite.items import MOST_BEGUN, NO_END, Harmless, Items
+from vllm_triforce_bench.gpu_suite.speedup import inner_loop, tokens_per_step
 
 
 @dataclass
@@ -264,3 +265,54 @@ def test_a_kernel_that_spoils_the_device_is_one_of_the_tests(tmp_path):
         assert "assert 1 == 2" in found["test_bad"]["error"]
         assert "illegal memory" in found["test_spoils"]["error"]
     assert "5 items" in done.stdout or "5 deselected" in done.stdout or "no tests" in done.stdout
+
+
+@pytest.mark.parametrize("way", [offload.PLAIN, offload.TRIFORCE])
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("cell", ["122000x1", "32000x4"])
+def test_an_offloaded_engine_has_room_for_its_requests_and_as_much_device_as_is_asked(
+    monkeypatch, tmp_path, cell, is_ahead, way
+):
+    from vllm_triforce.config import TriForceConfig
+
+    made = {}
+
+    def make_engine(model, args, keys, **arguments):
+        made.update(arguments, keys=keys)
+
+    monkeypatch.setattr(offload, "make_engine", make_engine)
+    monkeypatch.setattr(offload, "_total_memory", lambda: 141 * 2.0**30)
+    args = SimpleNamespace(
+        work=tmp_path,
+        geometry="llama-3.1-8b",
+        cell=cell,
+        device_gib=23.5,
+        budget=4096,
+        num_steps=16,
+    )
+    geometry = offload.GEOMETRIES["llama-3.1-8b"]
+    offload.engine(args, geometry, way, is_ahead)
+    assert made["gpu_memory_utilization"] == pytest.approx(0.9 * 23.5 / 141)
+    keys = made["keys"]
+    config = TriForceConfig(**{k: v for k, v in keys.items() if k != "model"})
+    config = config.fill(True, keys.get("model"), True).resolve(16)
+    assert config.kv_offload_overlap is is_ahead and config.is_plain == (way == offload.PLAIN)
+    reach = config.num_speculative_tokens + config.gamma
+    blocks = made["max_num_seqs"] * -(-(made["max_model_len"] + reach) // 16) + 1
+    assert keys["kv_offload_gib"] * 2**30 >= blocks * 16 * geometry.kv_bytes_per_token
+    context, _ = benchmark.sizes(cell)
+    assert made["max_model_len"] >= context + args.num_steps * (config.num_speculative_tokens + 1)
+
+
+def test_speculation_over_host_memory_is_compared_with_plain_decoding_there(tmp_path):
+    items = Items(tmp_path / "result.json")
+    offload.put_speedup(items, "")
+    assert not items.found
+    parts = dict(selection_ms=0.0, level1_step_ms=0.0, level2_pass_ms=10.0, verification_ms=0.0)
+    items.put(offload.PLAIN, {"step_ms": 400.0})
+    items.put(offload.TRIFORCE, parts | {"step_ms": 0.0, "full_pass_ms": 400.0})
+    offload.put_speedup(items, "")
+    rounds, _ = inner_loop(offload.LEVEL1, 16, 2)
+    step = 400 + 10 * rounds
+    for acceptance, found in items.found["speed-up"]["speedup"].items():
+        assert found == pytest.approx(tokens_per_step(float(acceptance), 16) * 400 / step)
