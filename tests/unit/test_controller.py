@@ -344,6 +344,8 @@ class World:
     overhead: float = 0.002
     speculating: float = 0.0
     """Seconds that nothing foretells, of a step with drafts."""
+    most: int = 16
+    """Tokens of a proposal."""
 
     def decode(self, found: Controller, num_tokens: int, context: int, seed=0) -> float:
         """Tokens per second."""
@@ -354,7 +356,7 @@ class World:
             found.backoff.begin_step()
             choice, proposing = PLAIN, 0.0
             if not found.backoff.is_resting:
-                most = min(16, found.config.num_speculative_tokens)
+                most = min(self.most, found.config.num_speculative_tokens)
                 choice = found.choose([Candidate("a", context + emitted, most)])[0]
             length = choice.num_tokens
             if choice.route == LEVELS:
@@ -772,6 +774,36 @@ def test_as_fast_as_the_best_fixed_setting(level2, draft):
     }
     chosen = world.decode(controller(LONG_PAYS), 4000, 100_000)
     assert chosen >= 0.92 * max(fixed.values()), fixed
+
+
+# An 8B model whose KV lies in host memory: 12 GB cross PCIe for each full pass at 100,000 tokens.
+OVER_HOST = Measurements(
+    full_by_rows=[(1, 0.018), (16, 0.019), (128, 0.025)],
+    full_by_tokens=[
+        (1, [(16, 0.018), (100_000, 0.470)]),
+        (33, [(16, 0.020), (100_000, 0.480)]),
+    ],
+    level2_by_tokens=[(1, 0.019), (5, 0.0195)],
+    level2_per_row=0.0005,
+    draft=0.001,
+)
+
+
+def test_where_a_full_pass_is_dear_proposals_are_as_long_as_they_may_be():
+    """Of a good text; of a poor one they are as short as before."""
+    good, poor = World(OVER_HOST, 0.985, 0.5, most=32), World(OVER_HOST, 0.5, 0.3, most=32)
+    for world, is_longer in ((good, True), (poor, False)):
+        by_length = {
+            n: world.decode(
+                controller(OVER_HOST, num_speculative_tokens=n, gamma=2, min_context=0),
+                4000,
+                100_000,
+            )
+            for n in (6, 16, 32)
+        }
+        assert (by_length[32] > 1.2 * by_length[16]) == is_longer, by_length
+        chosen = world.decode(controller(OVER_HOST, gamma=2), 4000, 100_000)
+        assert chosen >= 0.92 * max(by_length.values()), by_length
 
 
 def test_a_text_that_changes_is_noticed():

@@ -111,12 +111,16 @@ def test_fewer_requests_are_speculated_on_at_a_time_unless_asked_for():
 
 
 def test_proposals_are_longer_where_a_full_pass_is_dear():
-    def longest(**keys) -> int | None:
-        filled = TriForceConfig(**keys).fill(can_adapt=True, has_fixed_shapes=True)
-        return filled.num_speculative_tokens
+    def longest(max_num_seqs=None, **keys) -> int | None:
+        asked = TriForceConfig(**keys)
+        return asked.fill(True, None, True, max_num_seqs).num_speculative_tokens
 
     assert (longest(), longest(kv_offload_gib=8)) == (12, 16)
     assert longest(kv_offload_gib=8, num_speculative_tokens=9) == 9
+    # Each takes room for the distributions of all requests.
+    found = {n: (longest(n), longest(n, kv_offload_gib=8)) for n in (1, 16, 17, 256)}
+    assert found == {1: (12, 32), 16: (12, 32), 17: (12, 16), 256: (12, 16)}
+    assert longest(4, kv_offload_gib=8, num_speculative_tokens=9) == 9
 
 
 def test_copying_ahead_needs_a_kv_cache_in_host_memory():

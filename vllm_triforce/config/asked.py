@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
-from vllm_triforce.config.lengths import MOST_GAMMA, fill_lengths
+from vllm_triforce.config.lengths import MOST_GAMMA, check_plain, fill_lengths
 from vllm_triforce.config.ranges import check_range, check_type
 from vllm_triforce.config.resolved import ResolvedConfig, window_tokens
 from vllm_triforce.selection import POLICIES
@@ -38,8 +38,8 @@ class TriForceConfig:
 
     num_speculative_tokens: int | None = None
     """Tokens that level 2 hands to the full pass per step (the paper's gamma 2).
-    Default: chosen by the controller, at most 32 (12 on Model Runner V2, 16 there with
-    ``kv_offload_gib``); 6 where it is off."""
+    Default: chosen by the controller, at most 32 (12 on Model Runner V2; there with
+    ``kv_offload_gib`` 16, and 32 if ``max_num_seqs`` is 16 or less); 6 where it is off."""
 
     gamma: int | None = None
     """Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1).
@@ -170,7 +170,11 @@ class TriForceConfig:
         return dataclasses.asdict(self)
 
     def fill(
-        self, can_adapt: bool, model: str | None = None, has_fixed_shapes: bool = False
+        self,
+        can_adapt: bool,
+        model: str | None = None,
+        has_fixed_shapes: bool = False,
+        max_num_seqs: int | None = None,
     ) -> "TriForceConfig":
         """Fills in how many tokens are proposed and drafted, from where, and who chooses.
 
@@ -178,15 +182,16 @@ class TriForceConfig:
             can_adapt: whether the model runner in use has a controller.
             model: the draft model; None for none.
             has_fixed_shapes: whether level 1 drafts as much for every pass of level 2.
+            max_num_seqs: vLLM's; None where it is not given.
 
         Raises:
             ValueError: the sources of drafts that are asked for do not fit these.
         """
-        filled = self._with_lengths(can_adapt, has_fixed_shapes)
+        filled = self._with_lengths(can_adapt, has_fixed_shapes, max_num_seqs)
         if filled is self:
             return self
         if self.is_plain:
-            self._check_plain(model)
+            check_plain(self, model)
             return filled
         sources = choose_sources(self.draft_sources, model, "gamma" in filled.choices)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
@@ -200,25 +205,11 @@ class TriForceConfig:
             gamma = MOST_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
         return dataclasses.replace(filled, gamma=gamma, draft_sources=",".join(sources))
 
-    def _check_plain(self, model: str | None) -> None:
-        if self.kv_offload_gib is None:
-            raise ValueError(
-                f"levels={self.levels!r} is plain decoding, which vLLM does by itself; set "
-                "kv_offload_gib, or drop method='triforce'"
-            )
-        names = ("num_speculative_tokens", "gamma", "draft_sources", "min_context")
-        asked = {"model": model} | {name: getattr(self, name) for name in names}
-        for name, value in asked.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} with levels={self.levels!r}: nothing is drafted or "
-                    "proposed then; leave one of them out"
-                )
-
-    def _with_lengths(self, can_adapt: bool, has_fixed_shapes: bool = False) -> "TriForceConfig":
+    def _with_lengths(self, can_adapt: bool, *more) -> "TriForceConfig":
         if self.adapts is not None:
             return self
-        return dataclasses.replace(self, **fill_lengths(self, can_adapt, has_fixed_shapes))
+        lengths = fill_lengths(self, can_adapt, *(more or (False, None)))
+        return dataclasses.replace(self, **lengths)
 
     @property
     def is_plain(self) -> bool:

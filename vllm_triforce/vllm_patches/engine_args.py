@@ -100,7 +100,8 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     has_fixed_shapes = checks.has_fixed_shapes()
     # On Model Runner V2 it is our scheduler that chooses.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
-    return config.fill(can_adapt, draft.get("model"), has_fixed_shapes), draft
+    asked = engine_args.max_num_seqs
+    return config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked), draft
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
@@ -149,6 +150,9 @@ def _wrap_create_speculative_config(original):
     def _create(self, target_model_config, target_parallel_config):
         checks.check_target(target_model_config, target_parallel_config)
         config, draft = _split(self)
+        if kept := (self.additional_config or {}).get(METHOD):
+            # What was filled in before vLLM filled in its own.
+            config = TriForceConfig(**{k: v for k, v in kept.items() if k != "draft_model"})
         if draft.get("model"):
             hf_config = _read_draft_config(draft, self.trust_remote_code)
             checks.check_draft(draft["model"], hf_config, target_model_config, config)
