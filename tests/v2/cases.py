@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import sys
 
 from tests.generation import generate
 from tests.parity.cases import DRAFT, EIGHT, LOOKUP
@@ -21,6 +22,7 @@ def run(asked: dict) -> dict:
     results = {"draft": _verified(llm, asked["mixed"])}
     results["draft"] |= _draft_layers(llm)
     results["grammar"] = _grammar(llm, asked["third"])
+    results["modules"] = sorted(name for name in sys.modules if name.startswith("vllm_triforce."))
     results["invented"] = _invented(llm, asked["third"][0][:321])
     del llm
     gc.collect()

@@ -126,3 +126,11 @@ def test_an_fp8_kv_cache_in_host_memory_is_what_it_is_on_the_device(found):
     same = {name for name, n in counted.items() if device["counters"][name] == n}
     of_offload = {"num_staged_bytes", "num_pool_blocks", "num_pool_hits", "num_pool_bytes"}
     assert counted.keys() - same <= of_offload | {"time_seconds"}
+
+
+def test_without_kv_in_host_memory_nothing_of_it_is_imported(found):
+    modules = set(found["modules"])
+    assert "vllm_triforce.worker.v2.build" in modules
+    parts = ("offload.", "worker.offloading", "kernels.stage_blocks", "kernels.refill_pool")
+    its = tuple(f"vllm_triforce.{part}" for part in parts)
+    assert not [name for name in modules if name.startswith(its)]

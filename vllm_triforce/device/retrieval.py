@@ -1,6 +1,7 @@
 """Level 2 on the device: the target's own weights over the retrieval cache (paper, 4.2)."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,10 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.faults import BlockCleaner
 from vllm_triforce.kernels.row_metadata import Refresh
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.offload.pool import RetrievalPool
 from vllm_triforce.verification.masked_logits import masked_logits
+
+if TYPE_CHECKING:
+    from vllm_triforce.offload.pool import RetrievalPool
 
 
 class DeviceRetrieval:
@@ -51,7 +54,7 @@ class DeviceRetrieval:
         logits_dtype: torch.dtype,
         device: torch.device,
         adapters: PassAdapters | None = None,
-        pool: RetrievalPool | None = None,
+        pool: "RetrievalPool | None" = None,
     ) -> None:
         self._model = model
         self._groups = groups

@@ -1,6 +1,6 @@
 """What TriForce changes in a vLLM worker, whatever the platform."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -8,16 +8,12 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.asked import METHOD
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
-from vllm_triforce.offload.cache import OffloadedCache
 from vllm_triforce.scheduler import draft_carrier
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import beside_kv_cache
-from vllm_triforce.worker.offloading import (
-    allocating_with,
-    check_chosen_backend,
-    plan_offload,
-    report_offload,
-)
+
+if TYPE_CHECKING:
+    from vllm_triforce.offload.cache import OffloadedCache
 
 logger = init_logger("vllm.triforce")
 
@@ -45,7 +41,7 @@ class TriForceWorkerMixin:
     triforce: Any
     """The adapter of the runner that vLLM chose: ``v1/runner.py`` or ``v2/runner.py``."""
     _counter_sender: CounterSender | None = None
-    _offload: OffloadedCache | None = None
+    _offload: "OffloadedCache | None" = None
     """Where some layers' KV cache lies in host memory."""
     _offload_report: dict | None = None
     _sends_drafts = False
@@ -55,6 +51,8 @@ class TriForceWorkerMixin:
         super().init_device()
         config, _ = read_config(self.vllm_config)
         if config.kv_offload_gib is not None:
+            from vllm_triforce.worker.offloading import check_chosen_backend
+
             check_chosen_backend(self.vllm_config)
         runner = self.model_runner
         arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
@@ -90,15 +88,21 @@ class TriForceWorkerMixin:
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:
         """Bytes of KV cache on the device and in host memory together."""
+        from vllm_triforce.worker.offloading import plan_offload
+
         config, _ = read_config(self.vllm_config)
         specs = self.get_kv_cache_spec()
         self._offload = plan_offload(specs, config, self.vllm_config, device_bytes, summary_share)
         return self._offload.placement.kv_bytes
 
     def initialize_from_config(self, kv_cache_config) -> None:
-        with allocating_with(self._offload):
+        if self._offload is None:
             super().initialize_from_config(kv_cache_config)
-        if self._offload is not None:
+        else:
+            from vllm_triforce.worker.offloading import allocating_with, report_offload
+
+            with allocating_with(self._offload):
+                super().initialize_from_config(kv_cache_config)
             length = self.vllm_config.model_config.max_model_len
             self._offload_report = report_offload(self._offload, kv_cache_config, length)
         self.triforce.allocate(kv_cache_config, self._offload)

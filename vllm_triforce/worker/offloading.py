@@ -204,11 +204,8 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
 
 
 @contextmanager
-def allocating_with(offload: OffloadedCache | None) -> Iterator[None]:
+def allocating_with(offload: OffloadedCache) -> Iterator[None]:
     """While vLLM allocates its KV cache."""
-    if offload is None:
-        yield
-        return
     import vllm.v1.worker.gpu.attn_utils as attn_utils
 
     original = swaps.ALLOCATE_KV_CACHE.set(attn_utils, offload.allocate)

@@ -7,6 +7,7 @@ over plain decoding.
 """
 
 import argparse
+from functools import partial
 
 from vllm_triforce_bench.gpu_suite.benchmark import sizes, time_cell
 from vllm_triforce_bench.gpu_suite.engine import argument_parser, make_engine
@@ -37,7 +38,7 @@ def main() -> None:
             name = way + ahead
             items.run_all(
                 [name],
-                lambda way=way, ahead=ahead: engine(args, geometry, way, bool(ahead)),
+                partial(engine, args, geometry, way, bool(ahead)),
                 lambda llm, name: _item(llm, args, geometry, name),
             )
         put_speedup(items, ahead)

@@ -1,5 +1,7 @@
 """Puts the device-resident loop together, for Model Runner V2."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
@@ -17,9 +19,10 @@ from vllm_triforce.device.triforce import DeviceTriForce
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.device_counters import DeviceCounters
-from vllm_triforce.offload.cache import OffloadedCache
-from vllm_triforce.offload.pool import RetrievalPool
 from vllm_triforce.worker.v2.adapters import LevelAdapters
+
+if TYPE_CHECKING:
+    from vllm_triforce.offload.cache import OffloadedCache
 
 
 class DeviceBuild:
@@ -43,7 +46,7 @@ class DeviceBuild:
         kv_cache_config,
         draft_logits: torch.Tensor,
         device: torch.device,
-        offload: OffloadedCache | None = None,
+        offload: "OffloadedCache | None" = None,
     ) -> None:
         backend = backend_for(current_platform)
         retrieval_attention = backend.retrieval()
@@ -100,6 +103,8 @@ class DeviceBuild:
         """Of each KV cache group, [num_slots, width], int32: block tables of a proposal's rows."""
         pool = None
         if pools:
+            from vllm_triforce.offload.pool import RetrievalPool
+
             _check_order([layer.layer_name for layer in layers], list(pools))
             pool = RetrievalPool(
                 [layer.kv_cache for layer in layers if layer.layer_name in pools],
