@@ -120,13 +120,16 @@ def test_requests_cross_one_after_the_other():
 
 
 def test_the_engine_has_the_defaults():
-    """Of Model Runner V2 with a draft; but one request needs no pool for four."""
-    asked = TriForceConfig(kv_offload_gib=64.0).fill(True, "draft", True).resolve(16)
-    its = offloaded()
+    """Of Model Runner V2 with a draft, where one request runs at a time; it needs no pool for
+    four."""
+    asked = TriForceConfig(kv_offload_gib=64.0).fill(True, "draft", True, 1).resolve(16)
+    limited = with_memory(MACHINES["RTX-4090"], 23.5)
+    longest = Setting(LEVELS, 32, 2, 4096, DRAFT)
+    its = engine(limited, MODELS["llama-2-7b-128k"], CONTEXT, 1, [STOCK, longest], Counts())
     for name in ("num_speculative_tokens", "gamma", "table_width", "retrieval_budget"):
         assert getattr(its.config, name) == getattr(asked, name)
     assert (asked.max_speculating_seqs, its.config.max_speculating_seqs) == (4, 1)
-    assert (its.config.num_speculative_tokens, its.config.gamma) == (16, 2)
+    assert (its.config.num_speculative_tokens, its.config.gamma) == (32, 2)
     assert (its.refresh_interval, its.chunk) == (8, 16)
 
 

@@ -19,6 +19,7 @@ _DEFAULTS = {
     "contexts": ("4K,8K,16K,32K,64K,122000", "122K"),
     "batch_sizes": ("1,4,16,64", "1"),
     "acceptances": ("0.6,0.7,0.8,0.9,0.95", "0.93,0.965"),
+    "lengths": ("1,2,3,4,6,8,12,16", "8,12,16,24,32"),
     "gammas": ("0,1,2,3,4", "0,2"),
     "budgets": ("512,1024,2048,4096", "4096"),
 }
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list("acceptances", "of level 2, with a budget of 4,096 tokens")
     add("--draft-acceptance", type=float, default=0.5, help="of the draft's tokens, by level 2")
     add("--lookup-acceptance", type=float, default=0.3, help="of prompt lookup's, by level 2")
-    add("--lengths", default="1,2,3,4,6,8,12,16", help="of proposals, in tokens, to choose from")
+    add_list("lengths", "of proposals, in tokens, to choose from")
     add_list("gammas", "tokens of level 1 for a pass of level 2")
     add_list("budgets", "tokens that level 2 reads")
     add("--counts", type=Path, help="JSON file with counted launches (predict/counts.py)")
@@ -125,7 +126,7 @@ def _text(args: argparse.Namespace) -> str:
             for share in _shares(lists["acceptances"])
         ],
         settings(
-            _numbers("--lengths", args.lengths),
+            _numbers("--lengths", lists["lengths"]),
             _numbers("--gammas", lists["gammas"], least=0),
             _numbers("--budgets", lists["budgets"]),
         ),

@@ -7,9 +7,9 @@ Written by
 
     {command}
 
-- *Plain* is the same engine without speculation. *Plain alone* is an engine that has neither level
-  2's pool nor chunk summaries nor a draft on the device, and so more layers of KV. With as little
-  memory stock vLLM refuses a request of this length.
+- *Plain* is the same engine without speculation. *Plain alone* is one with `"levels": "3"`, which
+  has neither level 2's pool nor chunk summaries nor a draft on the device, and so more layers of
+  KV. With as little memory stock vLLM refuses a request of this length.
 - In a cell of TriForce: milliseconds a token, speed-up over plain and over plain alone, the best
   setting (`levels 16/2@4096 draft`: k, gamma, budget). Acceptance in the head of a column is level
   2's, of a token by the full pass.
