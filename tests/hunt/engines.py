@@ -1,10 +1,14 @@
 """Engines of the hunt, stock and with TriForce, in this process."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 from tests.hunt.models import adapter_of, draft_of, target_of
 from tests.hunt.settings import MAX_MODEL_LEN
 from tests.one_process import allow_many_engines
+from tests.parity.disturbing import replaced
 
 ARGUMENTS = dict(
     dtype="float32",
@@ -27,7 +31,26 @@ def start(settings: dict):
     if keys.pop("with_draft"):
         keys["model"] = draft_of(settings["model"])
     keys |= {"method": "triforce", "log_interval": 0}
-    return _start(settings["model"], settings["lora"], keys, **settings["engine"])
+    with _placing(keys.pop("num_device_layers", None)):
+        return _start(settings["model"], settings["lora"], keys, **settings["engine"])
+
+
+@contextmanager
+def _placing(num_device_layers: int | None) -> Iterator[None]:
+    """With so many layers' KV cache on the device, of those that could all lie there."""
+    if num_device_layers is None:
+        yield
+        return
+    from vllm_triforce.worker import offloading
+
+    def place_layers(**how):
+        placed = original(**how)
+        left = placed.num_layers - num_device_layers
+        buffers = min(how["num_buffers"], left)
+        return replace(placed, num_device_layers=num_device_layers, num_buffers=buffers)
+
+    with replaced(offloading, "place_layers", place_layers) as original:
+        yield
 
 
 def start_stock(model: str, lora: bool, **arguments):

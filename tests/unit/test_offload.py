@@ -140,6 +140,7 @@ def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
         ("num_speculative_tokens", 4),
         ("gamma", 2),
         ("draft_sources", "draft_model"),
+        ("prompt_lookup_max", 3),
         ("min_context", 100),
         ("model", "some/draft"),
     ],

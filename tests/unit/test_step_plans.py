@@ -290,6 +290,7 @@ def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
 
     monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
     keys = {"method": "triforce"}
-    config, _ = _split(SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls))
+    asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
+    config, _ = _split(asked)
     assert bool(config.choices) == is_chosen
     assert (config.resolve(16).min_context == 0) == is_chosen

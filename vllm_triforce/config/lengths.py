@@ -66,7 +66,7 @@ def check_plain(asked: "TriForceConfig", model: str | None) -> None:
             f"levels={asked.levels!r} is plain decoding, which vLLM does by itself; set "
             "kv_offload_gib, or drop method='triforce'"
         )
-    names = ("num_speculative_tokens", "gamma", "draft_sources", "min_context")
+    names = ("num_speculative_tokens", "gamma", "draft_sources", "prompt_lookup_max", "min_context")
     given = {"model": model} | {name: getattr(asked, name) for name in names}
     for name, value in given.items():
         if value is not None:
