@@ -82,7 +82,7 @@ def random_cases(
     """
     draw = random.Random(seed)
     shared = text[:600]
-    # Sixteen that fit together when they come and, long before the first ends, no longer: preemption.
+    # Sixteen that fit together when they come, and not for long before the first ends: preemption.
     growing = {"max_tokens": 2 * MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     cases = [Case(text[place : place + 200], growing, None) for place in range(0, 160, 10)]
     for _ in range(count - len(cases)):
