@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv: a CPU build of vLLM, this package (editable) and what the demo and tests need.
-# Usage: tools/install.sh [PYTHON]      Python 3.11 to 3.13, x86-64 Linux, no GPU needed
+# Usage: tools/install.sh [PYTHON [WHEEL]]      Python 3.11 to 3.13, x86-64 Linux, no GPU needed
+# With a WHEEL of this package that is installed instead, without what tests and benchmarks need.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
+packages=(-e '.[cpu,dev,bench]')
+[ -z "${2:-}" ] || packages=("$2[cpu]")
 venv=.venv
 
 "$python" - <<'P' || exit 1
@@ -23,5 +26,5 @@ else
 fi
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${from[@]}" \
   --overrides tools/cpu-overrides.txt \
-  -e '.[cpu,dev,bench]' ./tools/vllm-alias
+  "${packages[@]}" ./tools/vllm-alias
 touch "$venv/.ready"

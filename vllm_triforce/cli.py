@@ -23,9 +23,17 @@ class Command:
     extra: str = ""
     """The extra that installs them."""
     needs_vllm: bool = True
+    takes_more: bool = False
+    """Arguments that it does not name go to ``args.more``."""
 
 
 COMMANDS = {
+    "doctor": Command(
+        "vllm_triforce_bench.doctor.command",
+        "say what TriForce would do here, and with a model, without loading its weights",
+        needs_vllm=False,  # it says so itself
+        takes_more=True,
+    ),
     "bench": Command(
         "vllm_triforce_bench.compare.command",
         "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
@@ -61,13 +69,16 @@ def main(argv: list[str] | None = None) -> int:
             help=command.help,
             description=command.help[0].upper() + command.help[1:] + ".",
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=not command.takes_more,
         )
         subparser.set_defaults(fail=subparser.error)
         if name in argv[:1]:
             importlib.import_module(command.module).add_arguments(subparser)
-    args = parser.parse_args(argv)
-    args.argv = list(argv)
+    args, more = parser.parse_known_args(argv)
+    args.argv, args.more = list(argv), more
     command = COMMANDS[args.command]
+    if args.more and not command.takes_more:
+        args.fail(f"unrecognized arguments: {' '.join(args.more)}")
     if missing := [name for name in command.needs if not _is_installed(name)]:
         parser.error(
             f"{args.command} needs {', '.join(missing)}, not installed here; "

@@ -7,11 +7,12 @@ def register() -> None:
     """Lets ``EngineArgs`` understand the method ``triforce``.
 
     vLLM calls this in every process, more than once, so it is idempotent and loads
-    nothing but the wrappers. A vLLM that lacks something of what they wrap is left as it is, and
-    goes on: this is called wherever we are installed, whether or not TriForce is asked for.
+    nothing but the wrappers. A vLLM of a version that is not supported, or that lacks something of
+    what they wrap, is left as it is, and goes on: this is called wherever we are installed, whether
+    or not TriForce is asked for.
     """
-    if missing := _missing():
-        _say_once(missing)
+    if (reason := why_not()) is not None:
+        _say_once(reason)
         return
     from vllm_triforce import vllm_patches
 
@@ -19,28 +20,38 @@ def register() -> None:
     vllm_patches.install(engine_process=False)
 
 
-def _missing() -> list[str]:
-    """Everything is looked for before anything is wrapped: all of it, or nothing."""
+def why_not() -> str | None:
+    """Why this vLLM is left alone; None where it is not.
+
+    Everything is looked for before anything is wrapped: all of it, or nothing.
+    """
+    import vllm
+
+    from vllm_triforce.config.supported import is_supported
+
+    if not is_supported(vllm.__version__):
+        return f"its version is {vllm.__version__}"
     try:
         from vllm_triforce import vllm_patches
 
-        return vllm_patches.missing(engine_process=False)
+        missing = vllm_patches.missing(engine_process=False)
     except Exception as error:  # a module that moved, or does not load
-        return [f"{type(error).__name__}: {error}"]
+        missing = [f"{type(error).__name__}: {error}"]
+    return f"it does not have what would be wrapped: {', '.join(missing)}" if missing else None
 
 
-def _say_once(missing: list[str]) -> None:
+def _say_once(reason: str) -> None:
     global _has_warned
     if _has_warned:
         return
     _has_warned = True
     from vllm.logger import init_logger
 
-    from vllm_triforce.config.checks import SUPPORTED_VLLM
+    from vllm_triforce.config.supported import SUPPORTED_VLLM
 
     init_logger("vllm.triforce").warning(
-        "vllm-triforce leaves this vLLM alone, and method 'triforce' is not available: it does "
-        "not have what would be wrapped (%s). Install vLLM %s, or uninstall vllm-triforce.",
-        ", ".join(missing),
+        "vllm-triforce leaves this vLLM alone, and method 'triforce' is not available (%s). "
+        "Install vLLM %s, or uninstall vllm-triforce.",
+        reason,
         ", ".join(SUPPORTED_VLLM),
     )

@@ -10,11 +10,11 @@ import pytest
 
 from tests.models import ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.predict.beside import beside, machine_of
+from vllm_triforce_bench.predict.beside import beside
 from vllm_triforce_bench.predict.constants import measure_machine
 from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import MODELS, Geometry, draft_of
-from vllm_triforce_bench.predict.machine import MACHINES, Machine
+from vllm_triforce_bench.predict.machine import MACHINES, Machine, machine_of
 from vllm_triforce_bench.predict.passes import model_pass
 from vllm_triforce_bench.predict.settings import (
     DIRECT,

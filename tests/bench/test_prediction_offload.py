@@ -10,10 +10,9 @@ import pytest
 from tests.models import ROOT
 from vllm_triforce import cli
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce_bench.predict.beside import machine_of
 from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import MODELS
-from vllm_triforce_bench.predict.machine import GIB, MACHINES, Machine
+from vllm_triforce_bench.predict.machine import GIB, MACHINES, Machine, machine_of
 from vllm_triforce_bench.predict.offload import DoesNotFit, OffloadedPredictor
 from vllm_triforce_bench.predict.offload_cells import engine, first_batch_beyond, with_memory
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, STOCK, Acceptance, Setting
@@ -178,7 +177,7 @@ def test_the_page_is_written_by_the_command(tmp_path):
     for said in ("arXiv 2404.11912", "arXiv 2605.17613", "7x for llama-2-7b-128k", "5x for llama"):
         assert said in page
     its = offloaded()
-    best = its.step(LEVELS_16, CONTEXT, 1, Acceptance(0.93))
+    best = its.step(dataclasses.replace(LEVELS_16, num_tokens=32), CONTEXT, 1, Acceptance(0.93))
     (row,) = [line for line in page.splitlines() if "4090, llama-2-7b-128k | 124,928 x 1" in line]
     assert f"**{best.speedup:.2f}x**" in row and "0 of 32 | 65.5 |" in row
     share = its.crossing(its.full_pass_bytes([CONTEXT])) / best.seconds

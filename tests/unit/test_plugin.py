@@ -3,6 +3,7 @@ says so before any weights are loaded."""
 
 import inspect
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.conftest import triforce
 from tests.models import make_llama
+from vllm_triforce.config.supported import is_supported
 
 
 def engine_config(model: str, speculative_config=None, **kwargs):
@@ -109,6 +111,30 @@ def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
     assert len(lines) == len(names) + 1
     for name, line in zip([*names, "vllm.sampling_params"], lines):
         assert name in line and "0.32.0" in line
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "1.0.0", "dev"])
+def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
+    """One line that says which would do, however often vLLM loads its plugins, and nothing else."""
+    import vllm
+
+    from vllm_triforce import plugin, vllm_patches
+
+    said = []
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(plugin, "_has_warned", False)
+    monkeypatch.setattr(vllm_patches, "install", lambda **_: pytest.fail("wraps it"))
+    logger = logging.getLogger("vllm.triforce")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    plugin.register()
+    plugin.register()
+    (line,) = said
+    assert f"its version is {version}" in line and "Install vLLM >=0.32.0, <0.34" in line
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
+def test_supported_versions(version):
+    assert is_supported(version)
 
 
 def test_help_shows_the_flag():

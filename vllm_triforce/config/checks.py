@@ -7,20 +7,15 @@ from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
 from vllm_triforce.config.resolved import ResolvedConfig
-
-SUPPORTED_VLLM = (">=0.32.0", "<0.34")
+from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
 
 
 def check_vllm_version(version: str | None = None) -> None:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
     if version is None:
         import vllm
 
         version = vllm.__version__
-    wanted = SpecifierSet(",".join(SUPPORTED_VLLM))
-    if not wanted.contains(Version(version), prereleases=True):
+    if not is_supported(version):
         raise ValueError(
             f"vLLM {version} is not supported: TriForce leans on internals that it knows in "
             f"{', '.join(SUPPORTED_VLLM)}; install such a version, or drop method='triforce'"

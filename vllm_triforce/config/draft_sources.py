@@ -2,8 +2,16 @@
 
 from vllm_triforce.registry import Registry
 
-SOURCES = Registry("vllm_triforce.host.sources", base=("source", "DraftSource"))
-DEVICE_SOURCES = Registry("vllm_triforce.device.sources", base=("source", "DeviceSource"))
+SOURCES = Registry(
+    "vllm_triforce.host.sources",
+    base=("source", "DraftSource"),
+    group="vllm_triforce.draft_sources",
+)
+DEVICE_SOURCES = Registry(
+    "vllm_triforce.device.sources",
+    base=("source", "DeviceSource"),
+    group="vllm_triforce.device_draft_sources",
+)
 
 # Used where nothing is asked for, the preferred one first.
 _WITH_MODEL, _WITHOUT_MODEL = ("draft_model", "prompt_lookup"), ("prompt_lookup",)

@@ -1,4 +1,5 @@
-"""Selection policies: each further module here defines one, of the module's name.
+"""Selection policies: each further module here defines one, of the module's name. Other packages
+add theirs by an entry point of the group ``vllm_triforce.selection_policies``.
 
 The names are known without loading a policy, and so without torch; what policies are made of is
 loaded when it is asked for.
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 _SHARED = {"SelectionPolicy": "policy", "Summary": "summaries"}
 
-POLICIES = Registry(__name__, base=("policy", "SelectionPolicy"), shared=["summaries"])
+POLICIES = Registry(
+    __name__,
+    base=("policy", "SelectionPolicy"),
+    shared=["summaries"],
+    group="vllm_triforce.selection_policies",
+)
 
 __all__ = ["POLICIES", "SelectionPolicy", "Summary"]
 

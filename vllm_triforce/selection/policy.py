@@ -1,4 +1,5 @@
-"""What a selection policy is: the score of a chunk; CONTRIBUTING.md tells how to add one."""
+"""What a selection policy is: the score of a chunk. CONTRIBUTING.md tells how to add one to this
+package, ``examples/custom_policy`` how to have one in a package of one's own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -4,7 +4,7 @@
 faults of vLLM, in an engine that runs TriForce only.
 """
 
-from vllm_triforce.config.checks import SUPPORTED_VLLM
+from vllm_triforce.config.supported import SUPPORTED_VLLM
 from vllm_triforce.vllm_patches import (
     counters,
     drafting_slots,

@@ -1,22 +1,13 @@
 """What was predicted, beside what was measured."""
 
 from vllm_triforce_bench.predict.geometry import MODELS, draft_of
-from vllm_triforce_bench.predict.machine import MACHINES, Machine
+from vllm_triforce_bench.predict.machine import machine_of
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, Setting
 from vllm_triforce_bench.predict.steps import Predictor
 
 # The defaults that the GPU suite runs with.
 _LENGTH, _GAMMA = 6, 2
 _PARTS = ("stock_step", "full_pass", "level2_pass", "level1_step", "selection", "verification")
-
-
-def machine_of(device: str) -> Machine | None:
-    """The machine that PyTorch calls so; None where it is not a named one."""
-    words = device.replace("-", " ").split()  # whole ones: a GH200 is no H200
-    for name, machine in MACHINES.items():
-        if all(part in words for part in name.split("-")):
-            return machine
-    return None
 
 
 def beside(device: str, cell: dict) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import MODELS, Geometry
-from vllm_triforce_bench.predict.machine import GIB, MACHINES, Machine
+from vllm_triforce_bench.predict.machine import GIB, MACHINES, named_machine
 from vllm_triforce_bench.predict.paper import paper_table
-from vllm_triforce_bench.predict.settings import Acceptance, settings
+from vllm_triforce_bench.predict.settings import Acceptance, settings, shares
 from vllm_triforce_bench.predict.table import cells, markdown
 
 # Defaults, and those of --offload.
@@ -104,7 +104,7 @@ def _text(args: argparse.Namespace) -> str:
         return measure_passes(args.measure_passes, args.quick)
     counts = Counts.load(args.counts) if args.counts else Counts()
     lists = {name: getattr(args, name, of[args.offload]) for name, of in _DEFAULTS.items()}
-    machines = [_machine(name) for name in lists["machines"].split(",")]
+    machines = [named_machine(name) for name in lists["machines"].split(",")]
     if args.validate:
         from vllm_triforce_bench.predict.validate import validation
 
@@ -123,7 +123,7 @@ def _text(args: argparse.Namespace) -> str:
         _numbers("--batch-sizes", lists["batch_sizes"]),
         [
             Acceptance(share, args.draft_acceptance, args.lookup_acceptance)
-            for share in _shares(lists["acceptances"])
+            for share in shares("--acceptances", lists["acceptances"])
         ],
         settings(
             _numbers("--lengths", lists["lengths"]),
@@ -151,14 +151,6 @@ def _offload(args: argparse.Namespace, what: tuple) -> str:
     return offload_page(args.device_gib, command, *what)
 
 
-def _machine(name: str) -> Machine:
-    if name in MACHINES:
-        return MACHINES[name]
-    if not Path(name).is_file():
-        raise ValueError(f"machine {name!r} is no file and none of {list(MACHINES)}")
-    return Machine.load(Path(name))
-
-
 def _model(name: str, dtype: str | None) -> Geometry:
     if name in MODELS:
         return MODELS[name]
@@ -178,10 +170,3 @@ def _numbers(option: str, text: str, least: int = 1) -> tuple[int, ...]:
             raise ValueError(f"{option} has {part!r}; give whole numbers from {least}, such as 4K")
         found.append(int(digits) * factor)
     return tuple(found)
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--acceptances has {error}; give shares, such as 0.9") from error

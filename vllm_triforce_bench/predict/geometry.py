@@ -109,20 +109,36 @@ class Geometry:
             whole = json.loads(file.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} cannot be read as a config.json: {error}") from error
+        return cls.from_config(str(file), whole, dtype, file.parent.name)
+
+    @classmethod
+    def from_config(
+        cls, where: str, whole: dict, dtype: str | None = None, name: str | None = None
+    ) -> "Geometry":
+        """From what a Hugging Face config.json has.
+
+        Args:
+            where: it is from, for messages.
+            dtype: instead of the one in it.
+            name: of the model; None: ``where``.
+
+        Raises:
+            ValueError: the model is of a kind that is not counted.
+        """
         config = whole.get("text_config", whole)
         for key, what in _UNCOUNTED.items():
             if config.get(key) or whole.get(key):
                 raise ValueError(
-                    f"{file} has {key}: {what} is not counted; use a model without, or --model with"
-                    " a preset of nearly its sizes"
+                    f"{where} has {key}: {what} is not counted; use a model without, or a preset "
+                    "of nearly its sizes"
                 )
         dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
-            raise ValueError(f"{file} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
+            raise ValueError(f"{where} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
         try:
-            return cls._from(file.parent.name, config).with_bytes(_BYTES[dtype])
+            return cls._from(name or where, config).with_bytes(_BYTES[dtype])
         except KeyError as error:
-            raise ValueError(f"{file} has no {error}, which a decoder's sizes need") from error
+            raise ValueError(f"{where} has no {error}, which a decoder's sizes need") from error
 
     @classmethod
     def _from(cls, name: str, config: dict) -> "Geometry":

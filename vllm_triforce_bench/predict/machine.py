@@ -167,3 +167,25 @@ MACHINES = {
     "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False, 25e9),
     "GH200": _gpu("GH200", 94.5, 4.0e12, 989e12, 132, True, 375e9),
 }
+
+
+def named_machine(name: str) -> Machine:
+    """One of ``MACHINES``, or a file of ``vllm-triforce predict --measure-machine``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    if not Path(name).is_file():
+        raise ValueError(f"machine {name!r} is no file and none of {list(MACHINES)}")
+    return Machine.load(Path(name))
+
+
+def machine_of(device: str) -> Machine | None:
+    """The machine that PyTorch calls so; None where it is not a named one."""
+    words = device.replace("-", " ").split()  # whole ones: a GH200 is no H200
+    for name, machine in MACHINES.items():
+        if all(part in words for part in name.split("-")):
+            return machine
+    return None

@@ -97,3 +97,15 @@ def settings(
             for source in sources if gamma else ("",):
                 found += [Setting(LEVELS, k, gamma, budget, source) for budget in budgets]
     return found
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Of an option, by commas.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} has {error}; give shares, such as 0.9") from error

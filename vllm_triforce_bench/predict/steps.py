@@ -23,7 +23,7 @@ _LOGIT_BYTES = 4
 DIRECT_GAMMA = 2
 # Of the device's memory, what vLLM takes by default; and of that, what is neither weights nor KV
 # cache: activations, logits, graphs.
-_MEMORY_SHARE, _OTHER_BYTES = 0.9, 2.5e9
+_MEMORY_SHARE, OTHER_BYTES = 0.9, 2.5e9
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Predictor:
     @property
     def room_bytes(self) -> float:
         """Of the device's memory, for what ``needed_bytes`` counts."""
-        return _MEMORY_SHARE * self.machine.memory_bytes - _OTHER_BYTES
+        return _MEMORY_SHARE * self.machine.memory_bytes - OTHER_BYTES
 
     def fits(self, context: int, batch: int) -> bool:
         return self.needed_bytes(context, batch) <= self.room_bytes

@@ -1,0 +1,227 @@
+"""Promise: the doctor says what an engine would do, without weights: what it names is what runs,
+what it calls refused is refused, and with the same words.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_architecture, make_llama
+from vllm_triforce.cli import main
+from vllm_triforce_bench.predict.machine import MACHINES
+
+OPTIONS = ["--dtype", "float32", "--max-model-len", "8192"]
+
+
+def without_weights(model, folder) -> str:
+    """A copy of all but the weights: whoever reads them fails."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return str(folder)
+
+
+def doctor(capsys, *arguments: str, machine: str = "H200") -> tuple[int, dict]:
+    """With what is printed as JSON."""
+    code = main(["doctor", *arguments, "--json", "--machine", machine])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def pair(gqa_pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("no-weights")
+    return {name: without_weights(gqa_pair[name], folder / name) for name in ("target", "draft")}
+
+
+def test_the_installation_alone(capsys):
+    import vllm
+
+    code, found = doctor(capsys)
+    assert code == 0 and found["runs"]
+    installation = found["installation"]
+    assert installation["vllm"] == vllm.__version__ and installation["is_supported"]
+    assert installation["platform"] == "cpu" and installation["refusal"] is None
+    assert "EngineArgs.create_engine_config" in [each["what"] for each in installation["wraps"]]
+
+
+def test_what_would_run_is_what_the_engine_is_configured_as(capsys, pair):
+    from vllm.engine.arg_utils import EngineArgs
+
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 512, "gamma": 3}
+    code, found = doctor(capsys, pair["target"], *OPTIONS, "--speculative-config", json.dumps(keys))
+    args = EngineArgs(
+        model=pair["target"], dtype="float32", max_model_len=8192, speculative_config=keys
+    )
+    config = args.create_engine_config()
+    engine = found["engine"]
+    assert code == 0
+    assert engine["runner"] == ("V2" if config.use_v2_model_runner else "V1")
+    assert engine["worker"] == config.parallel_config.worker_cls
+    assert {**engine["settings"], "draft_model": engine["draft"]} == config.additional_config[
+        "triforce"
+    ]
+    assert engine["settings"]["gamma"] == 3 and "gamma" not in engine["chosen_while_running"]
+    assert found["layers"]["attention_backend"] == "CPU_ATTN"
+    assert len(found["layers"]["retrieve"]) == config.model_config.hf_config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
+def test_layers_with_a_window_are_named(capsys, tmp_path, name):
+    from transformers import AutoConfig
+
+    model = make_architecture(tmp_path / "model", name)
+    kinds = AutoConfig.from_pretrained(model).layer_types
+    _, found = doctor(capsys, without_weights(model, tmp_path / "bare"), "--dtype", "float32")
+    layers = found["layers"]
+    assert len(layers["dense"]) == kinds.count("sliding_attention") > 0
+    assert len(layers["retrieve"]) == kinds.count("full_attention") > 0
+    assert all("sliding window of" in why for why in layers["dense"].values())
+    assert "stay dense" in found["prediction"]["not_predicted"]
+
+
+def test_memory_is_that_of_the_model(capsys, tmp_path):
+    model = make_llama(tmp_path / "model", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32)
+    weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    _, found = doctor(capsys, without_weights(model, tmp_path / "bare"), *OPTIONS)
+    memory = found["memory"]
+    assert memory["kv_bytes_per_token"] == 3 * 2 * 2 * 32 * 4
+    assert memory["weight_bytes"] == pytest.approx(weights, rel=0.02)
+    # A mean key for each block of 128 tokens, whose keys and values are 256.
+    assert memory["triforce_share_of_kv"] == pytest.approx(1 / 256)
+
+
+def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
+    from vllm_triforce_bench.predict.geometry import MODELS
+    from vllm_triforce_bench.predict.settings import LOOKUP, Acceptance, settings
+    from vllm_triforce_bench.predict.steps import Predictor
+
+    like = MODELS["llama-3.1-8b"]
+    model = config_of_llama(tmp_path, like)
+    options = ("--max-model-len", "65536", "--max-num-seqs", "4", "--acceptances", "0.9")
+    _, found = doctor(capsys, model, *options)
+    prediction = found["prediction"]
+    assert prediction["machine"] == "H200"
+    assert [cell["batch"] for cell in prediction["cells"]] == [1, 4]
+    predictor = Predictor(MACHINES["H200"], like, None, chunk=128)
+    among = settings(budgets=(4096,), sources=(LOOKUP,))
+    for cell in prediction["cells"]:
+        last = cell["contexts"][-1]
+        assert last["context"] == 65536
+        best = predictor.best(among, 65536, cell["batch"], Acceptance(0.9))
+        assert last["speedup"] == pytest.approx(best.speedup)
+        gains = [at["setting"] != "plain" for at in cell["contexts"]]
+        since = cell["pays_from"]
+        assert gains == [since is not None and at["context"] >= since for at in cell["contexts"]]
+
+
+def config_of_llama(folder: Path, like) -> str:
+    """An 8B model as its config.json alone."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=like.vocab,
+        hidden_size=like.hidden,
+        intermediate_size=like.inner,
+        num_hidden_layers=like.layers,
+        num_attention_heads=like.heads,
+        num_key_value_heads=like.kv_heads,
+        max_position_embeddings=131072,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "keys, options, by, words",
+    [
+        ({"gama": 3}, [], "vllm-triforce", "did you mean 'gamma'"),
+        ({"retrieval_budget": -1}, [], "vllm-triforce", "retrieval_budget=-1"),
+        ({"kv_offload_gib": 1}, [], "vllm-triforce", "Model Runner V1 has the KV cache in one"),
+        ({}, ["--pipeline-parallel-size", "2"], "vllm-triforce", "use tensor parallelism"),
+        ({}, ["--max-model-len", "1000000"], "vLLM", "max_model_len"),
+    ],
+)
+def test_what_is_refused(capsys, pair, keys, options, by, words):
+    """By whom, in the words of the engine's own error."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    code, found = doctor(
+        capsys, pair["target"], *OPTIONS, *options, "--speculative-config", json.dumps(keys)
+    )
+    engine = found["engine"]
+    assert code == 1 and not found["runs"]
+    assert engine["refused_by"] == by and words in engine["refusal"]
+    more = {o[2:].replace("-", "_"): int(v) for o, v in zip(options[::2], options[1::2])}
+    with pytest.raises(ValueError) as refused:
+        EngineArgs(
+            model=pair["target"],
+            **{"dtype": "float32", "max_model_len": 8192, **more},
+            speculative_config={"method": "triforce", **keys},
+        ).create_engine_config()
+    assert engine["refusal"] in str(refused.value)
+
+
+def test_a_model_that_is_not_there(capsys):
+    code, found = doctor(capsys, "./no/such/model")
+    assert code == 1 and found["engine"]["refused_by"] == "vLLM"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--machine", "abacus"], "no file and none of"),
+        (["--acceptances", "high"], "give shares"),
+        (["--acceptances", "1.5"], "is no share"),
+        (["--max-model-len", "8192"], "comes before MODEL"),
+    ],
+)
+def test_bad_input(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_option_that_vllm_does_not_know(capsys, pair):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", pair["target"], "--max-modle-len", "8192"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--max-modle-len" in said and "vllm serve --help" in said
+
+
+def test_other_commands_take_no_more_than_they_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "--machinse", "H200"])
+    assert ended.value.code == 2 and "--machinse" in capsys.readouterr().err
+
+
+def test_a_vllm_that_is_not_supported(capsys, monkeypatch):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    code, found = doctor(capsys, "anything")
+    assert code == 1 and "its version is 0.99.0" in found["installation"]["refusal"]
+    assert "engine" not in found
+
+
+def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    code, found = doctor(capsys)
+    assert code == 1 and "VLLM_PLUGINS=another" in found["installation"]["refusal"]
+
+
+def test_as_text(pair):
+    """What a user sees, in a process of its own: nothing of vLLM's log among it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_triforce.cli", "doctor", pair["target"], "--machine", "H200"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("vllm-triforce") and lines[-1] == "TriForce would run."
+    starts = {line.split("  ")[0] for line in lines}
+    assert {"vLLM", "model runner", "layers", "KV cache", "beside them", "level 2"} <= starts
+    assert not any("INFO" in line or "WARNING" in line for line in lines)

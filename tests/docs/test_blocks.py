@@ -1,0 +1,214 @@
+"""Promise: what the pages tell a reader to type works.
+
+Python is run, on the embedded pair. Commands of ``vllm serve`` are read by vLLM's parser and the
+engine's configuration is made; our own commands are read by their parsers, and options of other
+scripts must be in their help: what runs for minutes is run by other tests with smaller numbers
+(``tests/bench``, ``tests/examples``). A command that nothing here knows is a failure.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.blocks import Block, blocks
+from tests.models import ROOT
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = blocks()
+LANGUAGES = {"bash", "python", "json", "yaml", "promql", "text", "diff"}
+# Needs what a machine for tests lacks.
+NOT_RUN = {
+    "docker": "a container engine",
+    "curl": "a server; tests/examples asks one",
+    "git": "a place to clone from",
+    "apt-get": "the rights of root",
+}
+
+
+def of(language: str) -> list:
+    return [pytest.param(b, id=str(b)) for b in BLOCKS if b.language == language]
+
+
+def test_every_block_says_what_it_is():
+    assert len(BLOCKS) > 20
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, f"{block} has language {block.language!r}"
+
+
+@pytest.mark.parametrize("block", of("json"))
+def test_json(block: Block):
+    json.loads(block.filled)
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml(block: Block):
+    assert yaml.safe_load(block.filled) is not None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("block", of("python"))
+def test_python(block: Block, tmp_path):
+    """In a process of its own, as a reader would."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", block.filled], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", of("bash"))
+def test_commands(block: Block):
+    assert block.commands, block
+    for words in block.commands:
+        check(words)
+
+
+def check(words: list[str]) -> None:
+    """
+    Raises:
+        AssertionError: nobody knows the command, or it is not one that works.
+    """
+    program, *arguments = words
+    program = Path(program).name
+    if program in NOT_RUN:
+        return
+    if program == "vllm" and arguments[0] == "serve":
+        return check_serve(arguments[1:])
+    if program == "vllm-triforce":
+        return check_ours(arguments)
+    if program == "make":
+        return check_make(arguments)
+    if program in ("pip", "uv") or arguments[:2] == ["-m", "pip"]:
+        return check_pip(arguments)
+    if program in ("python", "python3"):
+        return check_script(arguments)
+    if program in ("bash", "sh") or words[0].startswith("./"):
+        script = ROOT / (arguments[0] if program in ("bash", "sh") else words[0])
+        assert script.is_file(), script
+        subprocess.run(["bash", "-n", script], check=True)
+        return None
+    if program in ("pytest", "ruff", "mypy", "cd", "rm", "export", "vllm"):
+        return check_other(program, arguments)
+    raise AssertionError(f"nothing here knows the command {words}")
+
+
+def check_serve(arguments: list[str]) -> None:
+    """The server's own options are read, the engine is configured."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_triforce.plugin import register
+
+    register()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args.model = args.model_tag or args.model
+    engine_args = EngineArgs.from_cli_args(args)
+    keys = engine_args.speculative_config or {}
+    if "kv_offload_gib" in keys:  # on Model Runner V2, which is a GPU's
+        from vllm_triforce.config.asked import TriForceConfig
+
+        ours = {k: v for k, v in keys.items() if k not in ("method", "model")}
+        TriForceConfig.from_speculative_config(ours)
+    else:
+        config = engine_args.create_engine_config()
+        assert not keys or "triforce" in config.additional_config
+
+
+def check_ours(arguments: list[str]) -> None:
+    from vllm_triforce import cli
+
+    if arguments and arguments[0].startswith("-"):
+        return
+    command = cli.COMMANDS[arguments[0]]
+    known = help_of(sys.executable, "-m", "vllm_triforce.cli", arguments[0], "--help")
+    for option in options(arguments[1:]):
+        assert option in known or command.takes_more, f"{arguments[0]} has no {option}"
+
+
+def check_make(arguments: list[str]) -> None:
+    dry = ["make", "-n", *(a for a in arguments if not a.startswith("ARGS="))]
+    done = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def check_pip(arguments: list[str]) -> None:
+    """What is installed is here, with the extras that are named; or another project."""
+    setup = (ROOT / "setup.cfg").read_text()
+    for name in (a for a in arguments if a not in ("pip", "-m") and not a.startswith("-")):
+        found = re.fullmatch(r"(\.|\S*\.whl|vllm-triforce)(?:\[([\w,-]+)\])?", name)
+        for extra in (found[2] or "").split(",") if found else ():
+            assert not extra or f"\n{extra} =" in setup, f"no extra {extra}"
+        if name.startswith("./"):
+            assert (ROOT / name).exists(), name
+
+
+def check_script(arguments: list[str]) -> None:
+    if arguments[0] == "-c":
+        compile(arguments[1], "-c", "exec")
+        return
+    what = arguments[:2] if arguments[0] == "-m" else arguments[:1]
+    if what[0] != "-m":
+        assert (ROOT / what[0]).exists(), what
+    if what == ["-m", "pytest"]:
+        return check_other("pytest", arguments[2:])
+    if what[0] == "-m" and not what[1].startswith(("tests", "vllm_triforce", "examples")):
+        return
+    if given := options(arguments[len(what) :]):
+        known = help_of(sys.executable, *what, "--help")
+        for option in given:
+            assert option in known, f"{' '.join(what)} has no {option}"
+
+
+def check_other(program: str, arguments: list[str]) -> None:
+    """Paths that are named exist."""
+    for path in (a.split("::")[0] for a in arguments):
+        if path.startswith(("tests/", "docs/", "examples/", "tools/", "vllm_triforce")):
+            assert (ROOT / path).exists(), f"{program} {path}"
+
+
+def options(arguments: list[str]) -> list[str]:
+    return [a.split("=")[0] for a in arguments if re.match(r"--\w", a)]
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["frobnicate", "--all"],
+        ["vllm-triforce", "bench", "--no-such-option"],
+        ["make", "no-such-target"],
+        ["python", "-m", "tests.soak", "--no-such-option"],
+        ["pytest", "tests/no_such_file.py"],
+        ["pip", "install", ".[no-such-extra]"],
+    ],
+)
+def test_what_does_not_work_is_noticed(words):
+    with pytest.raises(AssertionError):
+        check(words)
+
+
+def test_a_key_that_does_not_exist_is_noticed():
+    keys = json.dumps({"method": "triforce", "no_such_key": 1})
+    with pytest.raises(ValueError, match="no_such_key"):
+        check(["vllm", "serve", "TARGET", "--speculative-config", keys])

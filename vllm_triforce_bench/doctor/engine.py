@@ -1,0 +1,98 @@
+"""The configuration of an engine, made as ``vllm serve`` makes it; weights are not read."""
+
+import logging
+from typing import Any
+
+from vllm_triforce.config.asked import METHOD
+
+
+def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
+    """
+    Args:
+        options: of ``vllm serve``, for the engine.
+
+    Returns:
+        What it would run as, and vLLM's configuration; where it is refused the reason, and None.
+
+    Raises:
+        SystemExit: vLLM's parser does not understand the options.
+    """
+    heard = _Heard()
+    logger = logging.getLogger("vllm.triforce")
+    logger.addHandler(heard)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        vllm_config = _configure(model, options, METHOD)
+    except Exception as error:  # whatever it is, it is what `vllm serve` would end with
+        return {"model": model, "refusal": _said(error), **_stock(model, options)}, None
+    finally:
+        logger.removeHandler(heard)
+    return {**_facts(vllm_config), "warnings": heard.messages}, vllm_config
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _configure(model: str, options: list[str], method: str | None):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-triforce doctor MODEL"))
+    args = parser.parse_args(["--model", model, *options])
+    if method is None:
+        args.speculative_config = args.speculative_model = None
+    else:
+        args.speculative_model = method
+    return EngineArgs.from_cli_args(args).create_engine_config()
+
+
+def _stock(model: str, options: list[str]) -> dict[str, Any]:
+    """Whether it is stock vLLM that refuses it."""
+    try:
+        _configure(model, options, None)
+    except Exception as error:
+        return {"refused_by": "vLLM", "refusal_without_triforce": _said(error)}
+    return {"refused_by": "vllm-triforce"}
+
+
+def _said(error: Exception) -> str:
+    """Pydantic has the messages of validators in a list, with much around them."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        return "; ".join(str(each.get("msg", each)) for each in errors())
+    return str(error) or type(error).__name__
+
+
+def _facts(vllm_config) -> dict[str, Any]:
+    settings = dict(vllm_config.additional_config[METHOD])
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    return {
+        "model": vllm_config.model_config.model,
+        "refusal": None,
+        "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
+        "worker": parallel.worker_cls,
+        "scheduler": _name(scheduler.scheduler_cls),
+        "asynchronous": bool(scheduler.async_scheduling),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "draft": settings.pop("draft_model"),
+        "is_plain": settings["levels"] == "3",
+        "settings": settings,
+        "chosen_while_running": list(filter(None, settings["adapts"].split(","))),
+    }
+
+
+def _name(scheduler_cls) -> str:
+    is_name = isinstance(scheduler_cls, str)
+    return scheduler_cls if is_name else f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"

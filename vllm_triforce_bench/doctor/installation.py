@@ -1,0 +1,80 @@
+"""Versions, whether this vLLM is supported, and what is wrapped of it."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+import vllm_triforce
+from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+
+_GROUP, _NAME = "vllm.general_plugins", "triforce"
+_LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xformers")
+
+
+def installation() -> dict[str, Any]:
+    """``refusal`` is None where method ``triforce`` is there to be asked for."""
+    try:
+        import vllm
+    except ImportError as error:
+        return {**_versions(None), "refusal": f"vLLM cannot be imported: {error}; install it"}
+    found = _versions(vllm.__version__)
+    found["is_supported"] = is_supported(vllm.__version__)
+    if (refusal := _not_loaded()) is not None:
+        return {**found, "refusal": refusal}
+    from vllm_triforce.plugin import register, why_not
+
+    if (reason := why_not()) is not None:
+        wanted = ", ".join(SUPPORTED_VLLM)
+        remedy = f"install vLLM {wanted}, or uninstall vllm-triforce"
+        return {**found, "refusal": f"this vLLM is left alone: {reason}; {remedy}"}
+    register()
+    from vllm.platforms import current_platform
+
+    found["platform"] = current_platform.device_type
+    if not current_platform.is_cpu():
+        found["device"] = current_platform.get_device_name()
+    return {**found, **_patches()}
+
+
+def _versions(vllm_version: str | None) -> dict[str, Any]:
+    libraries = {name: _version(name) for name in _LIBRARIES}
+    return {
+        "vllm_triforce": vllm_triforce.__version__,
+        "vllm": vllm_version,
+        "supported_vllm": ",".join(SUPPORTED_VLLM),
+        "python": platform.python_version(),
+        **{name: its for name, its in libraries.items() if its is not None},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _not_loaded() -> str | None:
+    from vllm import envs
+
+    if _NAME not in entry_points(group=_GROUP).names:
+        return (
+            "vLLM does not find the plugin: this package was not installed, only imported; "
+            "pip install it in vLLM's environment"
+        )
+    if envs.VLLM_PLUGINS is not None and _NAME not in envs.VLLM_PLUGINS:
+        return (
+            f"VLLM_PLUGINS={','.join(envs.VLLM_PLUGINS)} leaves the plugin out; add {_NAME!r} to "
+            "it, or unset it"
+        )
+    return None
+
+
+def _patches() -> dict[str, Any]:
+    from vllm_triforce import vllm_patches
+
+    patches = vllm_patches.PATCHES
+    misfits = [misfit for patch in patches if (misfit := patch.misfit(engine_process=True))]
+    wrapped = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
+    refusal = f"vllm-triforce wraps {misfits[0]}" if misfits else None
+    return {"wraps": wrapped, "refusal": refusal}

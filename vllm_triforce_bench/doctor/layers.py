@@ -1,0 +1,120 @@
+"""The target built as the worker builds it, but without weights: which layers would retrieve."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class NotBuilt(Exception):
+    """The model cannot be built without its weights; says why."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The target's attention layers, as one rank of one would have them.
+
+    Args:
+        backend: vLLM's attention backend.
+        retrieving, dense: by name; of a dense one why it does not retrieve.
+        weight_bytes: of the whole target.
+        ranks: of tensor parallelism, as it was asked for.
+    """
+
+    backend: str
+    retrieving: dict[str, Any]
+    dense: dict[str, tuple[Any, str]]
+    weight_bytes: int
+    ranks: int
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.retrieving.values(), *(layer for layer, _ in self.dense.values())]
+
+    def found(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "attention_backend": self.backend,
+            "retrieve": list(self.retrieving),
+            "dense": {name: why for name, (_, why) in self.dense.items()},
+        }
+
+
+def layers_of(vllm_config) -> Layers:
+    """Changes the configuration to that of one rank.
+
+    Raises:
+        NotBuilt: the model's own code needs more than shapes.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_triforce.attention.backends import backend_for
+    from vllm_triforce.core.kv_groups import attention_layers
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    model = _build(vllm_config)
+    attention = backend_for(current_platform).retrieval()
+    retrieving, dense = {}, {}
+    layers = attention_layers(vllm_config)
+    for name, layer in layers.items():
+        if attention.can_retrieve(layer):
+            retrieving[name] = layer
+        else:
+            dense[name] = layer, _why_dense(layer.impl)
+    weights = sum(tensor.nbytes for tensor in model.parameters())
+    backend = next(iter(layers.values())).get_attn_backend().get_name() if layers else "none"
+    return Layers(backend, retrieving, dense, weights, ranks)
+
+
+def _build(vllm_config):
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    vllm_config.parallel_config.tensor_parallel_size = 1
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.parallel_config.world_size = 1
+    try:
+        with (
+            set_current_vllm_config(vllm_config),
+            _one_rank(),
+            set_default_torch_dtype(vllm_config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            return initialize_model(vllm_config)
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[None]:
+    """vLLM's layers ask for their process group."""
+    from vllm.distributed import parallel_state
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"file://{Path(folder) / 'store'}"
+        parallel_state.init_distributed_environment(1, 0, place, 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+def _why_dense(impl) -> str:
+    window = getattr(impl, "sliding_window", None)
+    if isinstance(window, tuple):
+        window = window[0] + 1 if window[0] >= 0 else None
+    if window is not None and window > 0:
+        return f"sliding window of {window} tokens"
+    if getattr(impl, "alibi_slopes", None) is not None:
+        return "ALiBi"
+    if getattr(impl, "kv_sharing_target_layer_name", None) is not None:
+        return f"reads the KV cache of {impl.kv_sharing_target_layer_name}"
+    if getattr(impl, "sinks", None) is not None:
+        return "attention sinks"
+    return f"{type(impl).__name__} is no attention that can be made sparse here"
