@@ -235,7 +235,7 @@ def smoke(python: Path, home: Path) -> str:
     text = ROOT / "examples" / "prompts" / "held_out.txt"
     pair = (PAIR / "target", PAIR / "draft")
     said = run(python, "-c", SMOKE, home, *pair, text, cwd=home, **env)
-    return said.strip().splitlines()[-1]
+    return next(line for line in said.splitlines() if line.startswith("TriForce metrics"))
 
 
 def main() -> int:
