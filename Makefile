@@ -3,12 +3,13 @@
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
 #                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER
 # make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
+# make site    builds the documentation into build/site: open build/site/index.html
 PYTHON ?= python3
 VENV := .venv
 # Compiled modules are kept, whatever the environment says: to compile vLLM's takes 15 s a process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test hunt emulated-gpu lint types install
+.PHONY: demo test hunt emulated-gpu lint types site install
 demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
@@ -30,6 +31,9 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
+
+site: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 install: $(VENV)/.ready
 

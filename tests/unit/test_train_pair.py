@@ -1,6 +1,10 @@
-"""Promise: the training script runs on another device: nothing in a step stays on the CPU."""
+"""Promise: the training script runs on another device: nothing in a step stays on the CPU. It does
+each of its jobs, from the sources of Python to checkpoints that transformers reads."""
 
-import importlib.util
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models import ROOT
+
+sys.path.append(str(ROOT / "examples"))
+
+from train_pair.model import SIZES, Llama, Shape
+from train_pair.muon import Muon
+from train_pair.text import documents, load_text
+from train_pair.tokenizer import VOCAB
+from train_pair.training import backward, one_loss
+from train_pair.windows import Windows
 
 
 class NothingOnTheCPU(TorchDispatchMode):
@@ -21,67 +34,59 @@ class NothingOnTheCPU(TorchDispatchMode):
         return result
 
 
-@pytest.fixture(scope="module")
-def train_pair():
-    spec = importlib.util.spec_from_file_location("train_pair", ROOT / "examples" / "train_pair.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("sparse", [None, (256, 64)])
 @pytest.mark.parametrize("taught", [False, True])
-def test_a_step_of_training_stays_on_its_device(train_pair, sparse, taught):
-    model = train_pair.Llama(train_pair.SIZES["small"]["target"]).to("meta")
-    teacher = train_pair.Llama(train_pair.SIZES["small"]["draft"]).to("meta") if taught else None
+def test_a_step_of_training_stays_on_its_device(sparse, taught):
+    model = Llama(SIZES["small"]["target"]).to("meta")
+    teacher = Llama(SIZES["small"]["draft"]).to("meta") if taught else None
     tokens = torch.zeros(2, 1025, dtype=torch.long, device="meta")
     positions = torch.zeros(2, 1024, dtype=torch.long, device="meta")
     matrices = [p for p in model.parameters() if p.ndim == 3]
     with NothingOnTheCPU():
-        loss, shown = train_pair.one_loss(model, teacher, tokens, positions, sparse)
+        loss, shown = one_loss(model, teacher, tokens, positions, sparse)
         loss.backward()
-        train_pair.Muon(matrices, lr=0.02).step()
+        Muon(matrices, lr=0.02).step()
     assert shown.device.type == "meta" and all(p.grad is not None for p in matrices)
 
 
-def test_batches_are_handed_over_on_the_device(train_pair):
-    windows = train_pair.Windows(torch.arange(5000), seed=0, device="meta")
+def test_batches_are_handed_over_on_the_device():
+    windows = Windows(torch.arange(5000), seed=0, device="meta")
     assert windows.batch(2, 512, repeat=1.0).device.type == "meta"
     assert windows.positions(2, 512, 2048, skip=1.0).device.type == "meta"
 
 
-def test_another_folder_adds_sources(train_pair, tmp_path):
+def test_another_folder_adds_sources(tmp_path):
     text = "def added():\n    return 'more than two hundred characters of source'\n" * 5
     (tmp_path / "more.py").write_text(text)
-    found = [text for _, text, _ in train_pair.documents(tmp_path)]
+    found = [text for _, text, _ in documents(tmp_path)]
     assert text in found and len(found) > 100
-    assert len(train_pair.documents(tmp_path, most_bytes=100_000)) < len(found)
+    assert len(documents(tmp_path, most_bytes=100_000)) < len(found)
 
 
-def gradients(train_pair, micro_tokens, sparse, taught, rows=5, length=1024):
+def gradients(micro_tokens, sparse, taught, rows=5, length=1024):
     """Of one batch, and its loss; a step with them, too."""
     torch.manual_seed(0)
-    shape = train_pair.Shape(32, 2, 2, 16, 64, 2048, 1e4)
-    model = train_pair.Llama(shape)
+    shape = Shape(32, 2, 2, 16, 64, 2048, 1e4)
+    model = Llama(shape)
     for layer in model.layers:  # as they begin, the matrices that write to the stream are 0
         for matrix in (layer.out, layer.down):
             matrix.data.normal_(std=0.1)
-    teacher = train_pair.Llama(shape).eval() if taught else None
-    tokens = torch.randint(3, train_pair.VOCAB, (rows, length + 1))
+    teacher = Llama(shape).eval() if taught else None
+    tokens = torch.randint(3, VOCAB, (rows, length + 1))
     positions = torch.arange(length).repeat(rows, 1)
-    shown = train_pair.backward(model, teacher, tokens, positions, sparse, micro_tokens)
+    shown = backward(model, teacher, tokens, positions, sparse, micro_tokens)
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     matrices = [p for p in model.parameters() if p.ndim == 3]
-    train_pair.Muon(matrices, lr=0.02).step()
+    Muon(matrices, lr=0.02).step()
     return shown, found, [p.detach() for p in matrices]
 
 
 @pytest.mark.parametrize("sparse, taught", [(None, False), ((256, 64), False), (None, True)])
 @pytest.mark.parametrize("micro_tokens", [100, 2048, 3 * 1024 + 5])  # 1, 2 and 3 rows of five
-def test_micro_batches_make_the_same_step(train_pair, micro_tokens, sparse, taught):
+def test_micro_batches_make_the_same_step(micro_tokens, sparse, taught):
     """Parts that are not all as large, each by its share."""
-    whole = gradients(train_pair, None, sparse, taught)
-    parts = gradients(train_pair, micro_tokens, sparse, taught)
+    whole = gradients(None, sparse, taught)
+    parts = gradients(micro_tokens, sparse, taught)
     close = dict(rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(parts[0], whole[0], **close)
     assert whole[1].keys() == parts[1].keys() and whole[0][0] > 0
@@ -94,21 +99,20 @@ def test_micro_batches_make_the_same_step(train_pair, micro_tokens, sparse, taug
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
-def test_a_batch_goes_through_in_parts(train_pair, monkeypatch):
+def test_a_batch_goes_through_in_parts(monkeypatch):
     sizes = []
-    one_loss = train_pair.one_loss
 
     def noting(model, teacher, tokens, positions, sparse):
         sizes.append(tuple(positions.shape))
         return one_loss(model, teacher, tokens, positions, sparse)
 
-    monkeypatch.setattr(train_pair, "one_loss", noting)
-    gradients(train_pair, 2048, None, False)
+    monkeypatch.setattr("one_loss", noting)
+    gradients(2048, None, False)
     assert sizes == [(2, 1024), (2, 1024), (1, 1024)]
 
 
 @pytest.mark.parametrize("what", ["tokens.pt", "tokenizer.json"])
-def test_an_end_while_writing_leaves_nothing_half_written(train_pair, tmp_path, monkeypatch, what):
+def test_an_end_while_writing_leaves_nothing_half_written(tmp_path, monkeypatch, what):
     """A file that is there is taken for whole in the next run."""
 
     def end(path, target):
@@ -116,13 +120,44 @@ def test_an_end_while_writing_leaves_nothing_half_written(train_pair, tmp_path, 
             raise KeyboardInterrupt
         replace(path, target)
 
-    replace = train_pair.os.replace
+    replace = os.replace
     few = [("a", "def first():\n    return 1\n" * 50, False), ("b", "x = 2\n" * 50, True)]
-    monkeypatch.setattr(train_pair, "documents", lambda more_text=None: few)
+    monkeypatch.setattr("documents", lambda more_text=None: few)
     with monkeypatch.context() as patched:
-        patched.setattr(train_pair.os, "replace", end)
+        patched.setattr(os, "replace", end)
         with pytest.raises(KeyboardInterrupt):
-            train_pair.load_text(tmp_path)
+            load_text(tmp_path)
     assert not (tmp_path / what).exists()
-    train, held = train_pair.load_text(tmp_path)
+    train, held = load_text(tmp_path)
     assert len(train) > 10 and len(held) > 10
+
+
+def train_pair(work, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "examples/train_pair", "--work", str(work), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_pair_is_trained_and_exported(tmp_path):
+    """For a moment, on a few sources in place of all: each job, in the order of its page."""
+    few = [(n, f"def f{i}():\n    return {i}\n" * 400, i == 4) for i, n in enumerate("abcde")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("train_pair.text.documents", lambda more_text=None: few)
+        load_text(tmp_path)
+    assert "M parameters" in train_pair(tmp_path, "target", "--minutes", "0.02")
+    assert "tokens by length: {512:" in train_pair(tmp_path, "draft", "--minutes", "0.02")
+    seen = train_pair(tmp_path, "draft", "--minutes", "0.03", "--resume")
+    assert torch.load(tmp_path / "draft.pt")["done"] == 0.03 and "saved: draft.pt" in seen
+    out = tmp_path / "models"
+    exported = train_pair(tmp_path, "export", "--out", str(out))
+    assert exported.count("logits as in transformers") == 2
+    for name in ("target", "draft"):
+        config = json.loads((out / name / "config.json").read_text())
+        assert config["vocab_size"] == VOCAB and config["architectures"] == ["LlamaForCausalLM"]
+        assert (out / name / "model.safetensors").is_file()
+        assert (out / name / "tokenizer.json").is_file()

@@ -129,7 +129,7 @@ class Plan:
         if self.tiny:
             measure += ["--budgets", "256", "--num-tokens", "24"]
             return [Step("pair", self._module("pair", *measure), LONGEST_S, self._needs(TRIFORCE))]
-        train = [sys.executable, "-u", str(ROOT / "examples" / "train_pair.py")]
+        train = [sys.executable, "-u", str(ROOT / "examples" / "train_pair")]
         train += ["--device", self.device, "--work", str(work), "--size", "medium"]
         train += ["--rows-factor", "16", "--micro-tokens", str(MICRO_TOKENS)]
         train += ["--more-text", sysconfig.get_paths()["purelib"], "--resume"]

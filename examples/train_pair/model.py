@@ -1,0 +1,108 @@
+"""A Llama, its sizes, and its losses."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .sparse_attention import sparse_attention
+from .tokenizer import VOCAB
+
+
+@dataclass
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    head_dim: int
+    inner: int
+    positions: int
+    theta: float
+    seed: int = 0
+
+
+SIZES = {
+    "small": {
+        "target": Shape(256, 4, 8, 64, 704, 65536, 1e6),
+        "draft": Shape(128, 2, 4, 32, 352, 2048, 1e4, seed=1),
+    },
+    "medium": {
+        "target": Shape(768, 12, 12, 64, 2048, 131072, 1e6),
+        "draft": Shape(256, 2, 4, 64, 704, 2048, 1e4, seed=1),
+    },
+}
+
+
+class Layer(nn.Module):
+    """A Llama layer. Matrices that share an input are stacked in one parameter."""
+
+    def __init__(self, s):
+        super().__init__()
+        wide = s.heads * s.head_dim
+        self.heads, self.head_dim = s.heads, s.head_dim
+        self.norm1, self.norm2 = (nn.Parameter(torch.ones(s.hidden)) for _ in range(2))
+        self.qkv = nn.Parameter(torch.randn(3, wide, s.hidden) * s.hidden**-0.5)
+        self.out = nn.Parameter(torch.zeros(1, s.hidden, wide))
+        self.gate_up = nn.Parameter(torch.randn(2, s.inner, s.hidden) * s.hidden**-0.5)
+        self.down = nn.Parameter(torch.zeros(1, s.hidden, s.inner))
+
+    def forward(self, x, cos, sin, sparse=None):
+        b, t, _ = x.shape
+        h = F.rms_norm(x, x.shape[-1:], self.norm1, 1e-6)
+        qkv = F.linear(h, self.qkv.flatten(0, 1)).view(b, t, 3, self.heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k = (
+            y * cos
+            + torch.cat((-y[..., self.head_dim // 2 :], y[..., : self.head_dim // 2]), -1) * sin
+            for y in (q, k)
+        )
+        a = (
+            sparse_attention(q, k, v, *sparse)
+            if sparse
+            else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
+        x = x + F.linear(a.transpose(1, 2).reshape(b, t, -1), self.out[0])
+        h = F.rms_norm(x, x.shape[-1:], self.norm2, 1e-6)
+        gate, up = F.linear(h, self.gate_up.flatten(0, 1)).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, self.down[0])
+
+
+class Llama(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        torch.manual_seed(s.seed)
+        self.shape = s
+        self.embed = nn.Parameter(torch.randn(VOCAB, s.hidden) * 0.02)
+        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
+        self.norm = nn.Parameter(torch.ones(s.hidden))
+        freqs = s.theta ** -(torch.arange(0, s.head_dim, 2).double() / s.head_dim)
+        self.register_buffer("freqs", freqs.repeat(2), persistent=False)
+
+    def forward(self, ids, positions, sparse=None):
+        angles = positions[:, None, :, None].double() * self.freqs
+        cos, sin = angles.cos().float(), angles.sin().float()
+        x = self.embed[ids]
+        for layer in self.layers:
+            x = layer(x, cos, sin, sparse)
+        return F.linear(F.rms_norm(x, x.shape[-1:], self.norm, 1e-6), self.embed)
+
+    def loss(self, tokens, positions, sparse=None):
+        """Cross entropy; with `sparse`, plus how far sparse attention leads astray from full."""
+        logits = self(tokens[:, :-1], positions).flatten(0, 1)
+        loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+        if sparse is None:
+            return loss, torch.stack((loss.detach(), loss.new_zeros(())))
+        other = self(tokens[:, :-1], positions, sparse).flatten(0, 1)
+        astray = F.kl_div(
+            (2 * other).log_softmax(-1),
+            (2 * logits).log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )  # sharpened: argmaxes matter
+        return loss + 2 * astray, torch.stack((loss.detach(), astray.detach()))
+
+    def distil(self, tokens, positions, teacher_logits):
+        logits = self(tokens[:, :-1], positions).flatten(0, 1).float()
+        loss = -(teacher_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        return loss, torch.stack((loss.detach(), loss.new_zeros(())))

@@ -1,0 +1,122 @@
+"""What mkdocs does not do for the documentation site by itself; ``mkdocs.yml`` names this file.
+
+- Pages of the project's root (``ROOT_PAGES``) are pages of the site, and ``results/index.md`` lists
+  the records of measurements.
+- Pages are written to be read in the repository too: a link to a file that is a page of the site
+  goes there, one to any other file becomes its name, since the site knows no address of it.
+- Drawings (``docs/drawings/*.svg``) are inlined, so that they take the colours of the page.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+
+# Below the project's root, and where in the site.
+ROOT_PAGES = {
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "patches/README.md": "project/patches.md",
+    "examples/README.md": "project/examples.md",
+    "examples/models/README.md": "project/models.md",
+    "examples/prompts/README.md": "project/prompts.md",
+    "examples/monitoring/README.md": "project/monitoring.md",
+    # The site has a home of its own.
+    "README.md": "index.md",
+}
+_OWN_PAGE = "README.md"
+_RESULTS = "results/index.md"
+
+_FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_DRAWING = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re.M)
+
+
+def on_files(files, config):
+    """Adds the pages that are not files below ``docs``."""
+    for source, page in ROOT_PAGES.items():
+        path = ROOT / source
+        if source != _OWN_PAGE and path.is_file():
+            files.append(File.generated(config, page, content=path.read_text()))
+    results = sorted((ROOT / "docs" / "results").glob("*.md"), reverse=True)
+    files.append(File.generated(config, _RESULTS, content=_list_of(results)))
+    for file in files.static_pages():
+        if file.src_uri.startswith("drawings/") and not file.src_uri.endswith("icon.svg"):
+            file.inclusion = InclusionLevel.EXCLUDED
+    return files
+
+
+def _list_of(results: list[Path]) -> str:
+    rows = []
+    for path in results:
+        title = path.read_text().splitlines()[0].lstrip("# ")
+        rows.append(f"| {path.name[:10]} | [{title}]({path.name}) |")
+    return "\n".join(
+        [
+            "# Results",
+            "",
+            "What was run once, with the command, the machine and the commit; newest first. Pages",
+            "named predictions hold nothing that was measured.",
+            "",
+            "| date | what |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrites links and inlines drawings, outside fenced code."""
+    source = _source_of(page.file.src_uri)
+    pages = {_source_of(file.src_uri): file.src_uri for file in files.documentation_pages()}
+    if _OWN_PAGE not in pages:
+        pages[_OWN_PAGE] = ROOT_PAGES[_OWN_PAGE]
+
+    def rewrite(text: str) -> str:
+        text = _DRAWING.sub(lambda found: _drawing(found[1], found[2], source), text)
+        return _LINK.sub(lambda found: _link(found, source, page.file.src_uri, pages), text)
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [rewrite(markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, rewrite(markdown[end:])])
+
+
+def _source_of(page: str) -> str:
+    """The file that a page is made of, below the project's root."""
+    if page == _RESULTS:
+        return "docs/results"
+    found = [source for source, name in ROOT_PAGES.items() if name == page and source != _OWN_PAGE]
+    return found[0] if found else f"docs/{page}"
+
+
+def _link(found: re.Match, source: str, page: str, pages: dict[str, str]) -> str:
+    text, address = found[1], found[2]
+    if re.match(r"[a-z]+:|#|/", address):
+        return found[0]
+    name, _, anchor = address.partition("#")
+    folder = source if page == _RESULTS else posixpath.dirname(source)
+    target = posixpath.normpath(posixpath.join(folder, name))
+    if target in pages:
+        relative = posixpath.relpath(pages[target], posixpath.dirname(page) or ".")
+        return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
+    path = ROOT / target
+    if not path.exists() or _is_of_site(target):
+        return found[0]  # mkdocs copies it, or says that it is not there
+    return text if "`" in text or text == target else f"{text} (`{target}`)"
+
+
+def _is_of_site(target: str) -> bool:
+    return target.startswith("docs/") and (ROOT / target).is_file()
+
+
+def _drawing(text: str, address: str, source: str) -> str:
+    path = ROOT / posixpath.normpath(posixpath.join(posixpath.dirname(source), address))
+    svg = re.sub(r"\s*\n\s*", " ", path.read_text()).strip()
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
+    return f'<figure class="drawing">{svg}</figure>'
