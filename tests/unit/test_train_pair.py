@@ -15,6 +15,7 @@ from tests.models import ROOT
 
 sys.path.append(str(ROOT / "examples"))
 
+from train_pair.command import main
 from train_pair.model import SIZES, Llama, Shape
 from train_pair.muon import Muon
 from train_pair.text import documents, load_text
@@ -106,7 +107,7 @@ def test_a_batch_goes_through_in_parts(monkeypatch):
         sizes.append(tuple(positions.shape))
         return one_loss(model, teacher, tokens, positions, sparse)
 
-    monkeypatch.setattr("one_loss", noting)
+    monkeypatch.setattr("train_pair.training.one_loss", noting)
     gradients(2048, None, False)
     assert sizes == [(2, 1024), (2, 1024), (1, 1024)]
 
@@ -122,7 +123,7 @@ def test_an_end_while_writing_leaves_nothing_half_written(tmp_path, monkeypatch,
 
     replace = os.replace
     few = [("a", "def first():\n    return 1\n" * 50, False), ("b", "x = 2\n" * 50, True)]
-    monkeypatch.setattr("documents", lambda more_text=None: few)
+    monkeypatch.setattr("train_pair.text.documents", lambda more_text=None: few)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", end)
         with pytest.raises(KeyboardInterrupt):
@@ -132,30 +133,29 @@ def test_an_end_while_writing_leaves_nothing_half_written(tmp_path, monkeypatch,
     assert len(train) > 10 and len(held) > 10
 
 
-def train_pair(work, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "examples/train_pair", "--work", str(work), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def test_it_runs_as_a_folder():
+    command = [sys.executable, "examples/train_pair", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert "--rows-factor" in done.stdout and "Train the small target/draft pair" in done.stdout
 
 
-def test_a_pair_is_trained_and_exported(tmp_path):
-    """For a moment, on a few sources in place of all: each job, in the order of its page."""
+def test_a_pair_is_trained_and_exported(tmp_path, monkeypatch, capsys):
+    """For a second each, on a few sources in place of all: the jobs, in the order of its page."""
     few = [(n, f"def f{i}():\n    return {i}\n" * 400, i == 4) for i, n in enumerate("abcde")]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("train_pair.text.documents", lambda more_text=None: few)
-        load_text(tmp_path)
-    assert "M parameters" in train_pair(tmp_path, "target", "--minutes", "0.02")
-    assert "tokens by length: {512:" in train_pair(tmp_path, "draft", "--minutes", "0.02")
-    seen = train_pair(tmp_path, "draft", "--minutes", "0.03", "--resume")
-    assert torch.load(tmp_path / "draft.pt")["done"] == 0.03 and "saved: draft.pt" in seen
+    monkeypatch.setattr("train_pair.text.documents", lambda more_text=None: few)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_pair", "--work", str(tmp_path), *arguments])
+        main()
+        return capsys.readouterr().out
+
+    assert "5.31 M parameters" in run("target", "--minutes", "0.01")
+    assert "tokens by length: {512:" in run("draft", "--minutes", "0.01")
+    seen = run("draft", "--minutes", "0.02", "--resume")
+    assert torch.load(tmp_path / "draft.pt")["done"] == 0.02 and "saved: draft.pt" in seen
     out = tmp_path / "models"
-    exported = train_pair(tmp_path, "export", "--out", str(out))
-    assert exported.count("logits as in transformers") == 2
+    assert run("export", "--out", str(out)).count("logits as in transformers") == 2
     for name in ("target", "draft"):
         config = json.loads((out / name / "config.json").read_text())
         assert config["vocab_size"] == VOCAB and config["architectures"] == ["LlamaForCausalLM"]
