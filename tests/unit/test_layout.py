@@ -11,6 +11,7 @@ from tests.models import ROOT
 PACKAGE = ROOT / "vllm_triforce"
 # From the bottom up; a module may import its own layer and those before it.
 DRAWING = (ROOT / "docs" / "architecture.md").read_text().split("## The house")[1].split("```")[1]
+DRAWING = DRAWING.split("\n", 1)[1]  # behind the fence's language
 LAYERS = [re.split(r",\s*", re.split(r"\s{2,}", line)[0]) for line in DRAWING.split("\n") if line][
     ::-1
 ]
