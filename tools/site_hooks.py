@@ -23,6 +23,7 @@ ROOT_PAGES = {
     "examples/README.md": "project/examples.md",
     "examples/models/README.md": "project/models.md",
     "examples/prompts/README.md": "project/prompts.md",
+    "examples/custom_policy/README.md": "project/custom-policy.md",
     "examples/monitoring/README.md": "project/monitoring.md",
     # The site has a home of its own.
     "README.md": "index.md",
