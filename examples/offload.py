@@ -25,6 +25,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--keys", type=json.loads, default={}, help="more of TriForce's, JSON")
     parser.add_argument("--gib", type=float, default=1.0, help="of host memory, each rank")
     parser.add_argument("--device-gib", type=float, help="of KV on the GPU; default: vLLM's")
+    parser.add_argument("--block-size", type=int, help="of the KV cache, tokens; default: vLLM's")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture graphs")
@@ -52,6 +53,7 @@ def start_engine(args: argparse.Namespace):
             dtype=args.dtype,
             max_model_len=args.context + args.max_tokens,
             max_num_seqs=2,
+            block_size=args.block_size,
             enforce_eager=args.eager,
             **more,
         )

@@ -54,6 +54,7 @@ def _list_of(results: list[Path]) -> str:
     rows = []
     for path in results:
         title = path.read_text().splitlines()[0].lstrip("# ")
+        title = re.sub(r", \d+ \w+ \d{4}$", "", title)
         rows.append(f"| {path.name[:10]} | [{title}]({path.name}) |")
     return "\n".join(
         [

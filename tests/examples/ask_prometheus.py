@@ -62,10 +62,11 @@ def _start(folder: Path, address: str) -> subprocess.Popen:
 
 
 def _traffic(address: str) -> None:
+    command = [sys.executable, ROOT / "examples" / "long_document_chat.py"]
+    command += ["--base-url", f"{address}/v1", "--characters", "20000", "--max-tokens", "96"]
     for _ in range(3):
         subprocess.run(
-            [sys.executable, ROOT / "examples" / "long_document_chat.py"]
-            + ["--base-url", f"{address}/v1", "--characters", "20000", "--max-tokens", "96"],
+            command,
             check=True,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "NO_PROXY": "127.0.0.1"},

@@ -1,0 +1,115 @@
+"""Promise: the examples do what they say, on the embedded pair with small sizes, each in a process
+of its own as a reader starts it. Clients share one server."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.models import PAIR, ROOT
+from tests.serving import serve
+from tests.v2.environment import needs_interpreter, v2_environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+EXAMPLES = ROOT / "examples"
+KEYS = {"min_context": 0, "adaptive": False}
+SMALL = ["--context", "1200", "--max-tokens", "24", "--budget", "512", "--eager"]
+FIGURES = r"Level 2: (\d+) of (\d+) tokens accepted"
+
+
+def run(*command, env: dict | None = None, code: int = 0) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **(env or {})},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    keys = {"method": "triforce", "model": str(PAIR / "draft"), "retrieval_budget": 512} | KEYS
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--max-model-len", "8192", "--speculative-config", json.dumps(keys))
+    with serve(str(PAIR / "target"), log, *options) as server:
+        yield f"{server.address}/v1"
+        counted = server.metrics()
+        assert counted["vllm:triforce_level2_accepted_tokens_total"] > 0
+
+
+def test_offline():
+    """Speculation took place: its last line has level 2's figures."""
+    said = run(sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", json.dumps(KEYS))
+    accepted, drafted = map(int, re.search(FIGURES, said).groups())
+    assert 0 < accepted <= drafted
+    assert "temperature 0," in said and "temperature 0.8," in said
+
+
+def test_client(address):
+    script = EXAMPLES / "openai_client.py"
+    said = run(sys.executable, script, "--base-url", address, "--max-tokens", "16")
+    assert re.search(r"target: \d{4} tokens in, 16 out", said), said
+
+
+def test_questions_about_a_long_document(address):
+    """Each is answered, and from the second on the document is in the prefix cache."""
+    script = EXAMPLES / "long_document_chat.py"
+    given = ("--base-url", address, "--characters", "12000", "--max-tokens", "16")
+    said = run(sys.executable, script, *given)
+    waits = [float(wait) for wait in re.findall(r"first token after ([\d.]+) s", said)]
+    assert len(waits) == 3
+    assert max(waits[1:]) < waits[0]
+
+
+def test_a_policy_of_ones_own(tmp_path):
+    """Found by its entry point once installed, and used; without, refused by name."""
+    keys = json.dumps(KEYS | {"selection": "blend"})
+    command = (sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", keys)
+    assert "selection='blend' is not a selection policy" in run(*command, code=1)
+    source = tmp_path / "custom_policy"
+    shutil.copytree(EXAMPLES / "custom_policy", source)
+    uv = shutil.which("uv", path=os.path.dirname(sys.executable))
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--python", sys.executable)
+    run(uv, "pip", "install", *options, "--target", tmp_path / "installed", source)
+    said = run(*command, env={"PYTHONPATH": str(tmp_path / "installed")})
+    assert re.search(FIGURES, said), said
+
+
+def test_offload_is_refused_where_it_cannot_run():
+    said = run(sys.executable, EXAMPLES / "offload.py", *SMALL, code=1)
+    assert "This cannot run here." in said and "Model Runner V1" in said
+    assert "Traceback" not in said
+
+
+@needs_interpreter
+def test_offload():
+    """Under Triton's interpreter: full passes read host memory, level 2 its pool."""
+    sizes = ["--context", "300", "--max-tokens", "10", "--budget", "128", "--eager"]
+    keys = json.dumps(KEYS | {"retrieval_recent_tokens": 32, "max_speculating_seqs": 1})
+    sizes += ["--dtype", "float32", "--block-size", "32", "--gib", "0.01", "--device-gib", "0.003"]
+    env = {**v2_environment(), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    said = run(sys.executable, EXAMPLES / "offload.py", *sizes, "--keys", keys, env=env)
+    assert float(re.search(r"full passes: ([\d.]+) GB", said)[1]) > 0
+    assert re.search(FIGURES, said), said
+
+
+def test_benchmark_of_ones_own_model(tmp_path):
+    """The first of its three measurements; all take the same options as those of tests/bench."""
+    env = {"SMALL": "1", "STEPS": "lab", "OUTPUT": str(tmp_path)}
+    env["VLLM_TRIFORCE"] = os.path.join(os.path.dirname(sys.executable), "vllm-triforce")
+    said = run("bash", EXAMPLES / "benchmark_your_model.sh", env=env)
+    assert (tmp_path / "lab" / "report.html").is_file(), said
+
+
+def test_a_step_of_the_benchmark_that_does_not_exist():
+    env = {"STEPS": "lob"}
+    assert "STEPS has 'lob'" in run("bash", EXAMPLES / "benchmark_your_model.sh", env=env, code=2)
