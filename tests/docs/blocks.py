@@ -36,7 +36,7 @@ class Block:
     @property
     def filled(self) -> str:
         """With the embedded pair for what a reader fills in."""
-        return re.sub(rf"\b({'|'.join(PLACES)})\b", lambda found: PLACES[found[0]], self.code)
+        return re.sub(rf"\b({'|'.join(PLACES)})\b(?!=)", lambda found: PLACES[found[0]], self.code)
 
     @property
     def commands(self) -> list[list[str]]:

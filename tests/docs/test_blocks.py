@@ -109,7 +109,7 @@ def check(words: list[str]) -> None:
 def check_serve(arguments: list[str]) -> None:
     """The server's own options are read, the engine is configured."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_triforce.plugin import register

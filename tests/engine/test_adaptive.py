@@ -18,6 +18,7 @@ from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sa
 from tests.models import held_out_tokens
 from vllm_triforce.controller.choice import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.selection import POLICIES
 from vllm_triforce.verification import top_p
 
 pytestmark = pytest.mark.engine
@@ -58,6 +59,14 @@ class Dice:
         source = self.draw.choice([None, *self._sources, *self._sources])
         self.decided[f"level 1: {source}"] += 1
         return source, self.draw.randint(0, most)
+
+
+@pytest.mark.parametrize("selection", sorted(POLICIES.names))
+def test_the_default_starts_in_bfloat16(engines, gqa_pair, selection):
+    """What the passes are measured with has the model's own numbers, as a user's engine has."""
+    keys = dict(method="triforce", model=gqa_pair["draft"], retrieval_budget=256, min_context=0)
+    llm = engines.get(gqa_pair["target"], keys | {"selection": selection}, dtype="bfloat16")
+    assert generate(llm, [[*range(2, 50)] * 12], max_tokens=8)
 
 
 @pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])

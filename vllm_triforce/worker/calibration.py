@@ -251,6 +251,7 @@ class Calibration:
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
         """Requests that do not exist, of zeros."""
         shape = self._speculator.level2.query_shape
+        dtype = self._vllm_config.model_config.dtype
         tables = [
             list(self._tables(num_rows, context + self._length + 1, block_size))
             for block_size in self._block_sizes
@@ -262,7 +263,7 @@ class Calibration:
             # The tables must reach as far as the longest pass that is measured.
             max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
-            queries=[lambda: torch.zeros(shape, device=self._device)] * num_rows,
+            queries=[lambda: torch.zeros(shape, dtype=dtype, device=self._device)] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
         return batch, Proposal.empty(num_rows, greedy=True)
