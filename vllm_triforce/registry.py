@@ -127,7 +127,8 @@ def _whole(found: type, where: str) -> type:
         ValueError: the class leaves methods of its base open.
     """
     if inspect.isabstract(found):
-        raise ValueError(f"{where}: {found.__name__} lacks {sorted(found.__abstractmethods__)}")
+        lacking = sorted(getattr(found, "__abstractmethods__", ()))
+        raise ValueError(f"{where}: {found.__name__} lacks {lacking}")
     return found
 
 
