@@ -207,6 +207,9 @@ def test_a_vllm_that_is_not_supported(capsys, monkeypatch):
 
 
 def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
+    from vllm import envs
+
+    envs.disable_envs_cache()  # an engine of another test in this process may have begun it
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     code, found = doctor(capsys)
     assert code == 1 and "VLLM_PLUGINS=another" in found["installation"]["refusal"]

@@ -254,7 +254,9 @@ def test_the_steps_name_each_other_rightly(tmp_path, device, tiny, no_compile):
         assert step.limit_s <= 560, "a step must fit into a call of ten minutes"
         command = step.command[1:] if step.command[1] != "-u" else step.command[2:]
         is_module = command[0] == "-m"
-        is_there = find_spec(command[1]) if is_module else Path(command[0]).is_file()
+        script = Path(command[0])
+        is_script = script.is_file() or (script / "__main__.py").is_file()
+        is_there = find_spec(command[1]) if is_module else is_script
         assert is_there, command
         assert not is_module or ("--no-compile" in command) == no_compile
 

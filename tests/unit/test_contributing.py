@@ -133,7 +133,7 @@ def copy(tmp_path):
         shutil.copytree(ROOT / package, tmp_path / package)
     for folder in ("tests", "tools", "patches", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    for file in ("setup.cfg", "pyproject.toml"):
+    for file in ("setup.cfg", "pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
