@@ -1,5 +1,6 @@
 # make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
-# make test    installs into .venv and passes the tests
+# make test    installs into .venv and passes the tests (20 minutes on two cores)
+# make test-all  and those of them that are left for a release
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
 #                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER
 # make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
@@ -9,13 +10,14 @@ VENV := .venv
 # Compiled modules are kept, whatever the environment says: to compile vLLM's takes 15 s a process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test hunt emulated-gpu lint types site install
+.PHONY: demo test test-all hunt emulated-gpu lint types site install
 demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
-test: $(VENV)/.ready
+test test-all: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  $(if $(filter test,$@),-m "not thorough") $(ARGS)
 
 hunt: $(VENV)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.hunt $(ARGS)

@@ -348,6 +348,7 @@ def test_the_page_stands_alone_and_has_the_numbers():
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given = arguments(pair, "--concurrencies", "2", "--input-lens", "256", "--output-lens", "32")
     given += ["--texts", "mixed", "--pairs", "1", "--requests-per-run", "4", "--warmup", "0"]

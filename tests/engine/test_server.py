@@ -288,6 +288,7 @@ def test_metrics_have_vllms_labels_and_types(server):
     assert "TriForce metrics: Mean acceptance length" in server.text()
 
 
+@pytest.mark.thorough
 def test_short_soak(server, stock, text):
     """tests/soak.py with 40 requests: preempted, aborted, none lost, twice, leaked or wrong."""
     cases = soak.random_cases(40, 1, text)

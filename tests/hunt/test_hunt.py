@@ -46,6 +46,7 @@ def test_the_fault_is_caught_at_the_boundary(running):
     assert caught == 1
 
 
+@pytest.mark.thorough
 def test_the_fault_is_caught_by_the_distribution(running):
     from tests.hunt.power import fault, streams_until_caught
 

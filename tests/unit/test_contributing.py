@@ -177,6 +177,7 @@ NO_CACHE = ("-p", "no:cacheprovider")
 ON_HOST, ON_DEVICE = "tests/parity/test_host.py", "tests/parity/test_device.py"
 
 
+@pytest.mark.thorough
 def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     """The key, the controller and the loops know it, and the promises of all sources are held to,
     on both runners."""
@@ -208,6 +209,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.thorough
 def test_without_its_files_a_source_is_nowhere(copy):
     """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
     package = copy / "vllm_triforce"
@@ -229,6 +231,7 @@ def test_without_its_files_a_source_is_nowhere(copy):
     assert re.search(r"SKIPPED .*test_prompt_lookup", found)
 
 
+@pytest.mark.thorough
 def test_an_attention_backend_is_one_file(copy):
     """It takes the CPU's place, level 2 of an engine asks it, and the tests of all backends run on
     it; for a platform that there is none of here, it leaves the CPU's in place."""
