@@ -13,6 +13,11 @@ from tests.parity.disturbing import replaced
 KERNELS = {"_stage_blocks_kernel", "_refill_pool_kernel", "_chunk_summaries_kernel"}
 # And vLLM's own that writes new keys and values there.
 OPERATORS = {"_C.cpu_attn_reshape_and_cache"}
+# What gives memory as it lies there, and the types that addresses are kept in.
+_ATEN = torch.ops.aten
+UNINITIALISED = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
+ADDRESSES = (torch.int64, torch.uint64)
+NO_ADDRESS = 2**62
 
 
 class HostMemoryGuard(TorchDispatchMode):
@@ -86,7 +91,10 @@ class HostMemoryGuard(TorchDispatchMode):
             found = torch.utils._pytree.tree_leaves((args, kwargs))
             if any(map(self._is_there, found)):
                 self.seen.add(func.name().replace("::", "."))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in UNINITIALISED and result.dtype in ADDRESSES:
+            result.fill_(NO_ADDRESS)  # or an address from a list that lay there before is taken for one
+        return result
 
     def _is_there(self, its) -> bool:
         """Whether something is a part of that memory, or addresses of such."""
@@ -94,7 +102,7 @@ class HostMemoryGuard(TorchDispatchMode):
             return False
         if self._begin <= its.data_ptr() < self._end:
             return its.numel() > 0
-        if its.dtype not in (torch.int64, torch.uint64) or not 0 < its.numel() <= 64:
+        if its.dtype not in ADDRESSES or not 0 < its.numel() <= 64:
             return False
         with torch.utils._python_dispatch._disable_current_modes():
             return any(self._begin <= value < self._end for value in its.flatten().tolist())
