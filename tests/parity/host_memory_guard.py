@@ -93,7 +93,8 @@ class HostMemoryGuard(TorchDispatchMode):
                 self.seen.add(func.name().replace("::", "."))
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in UNINITIALISED and result.dtype in ADDRESSES:
-            result.fill_(NO_ADDRESS)  # or an address from a list that lay there before is taken for one
+            # Or what lay there before is taken for an address.
+            result.fill_(NO_ADDRESS)
         return result
 
     def _is_there(self, its) -> bool:
