@@ -35,7 +35,7 @@ HEADS, HEAD_SIZE = 8, 128
 BUDGETS = {16: (4096, 16384), 32: (4096,), 64: (8192,)}  # by block size
 DTYPES = (torch.bfloat16, torch.uint8)
 GAMMA, LENGTH = 2, 16
-ROWS = 4
+ROWS, VOCAB_SIZE = 4, 128_256
 
 found: dict[tuple[str, str], dict[int, str]] = {}
 capability = CAPABILITIES[0]
@@ -73,7 +73,7 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
         stage_blocks(cache, cache, tables, lens, starts, block_size, counters, part)
     name(block_size, dtype, f"budget {budget}")
     max_selected, width = budget // block_size, (budget + 64) // block_size
-    rows = Rows(ROWS, LENGTH, GAMMA, ROWS, device)
+    rows = Rows(ROWS, LENGTH, GAMMA, ROWS, VOCAB_SIZE, device)
     rows.num_rows = ROWS
     refill = PoolRefill(
         [cache],

@@ -37,6 +37,11 @@ MAX_MODEL_LEN = 1024
 CONTEXT = 512
 COUNTED_STEPS = 8  # as many as lie between two selections
 BATCHES = (1, 8)
+TOKENS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "masked": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},  # as many models' defaults are
+}
 _WARM_STEPS = 4
 _NO_WORK = {
     "aten::_local_scalar_dense",
@@ -268,7 +273,7 @@ def save_models(folder: str) -> tuple[str, str]:
 
 
 def count_case(case: str, folder: str) -> list[dict]:
-    """One engine's steps, in batches of all sizes, greedy and sampled."""
+    """One engine's steps, in batches of all sizes and with tokens of all kinds."""
     settings = copy.deepcopy(CASES[case])
     if settings and "model" in settings:
         settings["model"] = f"{folder}/draft"
@@ -292,21 +297,20 @@ def count_case(case: str, folder: str) -> list[dict]:
     engine = llm.llm_engine
     mark_regions(engine.model_executor.driver_worker.worker.model_runner)
     return [
-        {"case": case, "batch": batch, "greedy": is_greedy, **count(engine, batch, is_greedy)}
-        for is_greedy in (True, False)
+        {"case": case, "batch": batch, "tokens": tokens, **count(engine, batch, tokens)}
+        for tokens in TOKENS
         for batch in BATCHES
     ]
 
 
-def count(engine, batch: int, is_greedy: bool) -> dict:
+def count(engine, batch: int, tokens: str) -> dict:
     """All requests decoding; a mean over some steps."""
     COUNTS.reset()
-    sampling = SamplingParams(
-        temperature=0.0 if is_greedy else 1.0, max_tokens=300, ignore_eos=True, detokenize=False
-    )
-    for number in range(batch):
-        tokens = [1, *((7 * i + number) % 500 for i in range(CONTEXT))]
-        engine.add_request(f"{batch} {is_greedy} {number}", {"prompt_token_ids": tokens}, sampling)
+    sampling = SamplingParams(**TOKENS[tokens], max_tokens=300, ignore_eos=True, detokenize=False)
+    names = [f"{batch} {tokens} {number}" for number in range(batch)]
+    for number, name in enumerate(names):
+        prompt = [1, *((7 * i + number) % 500 for i in range(CONTEXT))]
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     first_tokens = 0
     while first_tokens < batch:
         first_tokens += sum(bool(o.outputs[0].token_ids) for o in engine.step())
@@ -317,7 +321,7 @@ def count(engine, batch: int, is_greedy: bool) -> dict:
         for _ in range(COUNTED_STEPS):
             engine.step()
         COUNTS.is_on = False
-    engine.abort_request([f"{batch} {is_greedy} {number}" for number in range(batch)])
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
     return {
@@ -333,7 +337,7 @@ def count(engine, batch: int, is_greedy: bool) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """A line for each case, batch and temperature."""
+    """A line for each case, batch and kind of tokens."""
     lines = [
         "| case | batch | tokens | launches outside passes: vLLM's, TriForce's | uploads: vLLM's, "
         "TriForce's | passes (launches in each; MB read in each) |",
@@ -354,7 +358,7 @@ def table(results: list[dict]) -> str:
                 )
         lines.append(
             f"| {result['case']} | {result['batch']} | "
-            f"{'greedy' if result['greedy'] else 'sampled'} | {vllm.get('launches', 0):.1f}, "
+            f"{result['tokens']} | {vllm.get('launches', 0):.1f}, "
             f"{sum(c.get('launches', 0) for c in own):.1f} | {vllm.get('uploads', 0):.1f}, "
             f"{sum(c.get('uploads', 0) for c in own):.1f} | {'; '.join(passes)} |"
         )

@@ -78,6 +78,10 @@ TABLE: list[Surface] = [
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/v1/top_p.py"),
     offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/top_p.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/masked_logits.py"),
+    # A captured launch writes to these, which a larger batch replaces.
+    offers("v1/sample/ops/topk_topp_triton.py", "_TRITON_BUFFER_CACHE _TRITON_SPLIT_CACHE _TRITON_TABLE_CACHE", "vllm_triforce/verification/masked_logits.py"),
+    does("v1/sample/ops/topk_topp_triton.py", "apply_top_k_top_p_triton", "_TRITON_BUFFER_CACHE.get(", "vllm_triforce/verification/masked_logits.py"),
+    does("v1/sample/ops/topk_topp_triton.py", "_apply_topp_split", "_TRITON_SPLIT_CACHE.get(", "vllm_triforce/verification/masked_logits.py"),
     does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/verification/sampling.py"),
     calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/vllm_patches/expand_kernel.py"),
     calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "vllm_triforce/vllm_patches/expand_kernel.py"),

@@ -121,9 +121,9 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 
 
 def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
-    """Rounds are captured for greedy batches and for those that temperatures say all of. Where one
-    request at a time is speculated on, none of the second kind may be."""
-    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled")
+    """Of every kind of batch. Where one request at a time is speculated on, it may be that only
+    greedy ones are."""
+    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled", "masked")
     wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
         for kind in kinds:

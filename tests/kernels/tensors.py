@@ -3,10 +3,17 @@
 import torch
 
 from tests.kernels.device import DEVICE
-from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
+from vllm_triforce.kernels.distributions import (
+    Distributions,
+    DrawParameters,
+    LevelLogits,
+    SamplingParameters,
+)
 from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter
+
+VOCAB_SIZE = 100
 
 
 def integers(values, dtype=torch.int32) -> torch.Tensor:
@@ -28,7 +35,7 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
     Args:
         fields: tensors of ``Rows`` by name, or numbers for each row.
     """
-    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, num_rows, DEVICE)
+    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, num_rows, VOCAB_SIZE, DEVICE)
     rows.num_rows = num_rows
     rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
     rows.rounds_left.fill_(100)
@@ -42,6 +49,13 @@ def distributions(logits: torch.Tensor, temperature: torch.Tensor) -> Distributi
     safe = temperature.where(temperature > 0, torch.ones(()))
     safe = safe.view(-1, *[1] * (logits.dim() - 1))
     return Distributions(logits.to(DEVICE), (logits / safe).logsumexp(-1).to(DEVICE))
+
+
+def greedy_parameters(count: int) -> SamplingParameters:
+    """Of so many states."""
+    zeros = torch.zeros(count, device=DEVICE)
+    top_k = integers([VOCAB_SIZE] * count)
+    return SamplingParameters(zeros, integers([0] * count, torch.int64), top_k, zeros + 1, zeros)
 
 
 def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> LevelLogits:

@@ -9,14 +9,16 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
-from tests.kernels.tensors import counted, integers, new_counters
+from tests.kernels.tensors import VOCAB_SIZE, counted, integers, new_counters
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import outcomes, row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
+from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
+from vllm_triforce.kernels.feeding import PassInputs
 from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16
@@ -42,12 +44,18 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     Args:
         table: columns that are other than ``TABLE``'s.
     """
-    rows = Rows(5, num_speculative_tokens=6, gamma=2, num_slots=5, device=DEVICE)
+    rows = Rows(5, 6, gamma=2, num_slots=5, vocab_size=VOCAB_SIZE, device=DEVICE)
     rows.slot_tail.copy_(integers([4, 0, 0, 1, 0]))
     rows.slot_known.copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
-    temperatures = torch.arange(8, dtype=torch.float32, device=DEVICE) / 4
-    seeds = integers(range(80, 88), torch.int64)
+    by_state = torch.arange(8, dtype=torch.float32, device=DEVICE)
+    parameters = SamplingParameters(
+        temperature=by_state / 4,
+        seeds=integers(range(80, 88), torch.int64),
+        top_k=integers(range(10, 18)),
+        top_p=by_state / 10,
+        min_p=by_state / 20,
+    )
     for state, computed in COMPUTED.items():
         num_computed[state], last[state] = computed, 100 + state
     arguments = dict(
@@ -55,8 +63,9 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     )
     columns = torch.from_numpy(stack_columns(TABLE | (table or {}))).to(DEVICE)
     sampled = integers(num_sampled)
-    rows.temperature.fill_(9)  # of the proposal before
-    rows.begin(columns, num_computed, sampled, last, temperatures, seeds, **(arguments | changes))
+    for its in (rows.temperature, rows.top_k, rows.top_p, rows.min_p):
+        its.fill_(9)  # of the proposal before
+    rows.begin(columns, num_computed, sampled, last, parameters, **(arguments | changes))
     return rows
 
 
@@ -65,6 +74,9 @@ def test_rows_are_drawn_for_as_their_requests_ask():
     assert rows.temperature.tolist() == [5 / 4, 1 / 4, 3 / 4, 0, 0], "padding draws nothing"
     assert rows.divisor.tolist() == [5 / 4, 1 / 4, 3 / 4, 1, 1]
     assert rows.drawing.seeds.tolist() == [85, 81, 83]
+    assert rows.top_k.tolist() == [15, 11, 13, VOCAB_SIZE, VOCAB_SIZE], "padding masks nothing"
+    torch.testing.assert_close(rows.top_p.cpu(), torch.tensor([0.5, 0.1, 0.3, 1, 1]))
+    torch.testing.assert_close(rows.min_p.cpu(), torch.tensor([0.25, 0.05, 0.15, 0, 0]))
     assert rows.count.item() == 3
 
 

@@ -8,7 +8,7 @@ from tests.kernels.device import DEVICE, needs_triton
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
-from tests.kernels.tensors import integers
+from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
 from vllm_triforce.core.eligibility import room
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
@@ -27,7 +27,9 @@ def test_room_is_the_hosts(min_context):
     reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
     limits = computed + numbers(0, 20)
     most = numbers(1, NUM_TOKENS + 1)
-    rows = Rows(NUM_ROWS, NUM_TOKENS, gamma=2, num_slots=NUM_ROWS, device=DEVICE)
+    rows = Rows(
+        NUM_ROWS, NUM_TOKENS, gamma=2, num_slots=NUM_ROWS, vocab_size=VOCAB_SIZE, device=DEVICE
+    )
     states = list(range(NUM_ROWS))
     table = stack_columns(
         {
@@ -48,8 +50,7 @@ def test_room_is_the_hosts(min_context):
         integers(computed.tolist()),
         integers([1] * NUM_ROWS),
         integers([[0]] * NUM_ROWS, torch.int64),
-        torch.zeros(NUM_ROWS, device=DEVICE),
-        integers([0] * NUM_ROWS, torch.int64),
+        greedy_parameters(NUM_ROWS),
         min_context,
         BLOCK_SIZE,
         recent_blocks=2,

@@ -11,7 +11,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 selections = pytest.importorskip("vllm_triforce.device.selections")
 
-from tests.kernels.tensors import integers  # noqa: E402
+from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers  # noqa: E402
 from vllm_triforce.config import TriForceConfig  # noqa: E402
 from vllm_triforce.device.slots import Slots  # noqa: E402
 from vllm_triforce.kernels.row_metadata import (  # noqa: E402
@@ -50,7 +50,7 @@ def world():
         prompt_lookup_max=3,
     )
     config = config.fill(can_adapt=False).resolve(BLOCK)
-    rows = Rows(4, 6, 2, 4, DEVICE)
+    rows = Rows(4, 6, 2, 4, VOCAB_SIZE, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()
     made = selections.DeviceSelections(
@@ -86,8 +86,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
         integers(newest.tolist()),
         integers([1] * count),
         torch.zeros(count, 1, dtype=torch.int64, device=DEVICE),
-        torch.zeros(count, device=DEVICE),
-        torch.zeros(count, dtype=torch.int64, device=DEVICE),
+        greedy_parameters(count),
         0,
         BLOCK,
         made.recent_blocks,

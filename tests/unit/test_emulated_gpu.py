@@ -184,7 +184,7 @@ def test_what_is_wrong_is_said():
     rounds = {
         f"level {which}round, {kind}": 1
         for which in ("1 ", "1 first ", "2 ")
-        for kind in ("greedy", "sampled")
+        for kind in ("greedy", "sampled", "masked")
     }
     good = dict(
         token_ids=tokens,

@@ -1,5 +1,7 @@
 """Rounds as CUDA graphs: what is replayed for which batch, and what is captured."""
 
+import weakref
+
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -32,7 +34,7 @@ def made(monkeypatch):
     from vllm_triforce.device.row_work import RowWork
 
     def make(max_rows: int = 5):
-        rows, its, calls = Rows(max_rows, 6, 2, max_rows, torch.device("cpu")), Pass(), []
+        rows, its, calls = Rows(max_rows, 6, 2, max_rows, 100, torch.device("cpu")), Pass(), []
 
         def work() -> tuple[int]:
             calls.append((rows.num_rows, its.is_inlined))
@@ -73,13 +75,29 @@ def test_large_batches_launch_pass_by_pass(made):
     assert work() == (17,) and calls[-1] == (17, False) and not replayed
 
 
-SOME = torch.ones(2)
+def test_rounds_of_every_kind_are_captured():
+    from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceSampling
+
+    kinds = [sampling.kind for sampling in CAPTURED_SAMPLING]
+    assert kinds == ["greedy", "sampled", "masked"]
+    assert all(sampling.shaping is None for sampling in CAPTURED_SAMPLING)
+    assert DeviceSampling(True, has_masks=True).kind == "greedy", "masks leave the best token"
 
 
-@pytest.mark.parametrize("asked", ["top_k", "top_p", "min_p", "shaping"])
-@pytest.mark.parametrize("all_greedy", [True, False])
-def test_only_temperatures_and_seeds_are_known_to_a_graph(asked, all_greedy):
-    from vllm_triforce.device.batch import DeviceSampling
+def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):
+    from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
 
-    assert DeviceSampling(all_greedy).is_plain
-    assert not DeviceSampling(all_greedy, **{asked: SOME}).is_plain
+    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
+    monkeypatch.setattr(topk_topp_triton, "_TRITON_BUFFER_CACHE", {})
+    monkeypatch.setattr(topk_topp_triton, "_TRITON_SPLIT_CACHE", {})
+    work, rows, *_ = made()
+    rows.num_rows = 1
+    buffer, part = torch.zeros(2, 8), torch.zeros(4)
+    topk_topp_triton._TRITON_BUFFER_CACHE["here"] = buffer
+    topk_topp_triton._TRITON_SPLIT_CACHE["here"] = {"stats": part}
+    work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
+    gone = weakref.ref(buffer), weakref.ref(part)
+    topk_topp_triton._TRITON_BUFFER_CACHE["here"] = torch.zeros(4, 8)  # as a larger batch does
+    topk_topp_triton._TRITON_SPLIT_CACHE.clear()
+    del buffer, part
+    assert all(its() is not None for its in gone)

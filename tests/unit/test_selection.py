@@ -268,7 +268,7 @@ def test_both_loops_select_alike(policy, group):
     config = TriForceConfig(retrieval_budget=10 * BLOCK, selection=policy.name).resolve(BLOCK)
     keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
     queries = torch.randn(num_layers, 5, num_heads * group, dim)
-    rows = Rows(3, 6, 2, 3, CPU)
+    rows = Rows(3, 6, 2, 3, 100, CPU)
     found = DeviceSelections(
         config, None, queries, num_blocks, num_heads, torch.float32, rows, 3, CPU
     )

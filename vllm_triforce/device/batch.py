@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.kernels.distributions import SamplingParameters
+from vllm_triforce.kernels.feeding import PassInputs
+from vllm_triforce.kernels.rows import Rows
 
 
 class LogitShaping(ABC):
@@ -33,20 +35,24 @@ class LogitShaping(ABC):
 
 @dataclass(frozen=True)
 class DeviceSampling:
-    """What the host knows of the rows' sampling, and what is on the device beside temperatures and
-    seeds, which ``Rows`` has."""
+    """What the host knows of the rows' sampling; each row's own parameters are in ``Rows``."""
 
     all_greedy: bool
-    top_k: torch.Tensor | None = None  # [num_rows], int32; None where no row has one, as below
-    top_p: torch.Tensor | None = None  # [num_rows], float32
-    min_p: torch.Tensor | None = None  # [num_rows], float32
+    has_masks: bool = False
+    """Whether a row has top-k, top-p or min-p; False where all are greedy."""
     shaping: LogitShaping | None = None
     """None where no row asks for any."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether temperatures and seeds are all that there is."""
-        return all(its is None for its in (self.top_k, self.top_p, self.min_p, self.shaping))
+    def kind(self) -> str:
+        """What is launched for the rows depends on this, and on what shapes their logits."""
+        if self.all_greedy:
+            return "greedy"
+        return "masked" if self.has_masks else "sampled"
+
+
+# One of each kind, without shaping: those whose rounds are captured.
+CAPTURED_SAMPLING = (DeviceSampling(True), DeviceSampling(False), DeviceSampling(False, True))
 
 
 class Masks:
@@ -54,13 +60,13 @@ class Masks:
 
     def __init__(self, sampling: DeviceSampling, rows: Rows, times: int = 1) -> None:
         def repeat(values):
-            if values is None or times == 1:
-                return values
-            return values.repeat_interleave(times)
+            values = values[: rows.num_rows]
+            return values if times == 1 else values.repeat_interleave(times)
 
-        self.divisor = repeat(rows.divisor[: rows.num_rows])
-        self.top_k, self.top_p = repeat(sampling.top_k), repeat(sampling.top_p)
-        self.min_p = repeat(sampling.min_p)
+        self.divisor = repeat(rows.divisor)
+        self.top_k = self.top_p = self.min_p = None
+        if sampling.has_masks:
+            self.top_k, self.top_p, self.min_p = map(repeat, (rows.top_k, rows.top_p, rows.min_p))
 
 
 @dataclass
@@ -83,8 +89,7 @@ class DeviceBatch:
     num_computed: torch.Tensor  # [max_num_reqs], int32, by state
     num_sampled: torch.Tensor  # [batch size], int
     last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
-    temperatures: torch.Tensor  # [max_num_reqs], float32, by state; 0 is greedy
-    seeds: torch.Tensor  # [max_num_reqs], int64, by state
+    parameters: SamplingParameters
     all_token_ids: torch.Tensor  # [max_num_reqs, max_model_len], int32, by state
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.core.kv_groups import KVGroup
-from vllm_triforce.kernels.rows import PassInputs
+from vllm_triforce.kernels.feeding import PassInputs
 
 
 class DenseLayers:

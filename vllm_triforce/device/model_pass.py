@@ -9,7 +9,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.device.adapters import PassAdapters
-from vllm_triforce.kernels.rows import PassInputs
+from vllm_triforce.kernels.feeding import PassInputs
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.device.adapters import PassAdapters
-from vllm_triforce.device.batch import DeviceBatch, DeviceSampling, Masks
+from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceBatch, DeviceSampling, Masks
 from vllm_triforce.device.dense_layers import DenseLayers
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.row_work import RowWork
@@ -101,15 +101,15 @@ class DeviceRetrieval:
         ]
         self._has_adapters = adapters is not None
         self._rounds = {
-            all_greedy: RowWork(
-                partial(self._forward, DeviceSampling(all_greedy)),
+            sampling.kind: RowWork(
+                partial(self._forward, sampling),
                 rows,
                 [self._pass],
                 vllm_config,
                 device,
-                f"level 2 round, {'greedy' if all_greedy else 'sampled'}",
+                f"level 2 round, {sampling.kind}",
             )
-            for all_greedy in (True, False)
+            for sampling in CAPTURED_SAMPLING
         }
 
     @property
@@ -138,8 +138,8 @@ class DeviceRetrieval:
         """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
         places; valid until the next pass."""
         sampling = self._batch.sampling
-        if sampling.is_plain:
-            best, top, *drawn = self._rounds[sampling.all_greedy]()
+        if sampling.shaping is None:
+            best, top, *drawn = self._rounds[sampling.kind]()
         else:
             if self._masks is None and not sampling.all_greedy:
                 self._masks = Masks(sampling, self._rows, self._rows.gamma + 1)

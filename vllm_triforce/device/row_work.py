@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import weak_ref_tensor
 
 from vllm_triforce.device.model_pass import ModelPass, PassGraphs
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.verification.masked_logits import kernel_scratch
 
 # Larger batches launch pass by pass: theirs take long, and each size of a graph its memory.
 MAX_ROWS = 16
@@ -45,6 +46,7 @@ class RowWork:
         self.name = name
         self._graphs: PassGraphs | None = None
         self._results: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._scratch: list[torch.Tensor] = []
 
     def capture(self, mode: CUDAGraphMode) -> None:
         most = min(self._rows.max_rows, MAX_ROWS)
@@ -53,6 +55,7 @@ class RowWork:
         self._rows.count.zero_()
         graphs.capture_pass(self._capture, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
+        self._scratch = kernel_scratch()  # it lives as long as the graphs that write to it
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         num_rows = self._rows.num_rows

@@ -47,6 +47,9 @@ def begin_rows_kernel(
     last_sampled_ptr,  # [max_num_reqs, 1], by state
     temperatures_ptr,  # [max_num_reqs], by state
     seeds_ptr,  # [max_num_reqs], by state
+    top_ks_ptr,  # [max_num_reqs], by state
+    top_ps_ptr,  # [max_num_reqs], by state
+    min_ps_ptr,  # [max_num_reqs], by state
     slot_tail_ptr,  # [num_slots], kept
     slot_known_ptr,  # [num_slots], kept
     slot_fault_ptr,  # [num_slots], kept
@@ -65,7 +68,11 @@ def begin_rows_kernel(
     temperature_ptr,
     divisor_ptr,
     seed_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     outcomes_ptr,  # [padded rows, NUM_OUTCOMES], written
+    vocab_size,
     num_speculative_tokens,
     min_context,
     min_tokens,
@@ -85,6 +92,9 @@ def begin_rows_kernel(
     last = 0
     token = 0
     temperature = 0.0
+    top_k = vocab_size
+    top_p = 1.0
+    min_p = 0.0
     tl.store(num_rows_ptr, num_rows, mask=row == 0)
     tl.store(row_fault_ptr + row, 0)
     if row < num_rows:
@@ -96,6 +106,9 @@ def begin_rows_kernel(
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         temperature = tl.load(temperatures_ptr + state)
+        top_k = tl.load(top_ks_ptr + state)
+        top_p = tl.load(top_ps_ptr + state)
+        min_p = tl.load(min_ps_ptr + state)
         tl.store(seed_ptr + row, tl.load(seeds_ptr + state))
         num_full = computed // block_size
         num_blocks = reserved // block_size
@@ -125,6 +138,9 @@ def begin_rows_kernel(
     tl.store(last_token_ptr + row, token)
     tl.store(temperature_ptr + row, temperature)
     tl.store(divisor_ptr + row, tl.where(temperature > 0, temperature, 1.0))
+    tl.store(top_k_ptr + row, top_k)
+    tl.store(top_p_ptr + row, top_p)
+    tl.store(min_p_ptr + row, min_p)
     tl.store(room_ptr + row, room)
     tl.store(rounds_left_ptr + row, rounds)
     tl.store(length_ptr + row, 0)

@@ -29,3 +29,15 @@ class DrawParameters:
 
     temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
     seeds: torch.Tensor  # [num_rows], int64
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """What requests are sampled by: vLLM's tensors, each [max_num_reqs], by state
+    (vllm/v1/worker/gpu/sample/states.py)."""
+
+    temperature: torch.Tensor  # float32; 0 is greedy
+    seeds: torch.Tensor  # int64
+    top_k: torch.Tensor  # int32; the vocabulary's size for none
+    top_p: torch.Tensor  # float32; 1 for none
+    min_p: torch.Tensor  # float32; 0 for none

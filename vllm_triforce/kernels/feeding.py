@@ -4,9 +4,22 @@ Here and in the other kernels: a number that differs from step to step is not sp
 would compile anew, while requests wait, for 1, for multiples of 16 and for others.
 """
 
+import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.row_metadata import SLOT, STATE, WINDOW_START, row_value
+
+
+class PassInputs:
+    """Inputs of a model's pass, ``query_len`` tokens for each row."""
+
+    def __init__(self, max_rows: int, query_len: int, num_seqs: int, device) -> None:
+        num_tokens = max_rows * query_len
+        self.query_len = query_len
+        self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self.seq_lens = torch.full((num_seqs,), query_len, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -7,9 +7,10 @@ import torch
 from vllm.triton_utils import triton
 
 from vllm_triforce.kernels.bookkeeping import begin_rows_kernel, finish_rows_kernel
-from vllm_triforce.kernels.distributions import DrawParameters
+from vllm_triforce.kernels.distributions import DrawParameters, SamplingParameters
 from vllm_triforce.kernels.faults import Faults
 from vllm_triforce.kernels.feeding import (
+    PassInputs,
     feed_draft_kernel,
     feed_target_kernel,
     feed_window_kernel,
@@ -18,24 +19,13 @@ from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import RowColumn
 
 
-class PassInputs:
-    """Inputs of a model's pass, ``query_len`` tokens for each row."""
-
-    def __init__(self, max_rows: int, query_len: int, num_seqs: int, device) -> None:
-        num_tokens = max_rows * query_len
-        self.query_len = query_len
-        self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        self.seq_lens = torch.full((num_seqs,), query_len, dtype=torch.int32, device=device)
-
-
 class Rows:
     """Buffers of the requests in a proposal, at addresses that CUDA graphs can rely on.
 
     Args:
         max_rows: requests that can be speculated on at a time.
         gamma: tokens that level 1 drafts for a pass of level 2.
+        vocab_size: of the target; a request without top-k has this one.
     """
 
     def __init__(
@@ -44,6 +34,7 @@ class Rows:
         num_speculative_tokens: int,
         gamma: int,
         num_slots: int,
+        vocab_size: int,
         device: torch.device,
     ) -> None:
         def integers(*shape: int, dtype=torch.int32) -> torch.Tensor:
@@ -52,6 +43,7 @@ class Rows:
         self.max_rows = max_rows
         self.num_speculative_tokens = num_speculative_tokens
         self.gamma = gamma
+        self.vocab_size = vocab_size
         self.row_metadata = integers(max_rows, len(RowColumn))
         self.num_rows = 0
         # The same for kernels, which may be in a CUDA graph for more rows.
@@ -81,6 +73,10 @@ class Rows:
         self.temperature = integers(max_rows, dtype=torch.float32)
         self.divisor = integers(max_rows, dtype=torch.float32)  # the same, 1 where a row is greedy
         self.seeds = integers(max_rows, dtype=torch.int64)
+        # Which tokens are drawn of at all; what masks nothing where a row asks for nothing.
+        self.top_k = torch.full_like(self.computed, vocab_size)
+        self.top_p = torch.ones_like(self.divisor)
+        self.min_p = torch.zeros_like(self.divisor)
         self.outcomes = integers(max_rows, len(OutcomeColumn))
         self.token_positions = integers(max_rows)  # index of the first drafted token
         self.drafted = integers(max_rows, gamma)
@@ -110,8 +106,7 @@ class Rows:
         num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
-        temperatures: torch.Tensor,  # [max_num_reqs], float32, by state; 0 is greedy
-        seeds: torch.Tensor,  # [max_num_reqs], int64, by state
+        parameters: SamplingParameters,
         min_context: int,
         block_size: int,
         recent_blocks: int,
@@ -128,8 +123,11 @@ class Rows:
             num_computed,
             num_sampled,
             last_sampled,
-            temperatures,
-            seeds,
+            parameters.temperature,
+            parameters.seeds,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
             self.slot_tail,
             self.slot_known,
             self.faults.slot,
@@ -148,7 +146,11 @@ class Rows:
             self.temperature,
             self.divisor,
             self.seeds,
+            self.top_k,
+            self.top_p,
+            self.min_p,
             self.outcomes,
+            self.vocab_size,
             self.num_speculative_tokens,
             min_context,
             self.num_speculative_tokens,

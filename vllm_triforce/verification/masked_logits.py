@@ -1,6 +1,8 @@
 """A request's own sampling parameters as a mask on logits: what the device-resident loop needs."""
 
 import torch
+from torch.utils._pytree import tree_leaves
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
@@ -26,11 +28,21 @@ def masked_logits(
         # A padded vocabulary's logits come as a view of longer rows, and kernels count on a row's
         # length being what lies between two.
         return logits.contiguous(), scaled.logsumexp(-1)
-    if sampling.min_p is not None:
-        probs = scaled.softmax(-1)
-        floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
-        scaled = scaled.masked_fill(probs < floor, float("-inf"))
+    if sampling.min_p is not None:  # 0 masks nothing
+        floor = scaled.amax(-1, keepdim=True) + sampling.min_p.log()[:, None]
+        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     if sampling.top_k is not None or sampling.top_p is not None:
         scaled = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p)
     masked = logits.masked_fill(scaled == float("-inf"), float("-inf"))
     return masked, scaled.logsumexp(-1)
+
+
+def kernel_scratch() -> list[torch.Tensor]:
+    """Memory that vLLM's kernels for top-k and top-p write to. Whoever captures them in a graph
+    keeps it: vLLM lets go of what it has when a larger batch needs more."""
+    if not topk_topp_sampler.HAS_TRITON:
+        return []
+    from vllm.v1.sample.ops import topk_topp_triton as kernels
+
+    kept = (kernels._TRITON_BUFFER_CACHE, kernels._TRITON_SPLIT_CACHE, kernels._TRITON_TABLE_CACHE)
+    return [its for its in tree_leaves(kept) if isinstance(its, torch.Tensor)]

@@ -6,8 +6,8 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.row_work import MAX_ROWS
 from vllm_triforce.selection import POLICIES
 
-# Copies in float32 of level 2's logits that a proposal with sampled requests makes.
-_LOGIT_COPIES = 3
+# Copies in float32 of level 2's logits that a proposal with top-k or top-p makes.
+_LOGIT_COPIES = 4
 
 
 def beside_kv_cache(

@@ -7,7 +7,7 @@ import torch
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.core.private_cache import private_cache
-from vllm_triforce.device.batch import DeviceBatch, DeviceSampling, Masks
+from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceBatch, DeviceSampling, Masks
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.row_work import RowWork
 from vllm_triforce.device.slots import Slot
@@ -115,18 +115,18 @@ class DeviceDraftModel(DeviceSource):
         passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
-            (is_first, all_greedy): RowWork(
-                partial(self._draft, is_first, DeviceSampling(all_greedy)),
+            (is_first, sampling.kind): RowWork(
+                partial(self._draft, is_first, sampling),
                 rows,
                 self._passes,
                 vllm_config,
                 device,
-                f"level 1 {'first ' * is_first}round, {'greedy' if all_greedy else 'sampled'}",
+                f"level 1 {'first ' * is_first}round, {sampling.kind}",
             )
             for is_first in (True, False)
-            for all_greedy in (True, False)
+            for sampling in CAPTURED_SAMPLING
         }
-        """By whether it is a proposal's first, and whether all rows are greedy."""
+        """By whether it is a proposal's first, and how rows are sampled."""
 
     def capture(self, mode) -> None:
         for model_pass in self._passes:
@@ -157,8 +157,8 @@ class DeviceDraftModel(DeviceSource):
 
     def draft(self, batch, rows, is_first) -> None:
         self._all_greedy = batch.sampling.all_greedy
-        if batch.sampling.is_plain:
-            self._rounds[is_first, self._all_greedy]()
+        if batch.sampling.shaping is None:
+            self._rounds[is_first, batch.sampling.kind]()
         else:
             self._draft(is_first, batch.sampling)
 

@@ -8,6 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.core.step_plan import Proposing
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
+from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.worker.v2.logit_shaping import logit_shaping
 from vllm_triforce.worker.v2.request_facts import RequestFacts
 
@@ -33,6 +34,7 @@ def read_batch(
     tables = runner.block_tables
     on_device = async_tensor_h2d(states.astype(np.int64), device=runner.device)
     reserved = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
+    sampling = runner.sampler.sampling_states
     limits = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
     return DeviceBatch(
         request_ids=[input_batch.req_ids[row] for row in rows],
@@ -53,22 +55,27 @@ def read_batch(
         num_computed=runner.req_states.num_computed_tokens.gpu,
         num_sampled=num_sampled,
         last_sampled=last_sampled,
-        temperatures=runner.sampler.sampling_states.temperature.gpu,
-        seeds=runner.sampler.sampling_states.seeds.gpu,
+        parameters=SamplingParameters(
+            sampling.temperature.gpu,
+            sampling.seeds.gpu,
+            sampling.top_k.gpu,
+            sampling.top_p.gpu,
+            sampling.min_p.gpu,
+        ),
         all_token_ids=runner.req_states.all_token_ids.gpu,
     )
 
 
 def _sampling(runner, states: np.ndarray, on_device: torch.Tensor) -> DeviceSampling:
     sampling = runner.sampler.sampling_states
-
-    def rows_of(values, unused) -> torch.Tensor | None:
-        return None if (values.np[states] == unused).all() else values.gpu[on_device]
-
+    drawn = states[sampling.temperature.np[states] != 0]
+    has_masks = (
+        (sampling.top_k.np[drawn] != sampling.vocab_size)
+        | (sampling.top_p.np[drawn] != 1.0)
+        | (sampling.min_p.np[drawn] != 0.0)
+    )
     return DeviceSampling(
-        top_k=rows_of(sampling.top_k, sampling.vocab_size),
-        top_p=rows_of(sampling.top_p, 1.0),
-        min_p=rows_of(sampling.min_p, 0.0),
-        all_greedy=bool((sampling.temperature.np[states] == 0).all()),
+        all_greedy=not len(drawn),
+        has_masks=bool(has_masks.any()),
         shaping=logit_shaping(runner.sampler, states, on_device),
     )

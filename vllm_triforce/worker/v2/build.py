@@ -64,7 +64,12 @@ class DeviceBuild:
         dtype = vllm_config.model_config.dtype
         self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.rows = rows = Rows(
-            self.num_slots, config.num_speculative_tokens, config.gamma, self.num_slots, device
+            self.num_slots,
+            config.num_speculative_tokens,
+            config.gamma,
+            self.num_slots,
+            draft_logits.shape[2],
+            device,
         )
         self.recorder = StaticQueryRecorder(
             len(layers),

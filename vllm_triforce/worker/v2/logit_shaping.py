@@ -14,7 +14,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 
 from vllm_triforce.device.batch import LogitShaping
-from vllm_triforce.kernels.rows import PassInputs, Rows
+from vllm_triforce.kernels.feeding import PassInputs
+from vllm_triforce.kernels.rows import Rows
 
 # Of vLLM's context, what biases do not depend on.
 _UNREAD: Any = None

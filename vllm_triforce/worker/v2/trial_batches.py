@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
+from vllm_triforce.kernels.distributions import SamplingParameters
 
 
 class TrialBatches:
@@ -43,13 +44,18 @@ class TrialBatches:
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
             is_certain=np.zeros(num_rows, dtype=bool),
-            sampling=self._sampling(num_rows, is_greedy),
+            sampling=DeviceSampling(all_greedy=is_greedy, has_masks=not is_greedy),
             tables=self._tables(num_rows, context + 2 * num_tokens),
             num_computed=self._of_states(context, torch.int32),
             num_sampled=self._filled(num_rows, 1, torch.int32),
             last_sampled=self._of_states(0, torch.int64)[:, None],
-            temperatures=self._of_states(0.0 if is_greedy else 1.0, torch.float32),
-            seeds=self._of_states(1, torch.int64),
+            parameters=SamplingParameters(
+                self._of_states(0.0 if is_greedy else 1.0, torch.float32),
+                self._of_states(1, torch.int64),
+                self._of_states(self._vocab_size, torch.int32),
+                self._of_states(0.9, torch.float32),
+                self._of_states(0.0, torch.float32),
+            ),
             all_token_ids=self._runner.req_states.all_token_ids.gpu,
         )
 
@@ -57,11 +63,6 @@ class TrialBatches:
         """Nothing is kept of its requests."""
         for request_id in batch.request_ids:
             self._build.slots.release(request_id)
-
-    def _sampling(self, num_rows: int, is_greedy: bool) -> DeviceSampling:
-        if is_greedy:
-            return DeviceSampling(all_greedy=True)
-        return DeviceSampling(all_greedy=False, top_p=self._filled(num_rows, 0.9, torch.float32))
 
     def _tables(self, num_rows: int, num_tokens: int) -> list[torch.Tensor]:
         """Of each KV cache group; block 0 is vLLM's null block."""
