@@ -107,7 +107,11 @@ def measured(pair, tmp_path_factory):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "VLLM_TRIFORCE_PRELOADED"},
+        env={
+            # So wide that no cell of the table is wrapped, whatever its numbers are.
+            **{k: v for k, v in os.environ.items() if k != "VLLM_TRIFORCE_PRELOADED"},
+            "COLUMNS": "300",
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, given, done.stdout

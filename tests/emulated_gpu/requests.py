@@ -40,7 +40,12 @@ class Request:
 # one with a temperature alone, then greedy ones among themselves.
 REQUESTS = (
     Request("greedy, long", 151),
-    Request("sampled, top-p and min-p", 111, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02}, share=0.3),
+    Request(
+        "sampled, top-p and min-p",
+        111,
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
+        share=0.3,
+    ),
     Request("seed and top-k", 90, {"temperature": 0.8, "top_k": 40, "seed": 7}, share=0.3),
     Request("greedy, below min_context: proposes nothing", 4),
     Request("seed", 96, {"temperature": 0.8, "seed": 3}, share=0.5),

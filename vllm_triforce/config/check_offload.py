@@ -44,6 +44,13 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             f"{asked} with microbatches (enable_dbo, ubatch_size): both would be staged in the "
             "same memory at the same time; leave one of them out"
         )
+    fused = vllm_config.compilation_config.pass_config
+    for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
+        if getattr(fused, name):
+            raise ValueError(
+                f"{asked} with pass_config.{name}=true: the fused kernel would write what level 2 "
+                "computes into host memory; set it to false in --compilation-config"
+            )
     if (backend := getattr(vllm_config.attention_config.backend, "name", None)) == "FLASHINFER":
         raise ValueError(
             f"{asked} with --attention-backend {backend}: its plans are not told of staged layers "

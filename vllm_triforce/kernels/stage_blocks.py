@@ -42,6 +42,7 @@ def _stage_blocks_kernel(
 ):
     first, step = tl.program_id(0), tl.num_programs(0)
     staged_bytes = tl.zeros([], dtype=tl.int64)
+    total = tl.zeros([], dtype=tl.int32)
     for row in range(0, num_reqs):
         seq_len = tl.load(seq_lens_ptr + row)
         begin = tl.zeros([], dtype=tl.int32)
@@ -55,13 +56,15 @@ def _stage_blocks_kernel(
             else:
                 begin = num_full
         staged_bytes += (end - begin).to(tl.int64) * page_size * 4
-        for index in range(begin + first, end, step):
+        # Programs take the blocks of all requests in turn: a request may have but one.
+        for index in range(begin + (first + step - total % step) % step, end, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 mask = places < page_size
                 found = tl.load(host_ptr + block + places, mask=mask)
                 tl.store(staging_ptr + block + places, found, mask=mask)
+        total += end - begin
     if first == 0:
         tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
 

@@ -37,6 +37,7 @@ class OffloadedCache:
         """On the device, each of a layer's shape: where layers are staged (``staging.py``)."""
         self._memory: HostMemory | None = None
         self._spec: Any = None
+        self._staging: Staging | None = None
 
     def allocate(
         self,
@@ -105,11 +106,31 @@ class OffloadedCache:
             pools: as ``allocate_pools`` gave them; none where level 2 never runs.
             counters: [len(DeviceCounter)], int64, added to.
         """
-        staging = Staging(self.hosts, self.buffers, counters, side_stream_of(device))
+        self._staging = Staging(self.hosts, self.buffers, counters, side_stream_of(device))
         return {
-            name: HostLayer(staging, number, pools.get(name))
+            name: HostLayer(self._staging, number, pools.get(name))
             for number, name in enumerate(self.host_layer_names)
         }
+
+    def check_attached(self, names: list[str]) -> None:
+        """
+        Args:
+            names: of the layers whose attention reads what is staged, in their order.
+
+        Raises:
+            ValueError: those in host memory are not the last of them, or not among them.
+        """
+        offloaded = self.host_layer_names
+        if names[-len(offloaded) :] != offloaded:
+            raise ValueError(
+                f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
+                f"but the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
+            )
+
+    def begin_step(self) -> None:
+        """A step comes."""
+        if self._staging is not None:
+            self._staging.join()
 
 
 def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 _GIB = 1 << 30
+# Times the device's room; for less each pass need not cross PCIe.
+_WORTH = 1.1
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ def place_layers(
     most_blocks: int,
     num_buffers: int = 1,
 ) -> Placement:
-    """As many layers on the device as fit beside the staging buffers, the retrieval pool and the
-    chunk summaries, where what is left fills ``host_bytes`` or has ``most_blocks``. The fewer
-    layers lie in host memory, the more blocks fit there.
+    """As many blocks as fit, up to ``most_blocks``; where several placements have as many, that
+    with the most layers on the device. The fewer layers lie in host memory, the more blocks fit
+    there, and the fewer on the device, beside the staging buffers, the retrieval pool and the chunk
+    summaries.
 
     Args:
         page_bytes: of a block in one layer.
@@ -69,21 +72,15 @@ def place_layers(
         ValueError: not one block fits on either side.
     """
 
-    def blocks(num_device_layers: int) -> tuple[int, int]:
-        """That fit in host memory, and on the device."""
+    def blocks(num_device_layers: int) -> int:
+        """That fit in host memory as well as on the device."""
         num_host = num_layers - num_device_layers
         held = num_device_layers + min(num_buffers, num_host) + summary_share * num_layers
         room = device_bytes - pool_bytes * num_host
         in_host = min(most_blocks, host_bytes // (page_bytes * num_host))
-        return in_host, int(max(0, room) // (page_bytes * held))
+        return min(in_host, int(max(0, room) // (page_bytes * held)))
 
-    num_device_layers = 0
-    for number in range(num_layers - 1, 0, -1):
-        host, device = blocks(number)
-        if 0 < host <= device:
-            num_device_layers = number
-            break
-    num_blocks = min(blocks(num_device_layers))
+    num_blocks, num_device_layers = max((blocks(number), number) for number in range(num_layers))
     if num_blocks < 1:
         raise ValueError(
             f"kv_offload_gib={host_bytes / _GIB:g}: the device has {device_bytes / _GIB:.2f} GiB "
@@ -96,5 +93,6 @@ def place_layers(
 
 
 def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:
-    """Whether the device could hold as many blocks of all layers: then offloading only costs."""
-    return placement.kv_bytes * (1 + summary_share) <= device_bytes
+    """Whether the device could hold about as many blocks of all layers: then offloading only
+    costs."""
+    return placement.kv_bytes * (1 + summary_share) <= _WORTH * device_bytes

@@ -55,18 +55,23 @@ class Staging:
         reads = block_table, seq_lens, query_start_loc
         buffer = self.buffers[number % len(self.buffers)]
         part = Part.ALL
-        if self._ahead is not None:
-            assert self._side is not None
-            self._side.join()
-            if self._ahead[0] == number and self._ahead[1] is seq_lens:
-                part = Part.NEW
-            self._ahead = None
+        if self._ahead is not None and self._ahead[0] == number and self._ahead[1] is seq_lens:
+            part = Part.NEW
+        self.join()
         self._stage(number, reads, part)
         if self._side is not None and number + 1 < len(self._hosts):
             # Its buffer was read by the layer before this one, whose attention is launched.
             self._side.run(partial(self._stage, number + 1, reads, Part.COMPUTED))
             self._ahead = number + 1, seq_lens
         return buffer
+
+    def join(self) -> None:
+        """Waits for what is copied ahead, if anything is. A pass that is left half way leaves some,
+        and a CUDA graph that is replayed next does not know of it."""
+        if self._ahead is not None:
+            assert self._side is not None
+            self._side.join()
+            self._ahead = None
 
     def _stage(self, number: int, reads: Reads, part: Part) -> None:
         host, buffer = self._hosts[number], self.buffers[number % len(self.buffers)]

@@ -80,8 +80,8 @@ def plan_offload(
     _check_room(placement, place, num_seqs, spec.block_size, config, vllm_config, device_bytes)
     if all_would_fit(placement, device_bytes, summary_share):
         logger.warning_once(
-            "kv_offload_gib=%g: the device has room for as much KV cache (%.2f GiB), where it is "
-            "read faster; drop it, or raise it for longer contexts",
+            "kv_offload_gib=%g: the device has room for about as much KV cache (%.2f GiB), where "
+            "it is read faster; drop it, or raise it for longer contexts",
             config.kv_offload_gib,
             placement.kv_bytes / _GIB,
         )
@@ -126,7 +126,7 @@ def _check_room(
                 "fit; raise the one or lower the other"
             )
         return
-    needed = -(-model.max_model_len // block_size)
+    needed = -(-model.max_model_len // block_size) + 1  # one block is nobody's
     if placement.num_blocks >= needed or model.original_max_model_len == -1:
         return  # with -1, vLLM takes the longest that fits
     enough = placement.num_layers * placement.page_bytes * needed
@@ -143,7 +143,7 @@ def _check_room(
         remedies, buffers = ["kv_offload_overlap=false"], 1
     most_seqs = next((n for n in range(num_seqs, 0, -1) if fits(n, buffers)), None)
     if most_seqs is None:
-        remedies = [f"--max-model-len {placement.num_blocks * block_size}"]
+        remedies = [f"--max-model-len {(placement.num_blocks - 1) * block_size}"]
     else:
         if most_seqs < num_seqs:
             remedies.append(f"max_speculating_seqs={most_seqs}")
@@ -151,7 +151,7 @@ def _check_room(
             remedies.append(f"kv_offload_gib={enough / _GIB + 0.05:.1f}")
     pool = placement.num_host_layers * placement.pool_bytes
     raise ValueError(
-        f"{asked}: KV of {placement.num_blocks * block_size} tokens fits, fewer than "
+        f"{asked}: KV of {(placement.num_blocks - 1) * block_size} tokens fits, fewer than "
         f"max_model_len={model.max_model_len}; the device has {device_bytes / _GIB:.2f} GiB for "
         f"{placement.num_buffers} staging buffers, chunk summaries and level 2's pool, which takes "
         f"{pool / _GIB:.2f} GiB for {num_seqs} requests; {' and '.join(remedies)} would do"

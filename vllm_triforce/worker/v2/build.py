@@ -80,6 +80,8 @@ class DeviceBuild:
             config.min_context,
             dtype,
         )
+        if offload is not None:
+            offload.check_attached([layer.layer_name for layer in layers])
         pools = (
             {}
             if offload is None
@@ -110,7 +112,6 @@ class DeviceBuild:
         if pools:
             from vllm_triforce.offload.pool import RetrievalPool
 
-            _check_order([layer.layer_name for layer in layers], list(pools))
             pool = RetrievalPool(
                 [layer.kv_cache for layer in layers if layer.layer_name in pools],
                 list(pools.values()),
@@ -162,13 +163,3 @@ class DeviceBuild:
 
     def capture(self, mode: CUDAGraphMode) -> None:
         self.triforce.capture(mode)
-
-
-def _check_order(names: list[str], offloaded: list[str]) -> None:
-    """The layers in host memory are the last of those that retrieve, and they are all that there
-    are."""
-    if names[-len(offloaded) :] != offloaded:
-        raise ValueError(
-            f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, but "
-            f"the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
-        )

@@ -32,6 +32,7 @@ class PlainSpeculatorV2(SpeculatorV2):
             backend,
             self.config,
         )
+        offload.check_attached([layer.layer_name for layer in layers])
         backend(
             layers,
             builder,
