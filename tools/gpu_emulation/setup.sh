@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Makes the environment of the GPU emulation (docs/gpu-emulation.md):   setup.sh FOLDER
 # 6 GB, with a virtual environment in FOLDER/venv. Repeated, it does only what is left to do.
-#   KIT=FOLDER    a kit of tools/gpu_kit/make_kit.sh; without it one is made
+#   VLLM=0.32.0    vLLM's release; 0.33.0 is known as well
+#   KIT=FOLDER     a kit of tools/gpu_kit/make_kit.sh, of that release; without it one is made
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# = 1 ] || { echo "usage: setup.sh FOLDER" >&2; exit 2; }
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 venv=$folder/venv
+version=${VLLM:-0.32.0}
 
 say() { echo "setup.sh: $*" >&2; }
 command -v gcc >/dev/null || { say "gcc is needed, for two small libraries: install it"; exit 1; }
@@ -25,19 +27,28 @@ find_python() {
   return 1
 }
 
-if ! cmp -s "$here/requirements.txt" "$folder/requirements.txt"; then
+kit=${KIT:-$folder/kit}
+is_kit() { [ -f "$kit/SHA256" ] && grep -q "^vllm-$version-" "$kit/MANIFEST"; }
+[ -z "${KIT:-}" ] || is_kit || { say "KIT=$KIT holds no kit of vLLM $version"; exit 1; }
+
+case $version in
+  0.32.*) of_torch="torch==2.11.0 torchvision==0.26.0 triton==3.6.0" ;; # as on the GPU machine
+  0.33.*) of_torch="torch==2.14.0 torchvision==0.29.0 triton==3.8.0" ;; # as its wheel wants it
+  *) say "it is not known which torch vLLM $version takes: add that to this script" && exit 1 ;;
+esac
+# shellcheck disable=SC2086
+{ printf '%s\n' $of_torch && cat "$here/requirements.txt"; } >"$folder/requirements.new"
+if ! cmp -s "$folder/requirements.new" "$folder/requirements.txt"; then
   echo "== Python packages"
   [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
-  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r "$here/requirements.txt"
-  cp "$here/requirements.txt" "$folder/requirements.txt"
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -r "$folder/requirements.new"
 fi
+mv "$folder/requirements.new" "$folder/requirements.txt"
 
-kit=${KIT:-$folder/kit}
-if [ ! -f "$kit/SHA256" ]; then
-  [ -z "${KIT:-}" ] || { say "KIT=$KIT holds no kit: it has no file SHA256"; exit 1; }
+if ! is_kit; then
   echo "== a kit of vLLM's CUDA build"
-  PYTHON=$venv/bin/python bash "$here/../gpu_kit/make_kit.sh" "$kit"
+  VLLM=$version PYTHON=$venv/bin/python bash "$here/../gpu_kit/make_kit.sh" "$kit"
 fi
 if ! cmp -s "$kit/SHA256" "$folder/site.SHA256"; then
   echo "== vLLM's CUDA build"
