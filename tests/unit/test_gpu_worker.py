@@ -211,6 +211,22 @@ def test_blocks_that_kernels_see_in_pieces_are_refused():
         check_kernel_blocks([16, 128], [16, 64])
 
 
+def test_blocks_of_a_size_that_came_too_late_are_refused_by_name():
+    from vllm_triforce.core.kv_groups import group_layers
+
+    groups = [SimpleNamespace(layer_names=["a"])]
+    backend = SimpleNamespace(can_retrieve=lambda layer: True)
+    with pytest.raises(ValueError, match=r"blocks of 128 tokens.*said 16; use --block-size 128"):
+        group_layers(
+            SimpleNamespace(kv_cache_groups=groups),
+            [[]],
+            [128],
+            {"a": object()},
+            backend,
+            SimpleNamespace(block_size=16),
+        )
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

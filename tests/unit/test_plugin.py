@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,6 +225,17 @@ def test_block_size_that_the_user_chose_is_kept(gqa_pair):
     config = engine_config(gqa_pair["target"], triforce(), block_size=64)
     assert config.cache_config.block_size == 64
     assert config.additional_config["triforce"]["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    "size, is_chosen, used", [(16, False, 128), (128, False, 128), (64, True, 64)]
+)
+def test_a_block_size_that_vllm_would_choose_later_is_chosen_now(size, is_chosen, used):
+    from vllm_triforce.vllm_patches.engine_args import _block_size
+
+    # As vLLM 0.33 leaves it until the model is loaded.
+    cache_config = SimpleNamespace(block_size=size, user_specified_block_size=is_chosen)
+    assert _block_size(cache_config) == cache_config.block_size == used
 
 
 def test_engine_args_can_be_used_twice(gqa_pair):

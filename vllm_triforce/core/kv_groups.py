@@ -38,6 +38,16 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
             )
 
 
+def _check_block_size(block_sizes: list[int], config) -> None:
+    """Refuses KV blocks of another size than our lengths are multiples of: the attention backend
+    may choose one when the model is loaded, which is after ours were."""
+    if config.block_size not in block_sizes:
+        raise ValueError(
+            f"vLLM made KV blocks of {block_sizes[0]} tokens once the model was loaded, where its "
+            f"configuration had said {config.block_size}; use --block-size {block_sizes[0]}"
+        )
+
+
 def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
     """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
@@ -63,6 +73,7 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         sparse_layers += [target_layers[name] for name in group.sparse_layer_names]
         groups.append(group)
     if not sparse_layers:
+        _check_block_size(block_sizes, config)
         raise ValueError(
             "no layer of the target has full attention that TriForce can make sparse (sliding "
             "windows and ALiBi stay dense); use another speculative method"

@@ -175,8 +175,20 @@ def _wrap_create_speculative_config(original):
     return create_speculative_config
 
 
+# Tokens of a KV block that vLLM takes on the CPU.
+_CPU_BLOCK_SIZE = 128
+
+
+def _block_size(cache_config) -> int:
+    """Of the KV cache: our sizes are whole blocks. vLLM 0.33 chooses the CPU's once the model is
+    loaded; here it is chosen before, as vLLM 0.32 does."""
+    if checks.is_cpu() and not cache_config.user_specified_block_size:
+        cache_config.block_size = _CPU_BLOCK_SIZE
+    return cache_config.block_size
+
+
 def _finish(vllm_config, config: TriForceConfig):
-    block_size = vllm_config.cache_config.block_size
+    block_size = _block_size(vllm_config.cache_config)
     resolved = config.resolve(block_size)
     if resolved.retrieval_budget != config.retrieval_budget and not config.is_plain:
         logger.warning(
