@@ -11,24 +11,39 @@ _ACCEPT, _RECOVER, _DRAFT = noise.ACCEPT, noise.RECOVER, noise.DRAFT
 
 @triton.jit
 def _probe_kernel(
-    seeds_ptr, token_positions_ptr, chances_ptr, recover_ptr, draft_ptr, size, BLOCK: tl.constexpr
+    seeds_ptr,
+    begins_ptr,
+    token_positions_ptr,
+    chances_ptr,
+    recover_ptr,
+    draft_ptr,
+    size,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    seed, token_position = tl.load(seeds_ptr + row), tl.load(token_positions_ptr + row)
-    tl.store(chances_ptr + row, uniform(seed, token_position, _ACCEPT))
+    seed, begin = tl.load(seeds_ptr + row), tl.load(begins_ptr + row)
+    position = tl.load(token_positions_ptr + row)
+    tl.store(chances_ptr + row, uniform(seed, begin, position, _ACCEPT))
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     out = row * size + offsets
-    tl.store(recover_ptr + out, exponential(seed, token_position, _RECOVER, offsets), mask=mask)
-    tl.store(draft_ptr + out, exponential(seed, token_position, _DRAFT, offsets), mask=mask)
+    tl.store(recover_ptr + out, exponential(seed, begin, position, _RECOVER, offsets), mask=mask)
+    tl.store(draft_ptr + out, exponential(seed, begin, position, _DRAFT, offsets), mask=mask)
 
 
-def probe(seeds: torch.Tensor, token_positions: torch.Tensor, size: int):
+def probe(seeds: torch.Tensor, begins: torch.Tensor, token_positions: torch.Tensor, size: int):
     """Uniform numbers [n], and exponential ones for recovering and for drafting, [n, size]."""
     device = seeds.device
     chances = torch.zeros(len(seeds), device=device)
     recover, draft = torch.zeros(2, len(seeds), size, device=device)
     _probe_kernel[(len(seeds),)](
-        seeds, token_positions, chances, recover, draft, size, BLOCK=triton.next_power_of_2(size)
+        seeds,
+        begins,
+        token_positions,
+        chances,
+        recover,
+        draft,
+        size,
+        BLOCK=triton.next_power_of_2(size),
     )
     return chances, recover, draft

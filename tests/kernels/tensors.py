@@ -67,6 +67,11 @@ def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> Leve
     )
 
 
-def draw_parameters(temperature: torch.Tensor, seeds) -> DrawParameters:
+def draw_parameters(temperature: torch.Tensor, seeds, begins=None) -> DrawParameters:
+    """
+    Args:
+        begins: of the rows' proposals; by default 0 for all.
+    """
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
-    return DrawParameters(temperature.to(DEVICE), seeds.to(DEVICE))
+    begins = torch.zeros(len(seeds)) if begins is None else begins
+    return DrawParameters(temperature.to(DEVICE), seeds.to(DEVICE), begins.to(DEVICE, torch.int32))

@@ -74,6 +74,7 @@ def test_rows_are_drawn_for_as_their_requests_ask():
     assert rows.temperature.tolist() == [5 / 4, 1 / 4, 3 / 4, 0, 0], "padding draws nothing"
     assert rows.divisor.tolist() == [5 / 4, 1 / 4, 3 / 4, 1, 1]
     assert rows.drawing.seeds.tolist() == [85, 81, 83]
+    assert rows.drawing.begins.tolist() == [603, 107, 99]
     assert rows.top_k.tolist() == [15, 11, 13, VOCAB_SIZE, VOCAB_SIZE], "padding masks nothing"
     torch.testing.assert_close(rows.top_p.cpu(), torch.tensor([0.5, 0.1, 0.3, 1, 1]))
     torch.testing.assert_close(rows.min_p.cpu(), torch.tensor([0.25, 0.05, 0.15, 0, 0]))

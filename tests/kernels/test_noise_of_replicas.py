@@ -32,7 +32,7 @@ def noise_of(data_parallel_index: int) -> tuple[torch.Tensor, ...]:
     for row in range(2):
         states.add_request(row, SamplingParams(temperature=1.0))
     places = torch.tensor([7, 7], dtype=torch.int32, device=DEVICE)
-    return probe(torch.from_numpy(states.seeds.np).to(DEVICE), places, 19)
+    return probe(torch.from_numpy(states.seeds.np).to(DEVICE), places, places, 19)
 
 
 def test_replicas_draw_apart_and_ranks_alike(monkeypatch):

@@ -65,6 +65,7 @@ def test_verification(vocab_size, gamma, certain):
     room[5] = length[5]  # finished
     seeds = torch.randint(-(2**62), 2**62, (num_rows,), generator=draw)
     token_positions = torch.randint(1, 100000, (num_rows,), generator=draw)
+    begins = token_positions - 1 - length
     rows = some_rows(
         num_rows,
         gamma,
@@ -82,7 +83,7 @@ def test_verification(vocab_size, gamma, certain):
         rows,
         level_logits(target, temperature),
         None if certain else distributions(draft, temperature),
-        draw_parameters(temperature, seeds),
+        draw_parameters(temperature, seeds, begins),
         Race(num_rows, vocab_size, DEVICE),
         counters,
     )
@@ -94,7 +95,10 @@ def test_verification(vocab_size, gamma, certain):
             continue
         own = token_positions[row] + torch.arange(gamma + 1)
         chances, delays, _ = probe(
-            seeds[row].repeat(gamma + 1).to(DEVICE), own.to(torch.int32).to(DEVICE), vocab_size
+            seeds[row].repeat(gamma + 1).to(DEVICE),
+            begins[row].repeat(gamma + 1).to(DEVICE, torch.int32),
+            own.to(DEVICE, torch.int32),
+            vocab_size,
         )
         expected = oracles.verify_row(
             drafted[row, :count].tolist(),
@@ -162,11 +166,11 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         rows,
         1,
         level_logits(logits, temperature),
-        draw_parameters(temperature, seeds),
+        draw_parameters(temperature, seeds, token_positions - 3),
         Race(num_rows, vocab_size, DEVICE),
     )
-    own = token_positions.to(torch.int32).to(DEVICE)
-    _, _, delays = probe(seeds.to(DEVICE), own, vocab_size)
+    own, begins = token_positions.to(DEVICE, torch.int32), rows.computed[:num_rows]
+    _, _, delays = probe(seeds.to(DEVICE), begins, own, vocab_size)
     for row in range(num_rows):
         if temperature[row] == 0:
             expected = int(logits[row].argmax())

@@ -29,6 +29,7 @@ class DrawParameters:
 
     temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
     seeds: torch.Tensor  # [num_rows], int64
+    begins: torch.Tensor  # [num_rows], int32, tokens that were computed when the proposal began
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def _race_for_drafts(
         rows.drafted,
         sampling.temperature,
         sampling.seeds,
+        sampling.begins,
         token_positions,
         race.values,
         race.tokens,

@@ -19,6 +19,7 @@ def race_kernel(
     num_accepted_ptr,  # [num_reqs]
     temperature_ptr,  # [num_reqs]
     seeds_ptr,  # [num_reqs]
+    begins_ptr,  # [num_reqs]
     token_positions_ptr,  # [num_reqs]
     values_ptr,  # [num_reqs, 2, num_blocks]
     tokens_ptr,  # [num_reqs, 2, num_blocks]
@@ -47,7 +48,7 @@ def race_kernel(
     probs = tl.exp(logits.to(tl.float32) / temperature - lse)
     seed = tl.load(seeds_ptr + row)
     token_position = tl.load(token_positions_ptr + row) + place
-    delay = exponential(seed, token_position, PURPOSE, tokens)
+    delay = exponential(seed, tl.load(begins_ptr + row), token_position, PURPOSE, tokens)
     rest = probs
     if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if place < tl.load(num_drafted_ptr + row):

@@ -94,7 +94,8 @@ class Rows:
     @property
     def drawing(self) -> DrawParameters:
         """How the rows' tokens are drawn."""
-        return DrawParameters(self.temperature[: self.num_rows], self.seeds[: self.num_rows])
+        its = (self.temperature, self.seeds, self.computed)
+        return DrawParameters(*(values[: self.num_rows] for values in its))
 
     def column(self, column: RowColumn) -> torch.Tensor:  # [num_rows], int32
         """A column of the rows' table."""

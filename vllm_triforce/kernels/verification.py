@@ -43,6 +43,7 @@ def _accept_kernel(
     draft_lse_ptr,  # [num_reqs, GAMMA]
     temperature_ptr,  # [num_reqs]
     seeds_ptr,  # [num_reqs]
+    begins_ptr,  # [num_reqs]
     token_positions_ptr,  # [num_reqs]
     vocab_size,
     GAMMA: tl.constexpr,
@@ -69,7 +70,8 @@ def _accept_kernel(
                     drafted = tl.load(draft_ptr + at * vocab_size + token).to(tl.float32)
                     drafted = tl.exp(drafted / temperature - tl.load(draft_lse_ptr + at))
                 token_position = tl.load(token_positions_ptr + row) + place
-                chance = uniform(tl.load(seeds_ptr + row), token_position, _ACCEPT)
+                seed, begin = tl.load(seeds_ptr + row), tl.load(begins_ptr + row)
+                chance = uniform(seed, begin, token_position, _ACCEPT)
                 accept = chance * drafted < target
         going = going & accept & (place < num_drafted)
         accepted += going.to(tl.int32)
@@ -187,6 +189,7 @@ def verify_drafts(
         draft.lse,
         sampling.temperature,
         sampling.seeds,
+        sampling.begins,
         rows.token_positions,
         vocab_size,
         GAMMA=gamma,
@@ -204,6 +207,7 @@ def verify_drafts(
             rows.num_accepted,
             sampling.temperature,
             sampling.seeds,
+            sampling.begins,
             rows.token_positions,
             race.values,
             race.tokens,
