@@ -2,7 +2,7 @@
 
 Start the server first. With the embedded pair on a CPU, from the root of the checkout:
 
-    VLLM_CPU_KVCACHE_SPACE=1 vllm serve examples/models/target --dtype float32 \
+    VLLM_CPU_KVCACHE_SPACE=2 vllm serve examples/models/target --dtype float32 \
         --chat-template examples/chat_template.jinja --speculative-config \
         '{"method": "triforce", "model": "examples/models/draft", "retrieval_budget": 1024}'
 

@@ -15,6 +15,7 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"Python {sys.version.split()[0]} found; 3.11 to 3.13 needed: make PYTHON=python3.11 ...")
 P
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+echo "installing vLLM's CPU build and what goes with it into $venv: some minutes, 4 GB" >&2
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
 
 # The CPU build of torch: from pip's own find-links where it is there, else from PyTorch's index.

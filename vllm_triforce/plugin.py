@@ -2,6 +2,8 @@
 
 _has_warned = False
 
+DOES_NOT_LOAD = "modules of it do not load here"
+
 
 def register() -> None:
     """Lets ``EngineArgs`` understand the method ``triforce``.
@@ -35,8 +37,10 @@ def why_not() -> str | None:
         from vllm_triforce import vllm_patches
 
         missing = vllm_patches.missing(engine_process=False)
-    except Exception as error:  # a module that moved, or does not load
+    except (ImportError, AttributeError) as error:  # a module or a name that moved
         missing = [f"{type(error).__name__}: {error}"]
+    except Exception as error:  # vLLM does not work here, with us or without
+        return f"{DOES_NOT_LOAD} ({type(error).__name__}: {error})"
     return f"it does not have what would be wrapped: {', '.join(missing)}" if missing else None
 
 

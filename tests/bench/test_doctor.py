@@ -164,15 +164,12 @@ def test_what_is_refused(capsys, pair, keys, options, by, words):
     assert engine["refusal"] in str(refused.value)
 
 
-def test_a_model_that_is_not_there(capsys):
-    code, found = doctor(capsys, "./no/such/model")
-    assert code == 1 and found["engine"]["refused_by"] == "vLLM"
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--machine", "abacus"], "no file and none of"),
+        (["./no/such/model"], "there is no such folder"),
+        (["no/such/model"], "there is no such folder"),
         (["--acceptances", "high"], "give shares"),
         (["--acceptances", "1.5"], "is no share"),
         (["--max-model-len", "8192"], "comes before MODEL"),
@@ -206,6 +203,18 @@ def test_a_vllm_that_is_not_supported(capsys, monkeypatch):
     assert "engine" not in found
 
 
+def test_a_vllm_that_does_not_load(capsys, monkeypatch):
+    from vllm_triforce import vllm_patches
+
+    def missing(**_):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(vllm_patches, "missing", missing)
+    code, found = doctor(capsys)
+    refusal = found["installation"]["refusal"]
+    assert code == 1 and "pip uninstall all three" in refusal and "install vLLM" not in refusal
+
+
 def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
     from vllm import envs
 
@@ -213,6 +222,20 @@ def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     code, found = doctor(capsys)
     assert code == 1 and "VLLM_PLUGINS=another" in found["installation"]["refusal"]
+
+
+def test_the_verdict_is_what_would_be_done():
+    from vllm_triforce_bench.doctor.text import _verdict
+
+    def verdict(*pays_from, **more) -> str:
+        cells = [{"pays_from": since} for since in pays_from]
+        found = {"installation": {"refusal": None}, "engine": {"refusal": None}, "runs": True}
+        return _verdict({**found, "prediction": {"cells": cells}, **more})
+
+    assert verdict(None, 4096) == "TriForce would run."
+    assert "decode plainly" in verdict(None, None)
+    refused = verdict(runs=False, layers={"refusal": "no layer fits"})
+    assert refused == "TriForce would refuse to start: no layer fits."
 
 
 def test_as_text(pair):

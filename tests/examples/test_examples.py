@@ -4,13 +4,14 @@ of its own as a reader starts it. Clients share one server."""
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.models import PAIR, ROOT
+from tests.models import ROOT
 from tests.serving import serve
 from tests.v2.environment import needs_interpreter, v2_environment
 
@@ -35,12 +36,23 @@ def run(*command, env: dict | None = None, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def documented() -> tuple[list[str], dict[str, str]]:
+    """Arguments and variables of the server that getting-started.md starts with the pair."""
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    command = re.search(r"^(VLLM_CPU\S+ .*?serve examples/.*?)\n```", page, re.M | re.S)[1]
+    words = shlex.split(re.sub(r"\bexamples/", f"{EXAMPLES}/", command.replace("\\\n", " ")))
+    begin = words.index("serve")
+    return words[begin + 1 :], dict(word.split("=", 1) for word in words[: begin - 1])
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    keys = {"method": "triforce", "model": str(PAIR / "draft"), "retrieval_budget": 512} | KEYS
+    """As the page has it, but for the controller's part: these texts are short."""
+    (target, *options), variables = documented()
+    place = options.index("--speculative-config") + 1
+    options[place] = json.dumps(json.loads(options[place]) | KEYS)
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--max-model-len", "8192", "--speculative-config", json.dumps(keys))
-    with serve(str(PAIR / "target"), log, *options) as server:
+    with serve(target, log, *options, **variables) as server:
         yield server
         counted = server.metrics()
         assert counted["vllm:triforce_level2_accepted_tokens_total"] > 0

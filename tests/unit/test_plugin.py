@@ -133,6 +133,21 @@ def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
     assert f"its version is {version}" in line and "Install vLLM >=0.32.0, <0.34" in line
 
 
+def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(monkeypatch):
+    from vllm_triforce import plugin, vllm_patches
+
+    def fail(error: Exception) -> str:
+        def missing(**_):
+            raise error
+
+        monkeypatch.setattr(vllm_patches, "missing", missing)
+        return plugin.why_not()
+
+    assert "what would be wrapped: ImportError" in fail(ImportError("no such name"))
+    broken = fail(RuntimeError("operator torchvision::nms does not exist"))
+    assert broken.startswith(plugin.DOES_NOT_LOAD) and "torchvision::nms" in broken
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
 def test_supported_versions(version):
     assert is_supported(version)
@@ -357,6 +372,20 @@ def _config_only(folder, **config) -> str:
                 max_target_positions=448,
             ),
             "encoder-decoder",
+        ),
+        (
+            dict(
+                architectures=["MistralForCausalLM"],
+                model_type="mistral",
+                sliding_window=128,
+                hidden_size=64,
+                intermediate_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                num_hidden_layers=2,
+                vocab_size=512,
+            ),
+            "sliding window of 128 tokens in every layer",
         ),
     ],
 )

@@ -169,6 +169,12 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             f"kv_cache_dtype={cache_dtype!r}: this GPU has no such numbers (compute capability "
             "8.9 is needed), and retrieval reads keys with them; use kv_cache_dtype='auto'"
         )
+    if (window := vllm_config.cache_config.sliding_window) is not None:  # vLLM's, if it is of all
+        raise ValueError(
+            f"target {vllm_config.model_config.model!r} has a sliding window of {window} tokens in "
+            "every layer: none reads more, which level 2 could retrieve from; use a model that has "
+            "full attention in some layers, or another method"
+        )
     if not is_cpu() and vllm_config.model_config.hf_text_config.model_type == "gpt_oss":
         raise ValueError(
             f"target {vllm_config.model_config.model!r} has attention sinks in every layer, which "

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+NO_SPARSE_LAYER = (
+    "no layer of the target has full attention that TriForce can make sparse (sliding windows and "
+    "ALiBi stay dense); use another speculative method"
+)
+
 
 @dataclass
 class KVGroup:
@@ -74,8 +79,5 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         groups.append(group)
     if not sparse_layers:
         _check_block_size(block_sizes, config)
-        raise ValueError(
-            "no layer of the target has full attention that TriForce can make sparse (sliding "
-            "windows and ALiBi stay dense); use another speculative method"
-        )
+        raise ValueError(NO_SPARSE_LAYER)
     return groups, sparse_layers, sparse_builder

@@ -74,6 +74,9 @@ def examine(
     found["runs"] = found["installation"]["refusal"] is None
     if model is None or not found["runs"]:
         return found
+    if _looks_local(model) and not os.path.isdir(os.path.expanduser(model)):
+        fail(f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name")
+    from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
     from vllm_triforce_bench.doctor.engine import engine
 
     try:
@@ -94,10 +97,18 @@ def examine(
         return found
     found["layers"] = layers.found()
     found["runs"] = bool(layers.retrieving) or found["engine"]["is_plain"]
-    if found["runs"]:
-        found["memory"] = memory(vllm_config, layers)
-        found["prediction"] = pays(vllm_config, layers, machine, acceptances, _say)
+    if not found["runs"]:
+        found["layers"]["refusal"] = NO_SPARSE_LAYER
+        return found
+    found["memory"] = memory(vllm_config, layers)
+    found["prediction"] = pays(vllm_config, layers, machine, acceptances, _say)
+    found["prediction"]["is_asked_for"] = machine is not None
     return found
+
+
+def _looks_local(model: str) -> bool:
+    """Whether it is the name of a folder: on the hub there is at most one slash."""
+    return model.startswith((".", "~", os.sep)) or model.count("/") > 1
 
 
 def _say(line: str) -> None:

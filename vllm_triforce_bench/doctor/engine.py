@@ -1,6 +1,7 @@
 """The configuration of an engine, made as ``vllm serve`` makes it; weights are not read."""
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 from vllm_triforce.config.asked import METHOD
@@ -25,7 +26,8 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
     try:
         vllm_config = _configure(model, options, METHOD)
     except Exception as error:  # whatever it is, it is what `vllm serve` would end with
-        return {"model": model, "refusal": _said(error), **_stock(model, options)}, None
+        refusal = _said(error) + _hint(error)
+        return {"model": model, "refusal": refusal, **_stock(model, options)}, None
     finally:
         logger.removeHandler(heard)
     return {**_facts(vllm_config), "warnings": heard.messages}, vllm_config
@@ -62,6 +64,16 @@ def _stock(model: str, options: list[str]) -> dict[str, Any]:
     except Exception as error:
         return {"refused_by": "vLLM", "refusal_without_triforce": _said(error)}
     return {"refused_by": "vllm-triforce"}
+
+
+def _hint(error: Exception) -> str:
+    """vLLM looks at a model's code in a process of its own, and says only that it failed."""
+    if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+        return (
+            " [models that take images need torchvision to be looked at, which is not installed "
+            "here; TriForce takes text alone, with --language-model-only]"
+        )
+    return ""
 
 
 def _said(error: Exception) -> str:

@@ -21,11 +21,12 @@ def installation() -> dict[str, Any]:
     found["is_supported"] = is_supported(vllm.__version__)
     if (refusal := _not_loaded()) is not None:
         return {**found, "refusal": refusal}
-    from vllm_triforce.plugin import register, why_not
+    from vllm_triforce.plugin import DOES_NOT_LOAD, register, why_not
 
     if (reason := why_not()) is not None:
-        wanted = ", ".join(SUPPORTED_VLLM)
-        remedy = f"install vLLM {wanted}, or uninstall vllm-triforce"
+        remedy = f"install vLLM {', '.join(SUPPORTED_VLLM)}, or uninstall vllm-triforce"
+        if reason.startswith(DOES_NOT_LOAD):
+            remedy = f"mend its environment, with which TriForce has nothing to do{_hint(reason)}"
         return {**found, "refusal": f"this vLLM is left alone: {reason}; {remedy}"}
     register()
     from vllm.platforms import current_platform
@@ -34,6 +35,16 @@ def installation() -> dict[str, Any]:
     if not current_platform.is_cpu():
         found["device"] = current_platform.get_device_name()
     return {**found, **_patches()}
+
+
+def _hint(reason: str) -> str:
+    """What is known to break a CPU build."""
+    if "torchvision" not in reason:
+        return ""
+    return (
+        ": on a CPU, PyPI's torchvision, torchaudio and torchcodec want another torch than is "
+        "here; pip uninstall all three"
+    )
 
 
 def _versions(vllm_version: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     Args:
         found: of ``examine()``.
     """
-    yield from _installation(found["installation"])
+    yield from _installation(found["installation"], lists_wraps="engine" not in found)
     if "engine" in found:
         yield ""
         yield from _engine(found["engine"])
@@ -42,7 +42,7 @@ def _line(name: str, value: str) -> str:
     )
 
 
-def _installation(found: dict[str, Any]) -> Iterator[str]:
+def _installation(found: dict[str, Any], lists_wraps: bool) -> Iterator[str]:
     yield _line("vllm-triforce", found["vllm_triforce"])
     if found["vllm"] is None:
         return
@@ -56,7 +56,7 @@ def _installation(found: dict[str, Any]) -> Iterator[str]:
     if "wraps" in found:
         names = [patch["what"] for patch in found["wraps"]]
         yield _line("wraps of vLLM", f"{len(names)} functions, inert unless TriForce is asked for")
-        for patch in found["wraps"]:
+        for patch in found["wraps"] if lists_wraps else ():
             yield _line("", f"{patch['what']}: {patch['why']}")
 
 
@@ -132,8 +132,9 @@ def _prediction(found: dict[str, Any]) -> Iterator[str]:
         return
     assumed = found["assumed"]
     yield ""
+    here = " (what is above is of the machine here)" if found.get("is_asked_for") else ""
     yield textwrap.fill(
-        f"Predicted for {found['machine']}, nothing of it measured: decode speed over plain "
+        f"Predicted for {found['machine']}{here}, nothing of it measured: decode speed over plain "
         f"decoding, by the acceptance of level 2's tokens; level 1's taken to be "
         f"{assumed['draft_acceptance']:g} for a draft, {assumed['lookup_acceptance']:g} for prompt "
         "lookup.",
@@ -163,7 +164,10 @@ def _verdict(found: dict[str, Any]) -> str:
     if engine["refusal"] is not None:
         if engine["refused_by"] == "vLLM":
             return "Stock vLLM refuses this as well: mend that first."
-        return "TriForce would refuse to start; without it, stock vLLM serves this model."
+        return "TriForce would refuse to start; stock vLLM accepts this configuration."
     if not found["runs"]:
-        return "TriForce would refuse to start: no layer of the target can retrieve."
+        return f"TriForce would refuse to start: {found['layers']['refusal']}."
+    cells = found.get("prediction", {}).get("cells", [])
+    if cells and all(cell["pays_from"] is None for cell in cells):
+        return "TriForce would run, and by this prediction decode plainly, as stock vLLM does."
     return "TriForce would run."
