@@ -44,6 +44,7 @@ def exponential(seed, begin, token_position, purpose: tl.constexpr, offsets):
 def open_unit(random32):
     """From 32 random bits (n + 0.5) / 2**32, rounded to float32 but not to 1. Of the numbers close
     to 0 no bit is lost; halves are exact, whatever a GPU can convert."""
+    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would bring the sign
     high = (random32 >> 16).to(tl.int32).to(tl.float32)
     low = (random32 & 0xFFFF).to(tl.int32).to(tl.float32)
     unit = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
