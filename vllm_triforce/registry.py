@@ -106,8 +106,9 @@ class Registry(Mapping[str, Any]):
         where = f"{entry.value} of {_project(entry)}"
         try:
             found = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{where} does not load ({error}); correct or uninstall it") from error
+        except Exception as error:  # the other package's code: anything may be wrong with it
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} does not load ({said}); correct or uninstall it") from error
         if not self._is_one(found, entry.name):
             raise ValueError(
                 f"{where} is no class over {self._base[1]} with name = {entry.name!r}; name the "

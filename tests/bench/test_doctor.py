@@ -3,6 +3,7 @@ what it calls refused is refused, and with the same words.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import make_architecture, make_llama
+from tests.packages import BROKEN, put_project
 from vllm_triforce.cli import main
 from vllm_triforce_bench.predict.machine import MACHINES
 
@@ -236,6 +238,29 @@ def test_the_verdict_is_what_would_be_done():
     assert "decode plainly" in verdict(None, None)
     refused = verdict(runs=False, layers={"refusal": "no layer fits"})
     assert refused == "TriForce would refuse to start: no layer fits."
+
+
+def test_a_policy_that_is_broken(pair, tmp_path):
+    """Of another package, in a process of its own: refused with the reason where it is asked for,
+    without effect where not."""
+    path = os.pathsep.join([str(put_project(tmp_path, "broken", BROKEN)), *sys.path])
+
+    def doctor_of(keys: dict) -> tuple[int, str]:
+        command = ["doctor", pair["target"], *OPTIONS, "--machine", "H200"]
+        command += ["--speculative-config", json.dumps(keys), "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_triforce.cli", *command],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, json.loads(done.stdout)["engine"]["refusal"]
+
+    code, refusal = doctor_of({"selection": "misnamed"})
+    assert code == 1 and refusal.startswith("selection='misnamed': broken_module:Newest of broken")
+    assert "name the class's name as its entry point" in refusal
+    assert doctor_of({"selection": "quest"}) == (0, None)
 
 
 def test_as_text(pair):

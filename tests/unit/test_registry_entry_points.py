@@ -6,23 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.packages import BROKEN, GROUP, POLICY, put_project
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
 from vllm_triforce.registry import Registry
 from vllm_triforce.selection import POLICIES
-
-GROUP = "vllm_triforce.selection_policies"
-POLICY = """
-from vllm_triforce.selection import SelectionPolicy
-
-class Newest(SelectionPolicy):
-    name = "newest"
-
-    def score(self, query, summaries, num_chunks):
-        raise NotImplementedError
-
-class Open(SelectionPolicy):
-    name = "open"
-"""
 
 
 def policies() -> Registry:
@@ -35,14 +22,7 @@ def install(tmp_path, monkeypatch) -> Callable[..., None]:
     """Puts a project with entry points on the path, and its one module."""
 
     def put(name: str, entry_points: dict[str, str], module: str = POLICY, group: str = GROUP):
-        folder = tmp_path / name
-        info = folder / f"{name}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (folder / f"{name}_module.py").write_text(module)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = [f"{key} = {value}" for key, value in entry_points.items()]
-        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-        monkeypatch.syspath_prepend(folder)
+        monkeypatch.syspath_prepend(put_project(tmp_path, name, entry_points, module, group))
 
     yield put
     for module in [name for name in sys.modules if name.endswith("_module")]:
@@ -65,11 +45,15 @@ def test_a_policy_of_another_package_is_known_and_loaded_when_asked_for(install)
     assert found["newest"].name == "newest" and found["newest"] is found["newest"]
 
 
-def test_what_is_broken_harms_only_who_asks_for_it(install):
-    install("mine", {"newest": "mine_module:Newest"}, module="import no_such_module")
+@pytest.mark.parametrize(
+    "module, says",
+    [("import no_such_module", "no_such_mod"), ("class Newest(", "SyntaxError"), ("1 / 0", "Zero")],
+)
+def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
+    install("mine", {"newest": "mine_module:Newest"}, module)
     found = policies()
     assert found["quest"].name == "quest"
-    with pytest.raises(ValueError, match=r"mine_module:Newest of mine does not load .*no_such_mod"):
+    with pytest.raises(ValueError, match=rf"mine_module:Newest of mine does not load .*{says}"):
         found["newest"]
 
 
@@ -111,6 +95,26 @@ def test_configuration_knows_it(install, monkeypatch):
     monkeypatch.setattr(asked, "POLICIES", policies())
     monkeypatch.setattr(draft_sources, "SOURCES", sources)
     assert TriForceConfig(selection="newest", draft_sources="repeat").selection == "newest"
-    with pytest.raises(ValueError, match="'newest' or 'quest' or 'retrieval' or 'streaming'"):
+    names = "'newest' or 'quest' or 'retrieval' or 'streaming', or install the package that has it"
+    with pytest.raises(ValueError, match=names):
         TriForceConfig(selection="eldest")
     assert not {"mine_module", "source_module"} & {*sys.modules}
+
+
+def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
+    """Who asks for it is told what is wrong before a model is loaded; nobody else is."""
+    from tests.conftest import triforce
+    from tests.unit.test_plugin import engine_config
+    from vllm_triforce.config import asked, checks
+
+    install("broken", BROKEN)
+    monkeypatch.setattr(asked, "POLICIES", policies())
+    monkeypatch.setattr(checks, "POLICIES", asked.POLICIES)
+    reasons = ["with name = 'misnamed'; name the class's name", "'Oldest'", "No module named 'no_s"]
+    for name, reason in zip(BROKEN, reasons):
+        with pytest.raises(ValueError) as refused:
+            engine_config(gqa_pair["target"], triforce(selection=name))
+        said = str(refused.value)
+        assert said.startswith(f"selection={name!r}: {BROKEN[name]} of broken ") and reason in said
+    config = engine_config(gqa_pair["target"], triforce(selection="quest"))
+    assert config.additional_config["triforce"]["selection"] == "quest"

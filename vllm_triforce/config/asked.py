@@ -134,7 +134,8 @@ class TriForceConfig:
         if self.selection not in POLICIES.names:
             raise ValueError(
                 f"selection={self.selection!r} is not a selection policy; "
-                f"use {' or '.join(map(repr, POLICIES.names))}"
+                f"use {' or '.join(map(repr, POLICIES.names))}, or install the package that has it "
+                "in this environment"
             )
         if (
             self.retrieval_recent_tokens is not None

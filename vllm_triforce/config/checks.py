@@ -8,6 +8,7 @@ from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
 from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+from vllm_triforce.selection import POLICIES
 
 
 def check_vllm_version(version: str | None = None) -> None:
@@ -58,6 +59,19 @@ def read_draft_config(
             f"draft model {draft_model!r}{pinned} cannot be read ({error}); correct 'model' in "
             "speculative_config, or leave it out for prompt lookup"
         ) from error
+
+
+def check_selection(config: TriForceConfig) -> None:
+    """Refuses a policy of another package that is known by its name and does not load, or is none.
+
+    That loads it, and torch; what is not asked for is not loaded, and may be broken.
+    """
+    if config.is_plain:  # nothing is retrieved
+        return
+    try:
+        POLICIES[config.selection]
+    except ValueError as error:
+        raise ValueError(f"selection={config.selection!r}: {error}") from error
 
 
 def check_target(model_config, parallel_config) -> None:

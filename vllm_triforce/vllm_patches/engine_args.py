@@ -118,6 +118,7 @@ def _wrap_create_engine_config(original):
         checks.check_vllm_version()
         vllm_patches.check_signatures()
         config, draft = _split(self)
+        checks.check_selection(config)
         if draft.get("model"):
             _read_draft_config(draft, self.trust_remote_code)
         changed = ("speculative_config", "additional_config", "async_scheduling")
