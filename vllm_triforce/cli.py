@@ -73,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         subparser.set_defaults(fail=subparser.error)
         if name in argv[:1]:
-            importlib.import_module(command.module).add_arguments(subparser)
+            try:
+                importlib.import_module(command.module).add_arguments(subparser)
+            except ValueError as error:  # other packages add to what it offers, and may clash
+                subparser.error(str(error))
     args, more = parser.parse_known_args(argv)
     args.argv, args.more = list(argv), more
     command = COMMANDS[args.command]

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
+from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
 from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -403,6 +407,38 @@ def test_bad_input_is_refused_before_the_model_loads(changed, named, capsys, mon
         cli.main([*RUN, *changed])
     assert end.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_broken_policy_of_another_package_harms_only_who_compares_it(tmp_path):
+    """The help names it without loading it, others are measured without it; who asks for it, if
+    only by asking for all, is told what is wrong and what to do. A name that is taken is said."""
+
+    def lab(folder, *more: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_triforce.cli", *RUN, *more, "--output", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+            capture_output=True,
+            text=True,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    broken = put_project(tmp_path, "broken", BROKEN)
+    code, said = lab(broken, "--help")
+    assert code == 0 and "misnamed" in said and "no_module" in said
+    few = ("--policies", "retrieval", "--experiments", "budget", "--stretches", "1")
+    code, said = lab(broken, *few)
+    assert code == 0 and "By budget" in said
+    for asked in (["--policies", "misnamed"], []):
+        code, said = lab(broken, *asked)
+        assert code == 2 and "policies: 'misnamed': broken_module:Newest of broken is no" in said
+        assert "name the class's name as its entry point; or name the others" in said
+    clashing = put_project(tmp_path, "clashing", {"topk": "clashing_module:Newest"})
+    code, said = lab(clashing, *few[2:])
+    assert code == 2 and "policies: 'topk': the lab has one of that name; rename" in said
+    taking = put_project(tmp_path, "taking", {"quest": "taking_module:Newest"})
+    code, said = lab(taking, "--help")
+    assert code == 2 and "taking adds 'quest'" in said
 
 
 def test_a_model_that_is_none_is_refused(capsys, tmp_path):

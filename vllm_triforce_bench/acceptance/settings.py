@@ -48,6 +48,7 @@ class LabSettings:
     def __post_init__(self) -> None:
         self._check_choice("experiments", EXPERIMENTS)
         self._check_choice("policies", tuple(POLICIES))
+        self._check_policies()
         self._check_choice("replay", ("text", "greedy"))
         self._check_choice("dtype", DTYPES)
         for name in ("context", "replay_tokens", "stretches", "needle_repeats"):
@@ -123,6 +124,16 @@ class LabSettings:
         for item in value if isinstance(value, tuple) else (value,):
             if item not in choices:
                 raise ValueError(f"{name}: {item!r} is unknown; use {', '.join(choices)}")
+
+    def _check_policies(self) -> None:
+        """Loads them: one of another package may be broken."""
+        for name in self.policies:
+            try:
+                POLICIES[name]
+            except ValueError as error:
+                raise ValueError(
+                    f"policies: {name!r}: {error}; or name the others with --policies"
+                ) from error
 
     def _check_at_least(self, name: str, low: float) -> None:
         value = getattr(self, name)
