@@ -16,7 +16,7 @@ from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.selection import POLICIES, Summary
+from vllm_triforce.selection import POLICIES, SelectionPolicy, Summary
 from vllm_triforce.selection.quest import QuestPolicy
 from vllm_triforce.selection.retrieval import RetrievalPolicy
 
@@ -76,6 +76,86 @@ def test_query_heads_of_a_group_vote_together():
         for head in range(4 * kv_head, 4 * kv_head + 4):
             wanted += (means[0, kv_head] @ query[0, head] / 4).softmax(0)
         torch.testing.assert_close(votes[0, kv_head], wanted)
+
+
+# What score() may be taken for another shape by; its own is [..., KV heads, group, chunks].
+WRONG_SHAPES = {
+    "no axis of KV heads": lambda scores: scores[..., 0, :, :],
+    "KV heads added up": lambda scores: scores.sum(-3, keepdim=True),
+    "half of the group": lambda scores: scores[..., :2, :],
+    "no axis of the group": lambda scores: scores.sum(-2),
+    "heads flat": lambda scores: scores.flatten(-3, -2),
+    "one for all layers": lambda scores: scores.sum(-4, keepdim=True),
+    "a chunk less": lambda scores: scores[..., 1:],
+    "chunks before heads": lambda scores: scores.transpose(-1, -2),
+    "an axis more": lambda scores: scores[None],
+}
+
+
+def wrongly_shaped(wrong: str) -> RetrievalPolicy:
+    class Wrong(RetrievalPolicy):
+        name = "wrong"
+
+        def score(self, query, summaries, num_chunks):
+            return WRONG_SHAPES[wrong](super().score(query, summaries, num_chunks))
+
+    return Wrong()
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_scores_of_another_shape_are_refused_by_both_loops(wrong):
+    """Rather than read as what they are not: by the policy's name, the shape found and the shape
+    that it has to be."""
+    means, query = torch.randn(3, 2, 13, 16), torch.randn(3, 8, 16)
+    summaries, policy = {Summary.MEAN: means}, wrongly_shaped(wrong)
+    with pytest.raises(ValueError) as refused:
+        policy.select(query, summaries, 2, 13, 5)
+    found = list(policy.score(query.view(3, 2, 4, 16), summaries, 13).shape)
+    told = "selection policy 'wrong': score() gave {}; it has to be [{}, 2, 4 (or 1), 13]"
+    assert told.format(found, 3) in str(refused.value)
+    config = TriForceConfig(retrieval_budget=10 * BLOCK).resolve(BLOCK)
+    rows = Rows(1, 6, 2, 3, 100, CPU)
+    device = DeviceSelections(config, None, query[:, None], 20, 2, torch.float32, rows, 1, CPU)
+    device._policy = policy
+    tables, first_row = torch.arange(13)[None], torch.tensor([0])
+    with pytest.raises(ValueError) as refused:
+        device._score(query[:, None], first_row, device.summaries, tables, torch.tensor([13]), 13)
+    assert "policy 'wrong': score() gave [" in str(refused.value)
+    assert "; it has to be [1, 3, 2, 4 (or 1), 13]" in str(refused.value)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_one_score_for_a_whole_group_is_a_shape_too(group):
+    class Least(SelectionPolicy):
+        name = "least"
+        summaries = (Summary.MEAN,)
+
+        def score(self, query, summaries, num_chunks):
+            return -summaries[Summary.MEAN].sum(-1)[..., None, :]
+
+    means = torch.randn(3, 2, 13, 16)
+    query = torch.randn(3, 2 * group, 16)
+    chosen = Least().select(query, {Summary.MEAN: means}, 2, 13, 4)
+    wanted = means.sum(-1).topk(4, largest=False).indices
+    assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)
+
+
+def test_a_score_that_is_no_number_still_chooses_distinct_chunks():
+    """What the base class says of NaN: undefined for its KV head, and nothing else: no chunk is
+    named that is not there, and other heads choose as ever."""
+    means, query = torch.randn(2, 2, 13, 16), torch.randn(2, 8, 16)
+
+    class Odd(RetrievalPolicy):
+        def score(self, query, summaries, num_chunks):
+            scores = super().score(query, summaries, num_chunks).clone()
+            scores[0, 0, 1, 3] = torch.nan
+            return scores
+
+    usual = RetrievalPolicy().select(query, {Summary.MEAN: means}, 2, 13, 5)
+    chosen = Odd().select(query, {Summary.MEAN: means}, 2, 13, 5)
+    assert len(set(chosen[0, 0].tolist())) == 5 and 0 <= chosen.min() <= chosen.max() < 13
+    for layer, head in [(0, 1), (1, 0), (1, 1)]:
+        assert set(chosen[layer, head].tolist()) == set(usual[layer, head].tolist())
 
 
 def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interval=4):

@@ -203,10 +203,9 @@ class DeviceSelections:
             kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4).float()
             for kind, keys in summaries.items()
         }
-        scores = self._policy.score(grouped.float(), gathered, max_chunks)
+        scores = self._policy.checked_score(grouped.float(), gathered, max_chunks)
         scores = scores.masked_fill(outside[:, :, :, None], float("-inf"))
-        votes = self._policy.votes(scores, queries.shape[-1])
-        return votes.expand(-1, len(queries), num_kv_heads, -1)
+        return self._policy.votes(scores, queries.shape[-1])
 
     def _gathered_bytes(self, max_chunks: int) -> int:
         """Of one layer's summaries of one row, twice as long as they are being made."""

@@ -34,7 +34,36 @@ class SelectionPolicy(ABC):
         summaries: Summaries,  # those of the policy, [..., num_kv_heads, num_chunks, head_dim]
         num_chunks: int,  # in their order in the context
     ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]
-        """Of each chunk, for each query head of a KV head's group."""
+        """Of each chunk, for each query head of a KV head's group, or one for the whole group.
+
+        Where a score is NaN, what is chosen for that KV head is undefined; output stays right. One
+        given for the whole group, or to a group of one head, is chosen before all others, on the
+        device before the first chunk too. One of a head among several, or -inf for all chunks,
+        makes every vote of its group NaN.
+        """
+
+    def checked_score(
+        self,
+        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim]
+        summaries: Summaries,  # [..., num_kv_heads, num_chunks, head_dim]
+        num_chunks: int,
+    ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]
+        """``score()``, as the runners and the lab ask for it.
+
+        Raises:
+            ValueError: it has another shape, which could be read as what it is not.
+        """
+        scores = self.score(query, summaries, num_chunks)
+        *leading, group, _ = query.shape
+        found = tuple(scores.shape)
+        if found not in ((*leading, group, num_chunks), (*leading, 1, num_chunks)):
+            heads = [f"{group} (or 1)" if group > 1 else 1]
+            wanted = ", ".join(map(str, [*leading, *heads, num_chunks]))
+            raise ValueError(
+                f"selection policy {self.name!r}: score() gave {list(found)}; it has to be "
+                f"[{wanted}]: leading axes, KV heads, query heads of each, chunks"
+            )
+        return scores
 
     @staticmethod
     def votes(
@@ -58,11 +87,6 @@ class SelectionPolicy(ABC):
     ) -> torch.Tensor:  # [num_layers, num_kv_heads, num_selected], indices of chunks
         """The best ``num_selected <= num_chunks`` candidates of each layer and KV head."""
         grouped = query.unflatten(1, (num_kv_heads, -1))
-        scores = self.score(grouped, summaries, num_chunks)
-        if scores.dim() != grouped.dim() or scores.shape[-1] != num_chunks:
-            raise ValueError(
-                f"selection policy {self.name!r}: score() gave {tuple(scores.shape)}; it has to be "
-                f"[..., {num_kv_heads}, {grouped.shape[-2]} or 1, {num_chunks}]"
-            )
+        scores = self.checked_score(grouped, summaries, num_chunks)
         votes = self.votes(scores, query.shape[-1])
         return votes.topk(num_selected, dim=-1, sorted=False).indices
