@@ -223,6 +223,39 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     json.dumps(ours)
 
 
+@pytest.mark.parametrize(
+    "keys, line",
+    [
+        ({}, "reads 4096 tokens by selection 'retrieval'; level 1 drafts from prompt_lookup."),
+        (
+            {"selection": "quest", "retrieval_budget": 500},
+            "reads 512 tokens by selection 'quest'; level 1 drafts from prompt_lookup.",
+        ),
+        ({"levels": "2,3"}, "by selection 'retrieval'; level 1 takes no part."),
+        ({"levels": "1,3", "selection": "quest"}, None),
+        (None, None),
+    ],
+)
+def test_the_start_says_what_level_2_reads(gqa_pair, monkeypatch, keys, line):
+    """One line, with the policy in use; none where nothing is retrieved, or asked for."""
+    from vllm_triforce.vllm_patches import engine_args
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "info", lambda *a: said.append(a[0] % a[1:]))
+    engine_config(gqa_pair["target"], keys if keys is None else triforce(**keys))
+    assert len(said) == (line is not None)
+    assert not said or (said[0].startswith("TriForce's level 2 ") and said[0].endswith(line))
+
+
+def test_the_start_names_both_sources(gqa_pair, monkeypatch):
+    from vllm_triforce.vllm_patches import engine_args
+
+    said: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "info", lambda *a: said.append(a[0] % a[1:]))
+    engine_config(gqa_pair["target"], {"method": "triforce", "model": gqa_pair["draft"]})
+    assert said[0].endswith("level 1 drafts from draft_model, prompt_lookup.")
+
+
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
 def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
     from vllm_triforce.vllm_patches import engine_args

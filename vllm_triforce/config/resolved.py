@@ -48,6 +48,11 @@ class ResolvedConfig:
         return self.levels == "3"
 
     @property
+    def uses_level2(self) -> bool:
+        """Whether anything is retrieved."""
+        return "2" in self.levels.split(",")
+
+    @property
     def choices(self) -> frozenset[str]:
         """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, self.adapts.split(",")))

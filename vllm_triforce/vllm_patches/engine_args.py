@@ -210,6 +210,14 @@ def _finish(vllm_config, config: TriForceConfig):
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
     _choose_scheduler(vllm_config)
+    if resolved.uses_level2:
+        drafts_alone = resolved.levels == "2,3"
+        logger.info(
+            "TriForce's level 2 reads %d tokens by selection '%s'; level 1 %s.",
+            resolved.retrieval_budget,
+            resolved.selection,
+            "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
+        )
     return vllm_config
 
 
