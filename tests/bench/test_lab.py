@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -358,8 +359,14 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     pd = pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")
     assert cli.main([*RUN, "--output", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
     assert "By budget" in shown and "With the full cache" in shown
+    # What goes on is said without a terminal too: at the start, and after each experiment.
+    lines = [line for line in progress.splitlines() if line.endswith(("left", "not known yet"))]
+    assert lines[0] == "0 of 6 prompts, time left: not known yet"
+    assert re.fullmatch(r"stretch 1 of 6, 256 tokens, depth: \d+%, 0:\d\d:\d\d left", lines[1])
+    assert lines[-1] == "needle 6 of 6, 512 tokens, needle: 100%, 0:00:00 left"
+    assert len(lines) == 1 + 2 * (1 + 5) + 2
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
     assert counts == dict(budget=20, depth=20, chunk=4, recent=4, refresh=4, needle=10)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from itertools import groupby
 from pathlib import Path
 
 from vllm_triforce_bench.acceptance.needle import PRESETS, NeedleText
@@ -120,29 +121,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
     """All rows, written to ``rows.csv`` after each context."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
-    from rich.progress import TimeRemainingColumn as Remaining
-
     from vllm_triforce_bench.acceptance import report
-    from vllm_triforce_bench.acceptance.measure import measure_context, query_key_pairs
+    from vllm_triforce_bench.acceptance.measure import measure_context
+    from vllm_triforce_bench.acceptance.progress import LabProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Elapsed())
     rows: list[dict] = []
-    with Progress(
-        *columns, Remaining(), console=Console(stderr=True), speed_estimate_period=600
-    ) as progress:
-        task = progress.add_task("", total=sum(query_key_pairs(c) for c in contexts))
+    with LabProgress(contexts) as progress:
         for number, context in enumerate(contexts, 1):
-            kind = "stretch" if context.needle_depth is None else "needle"
-            progress.update(
-                task,
-                description=f"{kind} {number} of {len(contexts)}, {len(context.prompt)} tokens",
-            )
-            rows += measure_context(
-                target, context, settings, lambda pairs: progress.advance(task, pairs)
-            )
+            progress.begin(number, context)
+            measured = measure_context(target, context, settings, progress.advance)
+            for experiment, part in groupby(measured, lambda row: row["experiment"]):
+                rows += part
+                progress.finished(experiment)
             report.save_rows(rows, settings.output)
     return rows
 

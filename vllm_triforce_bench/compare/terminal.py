@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_triforce_bench.time_left import time_left
+
 _GREEDY = {
     "identical": "[green]identical",
     "tie": "[yellow]tie",
@@ -51,14 +53,6 @@ class Progress:
             self._console.print(
                 f"{self._total - remaining} of {self._total} {self._things}, {left}"
             )
-
-
-def time_left(seconds: float | None) -> str:
-    if seconds is None:
-        return "time left: not known yet"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} left"
 
 
 def table(rows: list[dict]) -> Table:
