@@ -248,7 +248,9 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, mon
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False),
         cache_config=SimpleNamespace(
-            cache_dtype=changed.get("cache_dtype", "auto"), kv_cache_dtype_skip_layers=[]
+            cache_dtype=changed.get("cache_dtype", "auto"),
+            kv_cache_dtype_skip_layers=[],
+            sliding_window=None,
         ),
         use_v2_model_runner=changed.get("use_v2", True),
         lora_config=None,
