@@ -302,6 +302,22 @@ def test_the_page_stands_alone_and_has_the_numbers():
         assert word not in outside, word
 
 
+def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
+    """A slow machine's figures are long; a file has no width of its own."""
+    from vllm_triforce_bench.compare.terminal import table
+    from vllm_triforce_bench.console import stdout_console
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    slow = {"time_to_first_token_s": [98765.4], "inter_token_latency_s": [12345.6789] * 3}
+    rows = summary.summarize([record(9123.4, **slow), record(9308.5, method="triforce", **slow)])
+    for row in rows:
+        row |= {"outside_passes_share": 0.99, "outside_passes_ms_a_step": 12345.6}
+    stdout_console().print(table(rows))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip("─ ")]
+    assert len(lines) == 1 + 1 + len(rows)  # The header, the cell's name and a line for each row.
+    assert all("99%, 12345.6 ms a step" in line for line in lines[2:])
+
+
 def test_every_method_named_in_the_help_has_a_colour():
     from vllm_triforce_bench.compare.style import colour_of
 

@@ -108,9 +108,10 @@ def measured(pair, tmp_path_factory):
         text=True,
         cwd=ROOT,
         env={
-            # So wide that no cell of the table is wrapped, whatever its numbers are.
-            **{k: v for k, v in os.environ.items() if k != "VLLM_TRIFORCE_PRELOADED"},
-            "COLUMNS": "300",
+            name: value
+            for name, value in os.environ.items()
+            # Without a width, as where a terminal's output is piped.
+            if name not in ("VLLM_TRIFORCE_PRELOADED", "COLUMNS")
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr

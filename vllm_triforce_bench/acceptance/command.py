@@ -96,10 +96,9 @@ def _needle(args: argparse.Namespace) -> NeedleText | None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, shows and writes; ends through ``args.fail`` where the input is bad."""
-    from rich.console import Console
-
     from vllm_triforce_bench.acceptance import loading, report
     from vllm_triforce_bench.acceptance.contexts import Texts
+    from vllm_triforce_bench.console import stdout_console
 
     try:
         settings = read_settings(args)
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         settings.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         args.fail(str(error))
-    console = Console()
+    console = stdout_console()
     target = loading.load_target(settings)
     rows = _measure(target, contexts, settings)
     frame = report.save_rows(rows, settings.output)

@@ -97,16 +97,13 @@ def _measure_and_report(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KMP_WARNINGS", "0")
     warnings.simplefilter("ignore", FutureWarning)
-    from rich.console import Console
-
     from vllm_triforce_bench.compare import grid, model_facts, prompts, terminal
     from vllm_triforce_bench.compare.environment import machine
     from vllm_triforce_bench.compare.report import write_reports
     from vllm_triforce_bench.compare.store import Store
+    from vllm_triforce_bench.console import stdout_console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = stdout_console()
     for name, reason in left_out.items():
         console.print(f"[yellow]{name} is left out: {reason}")
     trust = bool(asked_for.engine_keys.get("trust_remote_code", False))

@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
 from vllm_triforce_bench.compare.errors import BadInput
@@ -26,7 +25,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_and_report(settings: ServeSettings, folder: Path, argv: list[str]) -> int:
-    from rich.console import Console
 
     from vllm_triforce_bench.compare import model_facts, terminal
     from vllm_triforce_bench.compare.environment import machine
@@ -36,11 +34,9 @@ def _measure_and_report(settings: ServeSettings, folder: Path, argv: list[str]) 
     from vllm_triforce_bench.compare.serve.report import write_reports
     from vllm_triforce_bench.compare.serve.server import ServerFailed
     from vllm_triforce_bench.compare.serve.store import RunStore
+    from vllm_triforce_bench.console import stdout_console
 
-    # Named, because the load's own words go elsewhere meanwhile.
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, width=120)
+    console = stdout_console()
     trust = bool(settings.engine_keys.get("trust_remote_code", False))
     target = model_facts.read("--target", settings.target, trust)
     if settings.draft:
