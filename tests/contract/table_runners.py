@@ -166,13 +166,13 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
     # What level 2's logits are shaped by, in the sampler's order: its own states and kernels.
-    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "self.penalties_state = < LogitBiasState(", SHAPING),
+    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "self.penalties_state = < LogitBiasState( < BadWordsState(", SHAPING),
+    has("v1/worker/gpu/states.py", "RequestState", "prompt_len all_token_ids", SHAPING),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors penalties_state", SHAPING),
-    does("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState.apply", "np.any( < apply_logit_bias(", SHAPING),
-    has("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState", "use_logit_bias apply", SHAPING),
-    has("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsContext", "expanded_idx_mapping idx_mapping idx_mapping_np expanded_local_pos input_ids pos seq_lens_upper_bound_np", SHAPING),
+    has("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState", "use_logit_bias num_allowed_token_ids allowed_token_ids num_logit_bias logit_bias_token_ids logit_bias min_lens num_stop_token_ids restore_when_all_masked stop_token_ids", SHAPING),
     has("v1/worker/gpu/sample/penalties.py", "PenaltiesState", "use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts", SHAPING),
-    calls("v1/worker/gpu/sample/penalties.py", "apply_penalties", "logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty, frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts", SHAPING),
+    calls("v1/worker/gpu/sample/logit_bias.py", "apply_logit_bias", "logits, expanded_idx_mapping, pos, num_allowed_token_ids, allowed_token_ids, num_logit_bias, logit_bias_token_ids, logit_bias, min_lens, num_stop_token_ids, restore_when_all_masked, stop_token_ids, check_all_masked_rows=", SHAPING),
+    has("v1/worker/gpu/sample/bad_words.py", "BadWordsState", "num_bad_words bad_word_token_ids bad_word_offsets", SHAPING),
     # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
     does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "vllm_triforce/kernels/noise.py"),
     calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "vllm_triforce/kernels/noise.py"),

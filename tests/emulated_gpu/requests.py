@@ -11,6 +11,7 @@ from tests.models import make_architecture, make_llama
 VOCAB_SIZE = 512  # the grid of a sampler grows with it
 MIN_CONTEXT = 32
 GREEDY = {"temperature": 0.0}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Request:
         return (some * 8)[: self.num_prompt_tokens]
 
 
-# Two more than are served at a time: first some with top-k, top-p or min-p beside greedy ones, then
-# one with a temperature alone, then greedy ones among themselves.
+# More than are served at a time: first some with top-k, top-p or min-p beside greedy ones, then one
+# with a temperature alone, then greedy ones among themselves, then those that ask more of logits.
 REQUESTS = (
     Request("greedy, long", 151),
     Request(
@@ -50,6 +51,15 @@ REQUESTS = (
     Request("greedy, below min_context: proposes nothing", 4),
     Request("seed", 96, {"temperature": 0.8, "seed": 3}, share=0.5),
     Request("greedy, short", 40),
+    Request("greedy, penalties", 104, GREEDY | PENALTIES, share=0.5),
+    Request(
+        "sampled, with everything",
+        88,
+        {"temperature": 0.9, "top_p": 0.95, "seed": 5, "logit_bias": {7: 2.0, 40: -9.0}}
+        | PENALTIES
+        | {"_bad_words_token_ids": [[11], [12, 13]]},
+        share=0.5,
+    ),
 )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import REQUESTS, Request
+from tests.penalties import penalized
 
 # Roundings of a logit of about 4: where stock vLLM's token and another are closer in the exact
 # logits, either may be taken.
@@ -62,6 +63,8 @@ def distance_where_parted(
     if place is None:
         return math.inf
     logits = exact.logits(request.prompt + wanted[:place])
+    of_all = logits.expand(place + 1, -1)  # of which the last place is asked for
+    logits = penalized(of_all, request.prompt, wanted[: place + 1], request.params)[-1]
     return float(logits.max() - logits[[wanted[place], found[place]]].min())
 
 
@@ -123,7 +126,7 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     """Of every kind of batch. Where one request at a time is speculated on, it may be that only
     greedy ones are."""
-    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled", "masked")
+    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled", "masked", "shaped")
     wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
         for kind in kinds:

@@ -19,6 +19,7 @@ from tests.calibration import chi_square_tail
 from tests.hunt.drive import Answer
 from tests.hunt.models import target_of, token_of_character, tokens_of
 from tests.hunt.streams import END
+from tests.penalties import penalized
 
 # How far rounding may move a probability that a parameter cuts at.
 EDGE = 1e-3
@@ -69,14 +70,7 @@ def asked_for(
         logits[:, token] += bias
     stops = [*params.get("stop_token_ids", ()), end]
     logits[: params.get("min_tokens", 0), stops] = -math.inf
-    one_hot = torch.nn.functional.one_hot(torch.tensor(new), size)
-    counts = one_hot.cumsum(0) - one_hot  # of what came before
-    in_prompt = torch.bincount(torch.tensor(prompt), minlength=size) > 0
-    repetition = params.get("repetition_penalty", 1.0)
-    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where((counts > 0) | in_prompt, penalized, logits)
-    logits = logits - params.get("frequency_penalty", 0.0) * counts
-    logits = logits - params.get("presence_penalty", 0.0) * (counts > 0)
+    logits = penalized(logits, prompt, new, params)
     probs = (logits / params["temperature"]).softmax(-1)
     if min_p := params.get("min_p"):
         probs = probs * (probs >= probs.amax(-1, keepdim=True) * (min_p * (1 - slack)))

@@ -583,6 +583,8 @@ def _with(make: Callable, **more) -> Callable:
 
 def _parameters() -> list[Case]:
     alike = "A request with {} is answered as stock vLLM answers it: tokens, text, reasons, usage."
+    # Words of the usual answer: one at its beginning, then some of what comes in its place.
+    words = dict(max_tokens=24, bad_words=["self", ".", "return self"])
     alone = [
         Case(
             f"parameter-{name}",
@@ -612,6 +614,22 @@ def _parameters() -> list[Case]:
     together = "Requests of all kinds, greedy and sampled, are answered rightly side by side."
     return [
         *alone,
+        Case(
+            "words-full-budget",
+            "Of bad_words, level 2 knows as level 3 does, also of words that a proposal begins.",
+            (
+                (
+                    Request(0, 400, lambda u: words | {"bad_words": [u.text[8:14], u.text[20:22]]}),
+                    Request(700, 300, words),
+                    Request(2000, 350, words | {"repetition_penalty": 1.1}),
+                    Request(2000, 300, {"max_tokens": 24}),
+                ),
+            ),
+            ("stock", "always right"),
+            **CRAMPED,
+            at_least={"num_level2_drafted": 20},
+            skip={"host": "level 2 of Runner V1 does not know of them"},
+        ),
         Case(
             "parameters together",
             together,

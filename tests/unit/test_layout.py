@@ -18,7 +18,7 @@ LAYERS = [re.split(r",\s*", re.split(r"\s{2,}", line)[0]) for line in DRAWING.sp
 # What measures the package, beside it; none needs another, but all may use what is shared.
 BENCHMARKS = ROOT / "vllm_triforce_bench"
 TOOLS = ["compare", "acceptance", "gpu_suite", "predict", "doctor"]
-SHARED = ["predict", "preload", "time_left"]
+SHARED = ["console", "predict", "preload", "time_left"]
 WITHOUT_VLLM = [
     "vllm_triforce/cache",
     "vllm_triforce/controller",

@@ -1,5 +1,6 @@
 """Rounds as CUDA graphs: what is replayed for which batch, and what is captured."""
 
+import itertools
 import weakref
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.fake_graphs import without_gpu
+from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceSampling
 from vllm_triforce.kernels.rows import Rows
+
+CAPTURED, PRESENT = DeviceSampling(False, has_masks=True, is_shaped=True), DeviceSampling(True)
 
 
 class Pass:
@@ -36,11 +40,12 @@ def made(monkeypatch):
     def make(max_rows: int = 5):
         rows, its, calls = Rows(max_rows, 6, 2, max_rows, 100, torch.device("cpu")), Pass(), []
 
-        def work() -> tuple[int]:
+        def work(sampling: DeviceSampling) -> tuple[int]:
+            assert sampling is (CAPTURED if its.is_inlined else PRESENT)
             calls.append((rows.num_rows, its.is_inlined))
             return (rows.num_rows,)
 
-        made = RowWork(work, rows, [its], None, torch.device("cpu"), "round")
+        made = RowWork(work, CAPTURED, rows, [its], None, torch.device("cpu"), "round")
         return made, rows, calls, replayed
 
     return make
@@ -49,7 +54,7 @@ def made(monkeypatch):
 def test_what_is_not_captured_is_done_for_the_rows_that_there_are(made):
     work, rows, calls, replayed = made()
     rows.num_rows = 3
-    assert work() == (3,) and calls == [(3, False)] and not replayed
+    assert work(PRESENT) == (3,) and calls == [(3, False)] and not replayed
 
 
 def test_each_size_is_captured_with_its_passes_within_and_replayed_for_fewer_rows(made):
@@ -62,7 +67,7 @@ def test_each_size_is_captured_with_its_passes_within_and_replayed_for_fewer_row
     assert rows.count.item() == 0, "the warm-up writes nothing for anybody"
     for num_rows, size in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 5)):
         rows.num_rows = num_rows
-        assert work() == (size,), "what that graph makes"
+        assert work(PRESENT) == (size,), "what that graph makes"
         assert replayed.pop().num_reqs == size
     assert len(calls) == 4 and not replayed
 
@@ -72,16 +77,20 @@ def test_large_batches_launch_pass_by_pass(made):
     work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
     assert [size for size, _ in calls] == [16, 8, 4, 2, 1]
     rows.num_rows = 17
-    assert work() == (17,) and calls[-1] == (17, False) and not replayed
+    assert work(PRESENT) == (17,) and calls[-1] == (17, False) and not replayed
 
 
 def test_rounds_of_every_kind_are_captured():
-    from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceSampling
-
-    kinds = [sampling.kind for sampling in CAPTURED_SAMPLING]
-    assert kinds == ["greedy", "sampled", "masked"]
-    assert all(sampling.shaping is None for sampling in CAPTURED_SAMPLING)
-    assert DeviceSampling(True, has_masks=True).kind == "greedy", "masks leave the best token"
+    """And what is captured does whatever a batch of its kind asks for."""
+    captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
+    assert list(captured) == ["greedy", "sampled", "masked", "shaped"]
+    for asked in itertools.product((False, True), repeat=3):
+        batch = DeviceSampling(*asked)
+        its = captured[batch.kind]
+        assert its.is_shaped == batch.is_shaped
+        assert its.all_greedy <= batch.all_greedy, "a graph of greedy rows draws nothing"
+        # Masks leave the best token.
+        assert batch.all_greedy or its.has_masks >= batch.has_masks
 
 
 def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):

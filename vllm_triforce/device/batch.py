@@ -7,30 +7,30 @@ import numpy as np
 import torch
 
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.feeding import PassInputs
 from vllm_triforce.kernels.rows import Rows
 
 
 class LogitShaping(ABC):
-    """What the requests of a proposal's rows ask of their logits, before anything is drawn.
-
-    What either method returns is float32, and may be what it was given, changed.
-    """
+    """What the requests of a proposal's rows ask of their logits, before anything is drawn."""
 
     @abstractmethod
-    def shape_drafts(
-        self,
-        logits: torch.Tensor,  # [num_rows, vocab_size], level 1's
-        positions: torch.Tensor,  # [num_rows], int64, of the tokens that they follow
-    ) -> torch.Tensor: ...
+    def begin(self) -> None:
+        """Reads what the requests of the rows ask; called where any asks for something, once a
+        proposal."""
 
     @abstractmethod
-    def shape_target(
+    def shape(
         self,
-        logits: torch.Tensor,  # [num_rows, query_len, vocab_size], level 2's
-        inputs: PassInputs,  # of the pass that gave them
-        rows: Rows,
-    ) -> torch.Tensor: ...
+        logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
+        first_place: int,
+    ) -> torch.Tensor:  # float32; may be what was given, changed
+        """Launches alone, so that it may be in a CUDA graph.
+
+        Args:
+            logits: of ``query_len`` places of each row; what place n says follows the proposal as
+                it stands and n of the round's drafts.
+            first_place: of those.
+        """
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,26 @@ class DeviceSampling:
     all_greedy: bool
     has_masks: bool = False
     """Whether a row has top-k, top-p or min-p; False where all are greedy."""
-    shaping: LogitShaping | None = None
-    """None where no row asks for any."""
+    is_shaped: bool = False
+    """Whether a row asks anything else of its logits (``LogitShaping``)."""
 
     @property
     def kind(self) -> str:
-        """What is launched for the rows depends on this, and on what shapes their logits."""
+        """By which rounds are captured: one of the last does for whatever is launched."""
+        if self.is_shaped:
+            return "shaped"
         if self.all_greedy:
             return "greedy"
         return "masked" if self.has_masks else "sampled"
 
 
-# One of each kind, without shaping: those whose rounds are captured.
-CAPTURED_SAMPLING = (DeviceSampling(True), DeviceSampling(False), DeviceSampling(False, True))
+# What is captured of each kind: the one that does for all of it.
+CAPTURED_SAMPLING = (
+    DeviceSampling(True),
+    DeviceSampling(False),
+    DeviceSampling(False, has_masks=True),
+    DeviceSampling(False, has_masks=True, is_shaped=True),
+)
 
 
 class Masks:

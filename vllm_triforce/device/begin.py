@@ -7,7 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.batch import DeviceBatch, LogitShaping
 from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slot, Slots
 from vllm_triforce.device.sources.source import DeviceSource
@@ -30,6 +30,7 @@ class LevelParts:
     handed_up: HandedUp
     counters: torch.Tensor  # [number of DeviceCounter], int64
     race: Race
+    shaping: LogitShaping
 
 
 def take_slots(parts: LevelParts, batch: DeviceBatch) -> list[Slot]:
@@ -74,3 +75,5 @@ def begin_rows(
         selections.max_selected,
         selections.width,
     )
+    if batch.sampling.is_shaped:
+        parts.shaping.begin()

@@ -1,6 +1,5 @@
 """Level 2 on the device: the target's own weights over the retrieval cache (paper, 4.2)."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +7,13 @@ import torch
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.device.adapters import PassAdapters
-from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceBatch, DeviceSampling, Masks
+from vllm_triforce.device.batch import (
+    CAPTURED_SAMPLING,
+    DeviceBatch,
+    DeviceSampling,
+    LogitShaping,
+    Masks,
+)
 from vllm_triforce.device.dense_layers import DenseLayers
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.row_work import RowWork
@@ -36,6 +41,7 @@ class DeviceRetrieval:
         max_position: last position that the target knows.
         tables: of each group, [max_rows, width], int32: where each batch's block tables are.
         logits_dtype: of the logits from which is drawn.
+        shaping: of the logits of batches whose ``sampling.is_shaped``.
         adapters: None where the engine has no LoRA.
         pool: of the layers whose KV cache lies in host memory, which are the last; None where
             there are none.
@@ -52,6 +58,7 @@ class DeviceRetrieval:
         max_position: int,
         tables: list[torch.Tensor],
         logits_dtype: torch.dtype,
+        shaping: LogitShaping,
         device: torch.device,
         adapters: PassAdapters | None = None,
         pool: "RetrievalPool | None" = None,
@@ -67,8 +74,8 @@ class DeviceRetrieval:
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
         self._table = tables[self._sparse_group]
         self._logits_dtype = logits_dtype
+        self._shaping = shaping
         self._batch: DeviceBatch | None = None
-        self._masks: Masks | None = None
         self._pool = pool
         names = groups[self._sparse_group].sparse_layer_names
         self._pooled = set() if pool is None else set(names[-pool.num_layers :])
@@ -102,7 +109,8 @@ class DeviceRetrieval:
         self._has_adapters = adapters is not None
         self._rounds = {
             sampling.kind: RowWork(
-                partial(self._forward, sampling),
+                self._forward,
+                sampling,
                 rows,
                 [self._pass],
                 vllm_config,
@@ -128,7 +136,6 @@ class DeviceRetrieval:
 
     def begin(self, batch: DeviceBatch, slots: list[Slot], due: list[Refresh]) -> None:
         self._batch = batch
-        self._masks = None
         self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
         if self._pool is not None:
@@ -138,17 +145,10 @@ class DeviceRetrieval:
         """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
         places; valid until the next pass."""
         sampling = self._batch.sampling
-        if sampling.shaping is None:
-            best, top, *drawn = self._rounds[sampling.kind]()
-        else:
-            if self._masks is None and not sampling.all_greedy:
-                self._masks = Masks(sampling, self._rows, self._rows.gamma + 1)
-            best, top, *drawn = self._forward(sampling, self._masks)
-        return LevelLogits(best, top, Distributions(*drawn) if drawn else None)
+        best, top, *drawn = self._rounds[sampling.kind](sampling)
+        return LevelLogits(best, top, None if sampling.all_greedy else Distributions(*drawn))
 
-    def _forward(
-        self, sampling: DeviceSampling, masks: Masks | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def _forward(self, sampling: DeviceSampling) -> tuple[torch.Tensor, ...]:
         """The fields of ``LevelLogits`` and of its distributions, if any."""
         rows = self._rows
         group = self._groups[self._sparse_group]
@@ -163,14 +163,14 @@ class DeviceRetrieval:
             *(() if self._pool is None else (self._pool.slot_mapping, self._pool.width)),
         )
         hidden = self._pass.run(rows.num_rows)
-        logits = self._model.compute_logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        if sampling.shaping is not None:
-            logits = sampling.shaping.shape_target(logits, self._pass.inputs, rows)
-        logits = logits.to(self._logits_dtype)
+        logits = self._model.compute_logits(hidden.flatten(0, 1))
+        if sampling.is_shaped:
+            logits = self._shaping.shape(logits, first_place=0)
+        logits = logits.to(self._logits_dtype).unflatten(0, hidden.shape[:2])
         top, best = logits.max(-1)
         if sampling.all_greedy:
             return best, top
-        masks = masks or Masks(sampling, rows, logits.shape[1])
+        masks = Masks(sampling, rows, logits.shape[1])
         masked, lse = masked_logits(logits.flatten(0, 1), masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 

@@ -8,6 +8,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import weak_ref_tensor
 
+from vllm_triforce.device.batch import DeviceSampling
 from vllm_triforce.device.model_pass import ModelPass, PassGraphs
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.verification.masked_logits import kernel_scratch
@@ -17,7 +18,7 @@ MAX_ROWS = 16
 
 
 class RowWork:
-    """Calls ``work()``, or replays it where it was captured for as many rows or more.
+    """Calls ``work(sampling)``, or replays it where it was captured for as many rows or more.
 
     Rows past ``rows.num_rows`` then take part. Kernels see by ``rows.count`` that there are fewer,
     or find nothing to do in them.
@@ -26,12 +27,14 @@ class RowWork:
         work: launches, for the first ``rows.num_rows`` rows; reads and writes nothing but tensors
             that stay where they are, and its own. What it returns, of a replay, is in memory that
             the next replay of any graph may write.
+        sampling: with which it is captured. It may do more than the rows of a replay ask for.
         passes: that it runs.
     """
 
     def __init__(
         self,
-        work: Callable[[], tuple[torch.Tensor, ...]],
+        work: Callable[[DeviceSampling], tuple[torch.Tensor, ...]],
+        sampling: DeviceSampling,
         rows: Rows,
         passes: Sequence[ModelPass],
         vllm_config,
@@ -39,6 +42,7 @@ class RowWork:
         name: str,
     ) -> None:
         self._work = work
+        self._sampling = sampling
         self._rows = rows
         self._passes = passes
         self._vllm_config = vllm_config
@@ -57,13 +61,13 @@ class RowWork:
         self._graphs = graphs
         self._scratch = kernel_scratch()  # it lives as long as the graphs that write to it
 
-    def __call__(self) -> tuple[torch.Tensor, ...]:
+    def __call__(self, sampling: DeviceSampling) -> tuple[torch.Tensor, ...]:
         num_rows = self._rows.num_rows
         if self._graphs is not None:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 return self._replay(desc)
-        return self._work()
+        return self._work(sampling)
 
     def _replay(self, desc) -> tuple[torch.Tensor, ...]:
         assert self._graphs is not None
@@ -76,4 +80,5 @@ class RowWork:
                 stack.enter_context(its.inlined())
             stack.enter_context(self._rows.as_if(num_rows))
             # Weak, so that graphs of other sizes have the same memory.
-            self._results[num_rows] = tuple(weak_ref_tensor(its) for its in self._work())
+            results = self._work(self._sampling)
+            self._results[num_rows] = tuple(weak_ref_tensor(its) for its in results)

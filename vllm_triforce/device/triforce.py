@@ -7,7 +7,7 @@ import torch
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.propose import propose
-from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.batch import DeviceBatch, LogitShaping
 from vllm_triforce.device.begin import LevelParts
 from vllm_triforce.device.direct import propose_directly
 from vllm_triforce.device.levels import DeviceLevels
@@ -45,6 +45,7 @@ class DeviceTriForce:
         slots: Slots,
         draft_logits: torch.Tensor,
         race: Race,
+        shaping: LogitShaping,
         counts: DeviceCounters,
     ) -> None:
         self.sources = sources
@@ -57,7 +58,9 @@ class DeviceTriForce:
         self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
         self._counts = counts
         handed_up = HandedUp(draft_logits, is_stale)
-        self._parts = LevelParts(config, level1, level2, rows, slots, handed_up, counts.sums, race)
+        self._parts = LevelParts(
+            config, level1, level2, rows, slots, handed_up, counts.sums, race, shaping
+        )
         self._observer = _DeviceObserver(self.times)
 
     @property

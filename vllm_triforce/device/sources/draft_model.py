@@ -7,7 +7,13 @@ import torch
 
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.core.private_cache import private_cache
-from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceBatch, DeviceSampling, Masks
+from vllm_triforce.device.batch import (
+    CAPTURED_SAMPLING,
+    DeviceBatch,
+    DeviceSampling,
+    LogitShaping,
+    Masks,
+)
 from vllm_triforce.device.model_pass import ModelPass
 from vllm_triforce.device.row_work import RowWork
 from vllm_triforce.device.slots import Slot
@@ -71,6 +77,7 @@ class DeviceDraftModel(DeviceSource):
             parts.race,
             BlockCleaner([layer.kv_cache for layer in layers.values()], cache.block_size, device),
             parts.all_token_ids,
+            parts.shaping,
             vllm_config,
         )
 
@@ -90,6 +97,7 @@ class DeviceDraftModel(DeviceSource):
         race: Race,
         cleaner: BlockCleaner,
         all_token_ids: torch.Tensor,
+        shaping: LogitShaping,
         vllm_config,
     ) -> None:
         self._model = model
@@ -112,11 +120,13 @@ class DeviceDraftModel(DeviceSource):
         self._lse = torch.zeros(most, gamma, dtype=torch.float32, device=device)
         self._all_greedy = True
         self._all_token_ids = all_token_ids
+        self._shaping = shaping
         passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
             (is_first, sampling.kind): RowWork(
-                partial(self._draft, is_first, sampling),
+                partial(self._draft, is_first),
+                sampling,
                 rows,
                 self._passes,
                 vllm_config,
@@ -157,10 +167,7 @@ class DeviceDraftModel(DeviceSource):
 
     def draft(self, batch, rows, is_first) -> None:
         self._all_greedy = batch.sampling.all_greedy
-        if batch.sampling.shaping is None:
-            self._rounds[is_first, batch.sampling.kind]()
-        else:
-            self._draft(is_first, batch.sampling)
+        self._rounds[is_first, batch.sampling.kind](batch.sampling)
 
     def _draft(self, is_first: bool, sampling: DeviceSampling) -> tuple[()]:
         rows, first = self._rows, self._catch_up if is_first else self._first
@@ -188,10 +195,9 @@ class DeviceDraftModel(DeviceSource):
 
     def _draw(self, sampling: DeviceSampling, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
-        logits, shaping = self._model.compute_logits(hidden), sampling.shaping
-        if shaping is not None:
-            positions = rows.computed[:count] + rows.length[:count] + step
-            logits = shaping.shape_drafts(logits, positions.to(torch.int64))
+        logits = self._model.compute_logits(hidden)
+        if sampling.is_shaped:
+            logits = self._shaping.shape(logits, step)
         logits = logits.to(self._logits_dtype)
         top, best = logits.max(-1)
         distributions = None

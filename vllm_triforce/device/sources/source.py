@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.device.batch import DeviceBatch
+from vllm_triforce.device.batch import DeviceBatch, LogitShaping
 from vllm_triforce.device.slots import Slot
 from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.race import Race
@@ -25,6 +25,7 @@ class DeviceSourceParts:
         vocab_size: of the target.
         logits_dtype: of all logits from which is drawn.
         all_token_ids: [max_num_reqs, max_model_len], int32, by state; as in each batch.
+        shaping: of the logits of batches whose ``sampling.is_shaped``.
     """
 
     vllm_config: Any
@@ -38,6 +39,7 @@ class DeviceSourceParts:
     logits_dtype: torch.dtype
     race: Race
     all_token_ids: torch.Tensor
+    shaping: LogitShaping
     device: torch.device
 
 

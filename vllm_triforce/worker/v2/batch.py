@@ -9,13 +9,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_triforce.core.step_plan import Proposing
 from vllm_triforce.device.batch import DeviceBatch, DeviceSampling
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.worker.v2.logit_shaping import logit_shaping
+from vllm_triforce.worker.v2.logit_shaping import RequestShaping
 from vllm_triforce.worker.v2.request_facts import RequestFacts
 
 
 def read_batch(
     runner,
     facts: RequestFacts,
+    shaping: RequestShaping,
     input_batch,
     rows: np.ndarray,
     plans: Sequence[Proposing],
@@ -47,7 +48,7 @@ def read_batch(
         max_num_rounds=np.array([plan.num_rounds for plan in plans]),
         # The scheduler cuts a proposal where its grammar forbids a token.
         is_certain=facts.has_grammar[states],
-        sampling=_sampling(runner, states, on_device),
+        sampling=_sampling(runner, states, shaping.is_asked(states)),
         tables=[
             torch.index_select(table.gpu, 0, on_device, out=own[: len(rows)])
             for table, own in zip(tables.block_tables, own_tables)
@@ -66,7 +67,7 @@ def read_batch(
     )
 
 
-def _sampling(runner, states: np.ndarray, on_device: torch.Tensor) -> DeviceSampling:
+def _sampling(runner, states: np.ndarray, is_shaped: bool) -> DeviceSampling:
     sampling = runner.sampler.sampling_states
     drawn = states[sampling.temperature.np[states] != 0]
     has_masks = (
@@ -77,5 +78,5 @@ def _sampling(runner, states: np.ndarray, on_device: torch.Tensor) -> DeviceSamp
     return DeviceSampling(
         all_greedy=not len(drawn),
         has_masks=bool(has_masks.any()),
-        shaping=logit_shaping(runner.sampler, states, on_device),
+        is_shaped=is_shaped,
     )

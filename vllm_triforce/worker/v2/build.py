@@ -20,6 +20,7 @@ from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.device_counters import DeviceCounters
 from vllm_triforce.worker.v2.adapters import LevelAdapters
+from vllm_triforce.worker.v2.logit_shaping import RequestShaping
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -124,6 +125,7 @@ class DeviceBuild:
                 self.num_slots,
                 device,
             )
+        self.shaping = RequestShaping(runner.sampler, runner.req_states, rows)
         self.adapters = None if runner.lora_config is None else LevelAdapters(runner)
         level2 = DeviceRetrieval(
             target,
@@ -135,6 +137,7 @@ class DeviceBuild:
             vllm_config.model_config.max_model_len - 1,
             self.tables,
             draft_logits.dtype,
+            self.shaping,
             device,
             self.adapters,
             pool,
@@ -152,13 +155,23 @@ class DeviceBuild:
             draft_logits.dtype,
             race,
             runner.req_states.all_token_ids.gpu,
+            self.shaping,
             device,
         )
         sources = {name: DEVICE_SOURCES[name].build(parts) for name in config.sources}
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         self.slots = Slots(self.num_slots)
         self.triforce = DeviceTriForce(
-            config, sources, level1, level2, rows, self.slots, draft_logits, race, counts
+            config,
+            sources,
+            level1,
+            level2,
+            rows,
+            self.slots,
+            draft_logits,
+            race,
+            self.shaping,
+            counts,
         )
 
     def capture(self, mode: CUDAGraphMode) -> None:

@@ -172,6 +172,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             batch = read_batch(
                 self._runner,
                 self._facts,
+                self._built.shaping,
                 input_batch,
                 rows,
                 list(plans.values()),

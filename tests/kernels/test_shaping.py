@@ -1,0 +1,275 @@
+"""Promise: penalties, ``bad_words`` and biases change a draft's logits as vLLM's sampler changes
+the full pass's behind the same tokens."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
+from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+
+from tests.kernels.tensors import integers
+from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.worker.v2.logit_shaping import RequestShaping
+
+VOCAB_SIZE, GAMMA, MAX_PROPOSAL, NUM_STATES, MAX_LEN = 77, 3, 6, 5, 20
+PROMPT_LEN = 5
+# By state: what each request asks. Nothing, everything, then one thing each.
+ASKED: list[dict] = [
+    {},
+    dict(
+        penalties=(1.3, 0.2, 0.7),
+        bad_words=[[9], [1, 2, 3], [2, 4], [31, 7]],
+        bias={3: 2.5, 8: -4.0},
+        min_len=10,  # reached within the round
+        stop=[6, 70],
+    ),
+    dict(penalties=(1.05, 0.0, 0.0)),
+    dict(bad_words=[[7, 8], [5, 7, 8]]),
+    dict(allowed=[1, 4, 60], min_len=40, stop=[4]),
+]
+
+
+def on_device(values, dtype):
+    return SimpleNamespace(gpu=torch.tensor(values, dtype=dtype, device=DEVICE))
+
+
+def padded(lists, width: int) -> torch.Tensor:
+    return torch.tensor([[*its, *[0] * (width - len(its))] for its in lists], device=DEVICE)
+
+
+def states() -> tuple[LogitBiasState, SimpleNamespace, BadWordsState]:
+    """vLLM's, with what is asked, and without the rest of vLLM."""
+
+    def integer(values):
+        return on_device(values, torch.int32)
+
+    bias = LogitBiasState.__new__(LogitBiasState)
+    allowed, biases, stops = (
+        [its.get(key, []) for its in ASKED] for key in ("allowed", "bias", "stop")
+    )
+    bias.use_logit_bias = np.array([bool(a or b or s) for a, b, s in zip(allowed, biases, stops)])
+    bias.num_allowed_token_ids = integer([len(its) for its in allowed])
+    bias.allowed_token_ids = SimpleNamespace(gpu=padded(allowed, 8).int())
+    bias.num_logit_bias = integer([len(its) for its in biases])
+    bias.logit_bias_token_ids = SimpleNamespace(gpu=padded(map(list, biases), 8).int())
+    values = [[*its.values()] if its else [] for its in biases]
+    bias.logit_bias = SimpleNamespace(gpu=padded(values, 8).float())
+    bias.min_lens = integer([its.get("min_len", 0) for its in ASKED])
+    bias.num_stop_token_ids = integer([len(its) for its in stops])
+    bias.restore_when_all_masked = integer([0, 0, 0, 0, 1])
+    bias.stop_token_ids = SimpleNamespace(gpu=padded(stops, 8).int())
+
+    penalties = [its.get("penalties", (1.0, 0.0, 0.0)) for its in ASKED]
+    generator = torch.Generator().manual_seed(1)
+    own = SimpleNamespace(
+        use_penalty=np.array([its != (1.0, 0.0, 0.0) for its in penalties]),
+        prompt_bin_mask=torch.randint(
+            -(2**31), 2**31, (NUM_STATES, -(-VOCAB_SIZE // 32)), generator=generator
+        ).to(DEVICE, torch.int32),
+        output_bin_counts=torch.randint(0, 3, (NUM_STATES, VOCAB_SIZE), generator=generator).to(
+            DEVICE, torch.int32
+        ),
+    )
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    for name, values in zip(names, zip(*penalties)):
+        setattr(own, name, on_device(values, torch.float32))
+
+    words = BadWordsState.__new__(BadWordsState)
+    asked = [its.get("bad_words", []) for its in ASKED]
+    flat = [[token for word in its for token in word] for its in asked]
+    words.bad_word_token_ids = SimpleNamespace(gpu=padded(flat, 16).int())
+    starts = [np.cumsum([0, *map(len, its)]).tolist() for its in asked]
+    words.bad_word_offsets = SimpleNamespace(gpu=padded(starts, 7).int())
+    words.num_bad_words = integer([len(its) for its in asked])
+    words.num_bad_words.np = words.num_bad_words.gpu.cpu().numpy()
+    return bias, own, words
+
+
+@pytest.fixture
+def made():
+    """Rows of states 3, 1, 4, 0 and 2, with proposals of different lengths; the shaping; and the
+    request states."""
+    torch.manual_seed(2)
+    rows = Rows(6, MAX_PROPOSAL, GAMMA, 6, VOCAB_SIZE, DEVICE)
+    rows.num_rows = 5
+    rows.count.fill_(5)
+    rows.row_metadata[:5, RowColumn.STATE] = integers([3, 1, 4, 0, 2])
+    rows.computed[:5] = integers([PROMPT_LEN + 3, PROMPT_LEN, PROMPT_LEN + 9, PROMPT_LEN, 12])
+    rows.length[:5] = integers([1, 2, 0, 4, 6])
+    rows.proposal.random_(VOCAB_SIZE)
+    rows.drafted.random_(VOCAB_SIZE)
+    known = torch.randint(VOCAB_SIZE, (NUM_STATES, MAX_LEN)).to(DEVICE, torch.int32)
+    # Of words, the beginnings: across what is known, proposed and drafted.
+    rows.proposal[0, 0] = 5
+    rows.drafted[0, :3] = integers([7, 7, 8])
+    known[1, PROMPT_LEN - 1 : PROMPT_LEN + 1] = integers([2, 1])
+    rows.proposal[1, :2] = torch.tensor([9, 1])
+    rows.drafted[1, :3] = integers([2, 31, 1])
+    bias, penalties, words = states()
+    req_states = SimpleNamespace(
+        prompt_len=on_device([PROMPT_LEN] * NUM_STATES, torch.int32),
+        all_token_ids=SimpleNamespace(gpu=known),
+    )
+    sampler = SimpleNamespace(logits_processors=[bias, words], penalties_state=penalties)
+    return rows, RequestShaping(sampler, req_states, rows), (bias, penalties, words, req_states)
+
+
+def by_vllm(logits: torch.Tensor, state: int, begin: int, fed: list[int], of_vllm) -> torch.Tensor:
+    """What vLLM's sampler makes of the logits behind the last of the tokens that are fed, of which
+    the first is the request's newest and has the index ``begin``.
+
+    Args:
+        logits: [vocab_size].
+    """
+    bias, penalties, words, req_states = of_vllm
+    count = len(fed)
+    flat = logits.repeat(count, 1)
+    owners, places = integers([state] * count), torch.arange(count, device=DEVICE).int()
+    apply_logit_bias(
+        flat,
+        owners,
+        begin + places.long(),
+        bias.num_allowed_token_ids.gpu,
+        bias.allowed_token_ids.gpu,
+        bias.num_logit_bias.gpu,
+        bias.logit_bias_token_ids.gpu,
+        bias.logit_bias.gpu,
+        bias.min_lens.gpu,
+        bias.num_stop_token_ids.gpu,
+        bias.restore_when_all_masked.gpu,
+        bias.stop_token_ids.gpu,
+        True,
+    )
+    apply_penalties(
+        flat,
+        owners,
+        integers(fed),
+        places,
+        penalties.repetition_penalty.gpu,
+        penalties.frequency_penalty.gpu,
+        penalties.presence_penalty.gpu,
+        penalties.prompt_bin_mask,
+        penalties.output_bin_counts,
+    )
+    apply_bad_words(
+        flat,
+        owners,
+        words.bad_word_token_ids.gpu,
+        words.bad_word_offsets.gpu,
+        words.num_bad_words.gpu,
+        req_states.all_token_ids.gpu,
+        req_states.prompt_len.gpu,
+        integers([begin + 1] * NUM_STATES),
+        integers(fed),
+        places,
+        7,
+    )
+    return flat[-1]
+
+
+def expected(rows, logits, query_len: int, first_place: int, of_vllm) -> torch.Tensor:
+    """Of logits [num_rows * query_len, vocab_size]."""
+    found = []
+    for i in range(len(logits)):
+        row, place = i // query_len, first_place + i % query_len
+        state, begin = int(rows.row_metadata[row, RowColumn.STATE]), int(rows.computed[row])
+        newest = int(of_vllm[-1].all_token_ids.gpu[state, begin])
+        proposed = rows.proposal[row, : rows.length[row]].tolist()
+        fed = [newest, *proposed, *rows.drafted[row, :place].tolist()]
+        found.append(by_vllm(logits[i].float(), state, begin, fed, of_vllm))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("query_len, first_place", [(1, 0), (1, 1), (1, GAMMA), (GAMMA + 1, 0)])
+def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(
+    made, query_len, first_place, dtype
+):
+    rows, shaping, of_vllm = made
+    # A padded vocabulary: rows lie further apart than they are long.
+    logits = torch.randn(5 * query_len, VOCAB_SIZE + 3, device=DEVICE).to(dtype)[:, :VOCAB_SIZE]
+    before = logits.clone()
+    right = expected(rows, before, query_len, first_place, of_vllm)
+    shaping.begin()
+    shaped = shaping.shape(logits, first_place)
+    assert shaped.dtype == torch.float32
+    torch.testing.assert_close(shaped, right)
+    of_nothing = slice(3 * query_len, 4 * query_len)
+    assert torch.equal(shaped[of_nothing], before[of_nothing].float()), "who asked for nothing"
+
+
+def test_words_end_behind_what_is_known_proposed_and_drafted(made):
+    """The test above must look at words that are found: these are."""
+    _, shaping, _ = made
+    shaping.begin()
+    shaped = shaping.shape(torch.zeros(5 * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
+    ends = shaped.view(5, GAMMA + 1, VOCAB_SIZE) == -torch.inf
+    of_state_3 = [ends[0, place].nonzero().flatten().tolist() for place in range(GAMMA + 1)]
+    # Behind 5, 7: "5 7 8" and "7 8". Behind 5, 7, 7: "7 8".
+    assert of_state_3 == [[], [8], [8], []]
+    of_state_1 = ends[1]
+    # 9 is a word by itself; "1 2 3" behind 1 (proposed) and 2 (drafted), "2 4" too; "31 7".
+    assert of_state_1[:, 9].all()
+    assert of_state_1[:, 3].tolist() == [False, True, False, False]
+    assert of_state_1[:, 4].tolist() == [False, True, False, False]
+    assert of_state_1[:, 7].tolist() == [False, False, True, False]
+
+
+def test_a_word_does_not_begin_in_the_prompt(made):
+    """As in vLLM. The output is "1": "1 2 3" has begun, but not by the prompt's "2"."""
+    rows, shaping, of_vllm = made
+    rows.length.zero_()
+    rows.drafted[1, 0] = 4
+    of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN] = 2
+    of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN - 1] = 1
+    shaping.begin()
+    shaped = shaping.shape(torch.zeros(5, VOCAB_SIZE, device=DEVICE), 0)
+    assert shaped[1, 3] > -torch.inf, "1 is the prompt's"
+    assert shaped[1, 4] == -torch.inf, "2 is the output's"
+
+
+def test_rows_of_a_larger_graph_that_are_nobodys_are_left_alone(made):
+    rows, shaping, _ = made
+    shaping.begin()
+    rows.count.fill_(1)
+    logits = torch.randn(5, VOCAB_SIZE, device=DEVICE)
+    before = logits.clone()
+    shaped = shaping.shape(logits, 0)
+    assert torch.equal(shaped[4], before[4]), "it has penalties, and its row is not counted"
+
+
+def test_what_is_asked_is_read_anew_for_each_proposal(made):
+    """vLLM writes it to another buffer at every step; a graph has but one address."""
+    _, shaping, (_, penalties, *_) = made
+    shaping.begin()
+    logits = torch.ones(5, VOCAB_SIZE, device=DEVICE)
+    before = shaping.shape(logits.clone(), 0)
+    where = shaping._asked.presence.data_ptr()
+    penalties.presence_penalty = on_device([0.0] * 4 + [9.0], torch.float32)
+    penalties.presence_penalty.gpu[3] = 9.0
+    assert torch.equal(shaping.shape(logits.clone(), 0), before), "within a proposal it stays"
+    shaping.begin()
+    assert not torch.equal(shaping.shape(logits.clone(), 0), before)
+    assert shaping._asked.presence.data_ptr() == where
+
+
+def test_whether_anybody_asks_is_known_on_the_host(made):
+    _, shaping, _ = made
+    assert [shaping.is_asked(np.array([state])) for state in range(NUM_STATES)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    assert shaping.is_asked(np.array([0, 3])) and not shaping.is_asked(np.array([0, 0]))
