@@ -41,6 +41,7 @@ TOKENS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "masked": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},  # as many models' defaults are
+    "shaped": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.05},
 }
 _WARM_STEPS = 4
 _NO_WORK = {

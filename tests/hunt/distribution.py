@@ -71,6 +71,10 @@ def asked_for(
     stops = [*params.get("stop_token_ids", ()), end]
     logits[: params.get("min_tokens", 0), stops] = -math.inf
     logits = penalized(logits, prompt, new, params)
+    for *prefix, last in params.get("bad_words_token_ids", ()):
+        for place in range(len(prefix), len(new)):
+            if new[place - len(prefix) : place] == prefix:
+                logits[place, last] = -math.inf
     probs = (logits / params["temperature"]).softmax(-1)
     if min_p := params.get("min_p"):
         probs = probs * (probs >= probs.amax(-1, keepdim=True) * (min_p * (1 - slack)))

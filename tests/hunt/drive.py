@@ -51,6 +51,8 @@ def sampling_params(params: dict, stock_logprobs: int | None = None):
         keys["structured_outputs"] = StructuredOutputsParams(**structured)
     if bias := keys.pop("logit_bias", None):
         keys["logit_bias"] = {token: float(value) for token, value in bias}
+    if words := keys.pop("bad_words_token_ids", None):
+        keys["_bad_words_token_ids"] = words  # which the tokenizer's words become
     if stock_logprobs is not None:
         keys["logprobs"] = stock_logprobs
     return SamplingParams(detokenize=False, **keys)

@@ -119,6 +119,9 @@ def _shape(draw, params: dict, model: str, runner: str) -> None:
         params["presence_penalty"] = draw(st.sampled_from([0.5, 1.0]))
         params["frequency_penalty"] = draw(st.sampled_from([-0.2, 0.3]))
     if _once_in(draw, 8):
+        words = st.lists(tokens, min_size=1, max_size=2)
+        params["bad_words_token_ids"] = draw(st.lists(words, min_size=1, max_size=12))
+    if _once_in(draw, 8):
         params["logprobs"] = draw(st.integers(0, 5))
 
 

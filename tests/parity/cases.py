@@ -183,6 +183,17 @@ def _dice() -> list[Case]:
             dice=2,
             **shape,
         ),
+        Case(
+            "dice-biased",
+            "The same, where requests have biases and penalties, of which both levels know.",
+            _eight(BIASED, 45),
+            ("calibrated",),
+            model="eight",
+            keys=EIGHT,
+            engine=SMALL | {"max_num_batched_tokens": 2048},
+            dice=3,
+            **shape,
+        ),
     ]
 
 
@@ -397,13 +408,13 @@ VARIOUS = (
     NARROW,
     dict(temperature=1.0, seed=11),
 )
-BIASED = (
-    dict(temperature=1.0, logit_bias={3: 1.5, 5: -2.0}),
-    dict(temperature=0, logit_bias={2: 3.0}),
-    dict(temperature=1.0),
-    dict(temperature=0.8, logit_bias={1: -100}),
-)
 PENALTIES = dict(repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3)
+BIASED = (
+    dict(temperature=1.0, logit_bias={3: 1.5, 5: -2.0}, **PENALTIES),
+    dict(temperature=0, logit_bias={2: 3.0}, presence_penalty=-0.4),
+    dict(temperature=1.0),
+    dict(temperature=0.8, logit_bias={1: -100}, frequency_penalty=0.2),
+)
 SHAPED = (
     dict(temperature=0, logit_bias={3: 100}),
     dict(temperature=0),
@@ -497,7 +508,7 @@ def _calibrated() -> list[Case]:
         ),
         Case(
             "sampled-biased",
-            distribution.format("with biases, beside a request without one and a greedy one"),
+            distribution.format("with biases and penalties, beside a request without and a greedy"),
             _eight(BIASED, 45),
             ("calibrated",),
             keys=EIGHT,

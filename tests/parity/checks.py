@@ -17,6 +17,7 @@ from tests.parity.cases import Case
 from tests.parity.models import Exact
 from tests.parity.running import Job, Seen
 from tests.parity.stock import Stock, has_one_answer
+from tests.penalties import penalized
 
 # Of a right distribution, once in ten thousand runs; the runs are seeded, so it is never or ever.
 LEAST_P_VALUE = 1e-4
@@ -222,7 +223,7 @@ def p_values(
             continue
         own = {k: params[k] for k in ("temperature", "top_k", "top_p") if k in params}
         logits = exact.logits(target, prompt, new, params.get("adapter"))
-        probs.append(processed(_biased(logits, params), **own))
+        probs.append(processed(_shaped(logits, prompt, new, params), **own))
         sampled.append(torch.tensor(new))
     probs, sampled = torch.cat(probs), torch.cat(sampled)
     assert len(sampled) >= 100
@@ -232,10 +233,12 @@ def p_values(
     return [test(probs, sampled) for test in tests]
 
 
-def _biased(logits: torch.Tensor, params: dict) -> torch.Tensor:  # [num_tokens, vocab_size]
+def _shaped(
+    logits: torch.Tensor, prompt: list[int], new: list[int], params: dict
+) -> torch.Tensor:  # [len(new), vocab_size]
     for token, bias in params.get("logit_bias", {}).items():
         logits[:, token] += bias
-    return logits
+    return penalized(logits, prompt, new, params)
 
 
 def _p_values(job: Job, seen: Seen, by: By) -> list[float]:
@@ -257,7 +260,7 @@ def _calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
         if params.get("temperature", 0) == 0:
             new = list(output.outputs[0].token_ids)
             logits = by.exact.logits(job.target, prompt, new, params.get("adapter"))
-            logits = _biased(logits, params)
+            logits = _shaped(logits, prompt, new, params)
             assert bool((logits.amax(-1) - logits[range(len(new)), new] < 1e-4).all())
 
 

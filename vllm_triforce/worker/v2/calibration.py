@@ -66,7 +66,7 @@ class CalibrationV2:
 
     def warm_up(self) -> None:
         """Runs everything once that a proposal may need, so that no request waits for a compiler:
-        for one request and for several, greedy and sampled."""
+        for one request and for several, greedy and with everything that can be asked."""
         context = min(2 * self._config.retrieval_budget, self._max_context)
         for is_greedy in (True, False):
             for num_rows in sorted({1, min(2, self._batches.max_rows)}):

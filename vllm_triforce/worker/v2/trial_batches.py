@@ -31,7 +31,11 @@ class TrialBatches:
     def make(
         self, num_rows: int, context: int, num_tokens: int, num_rounds: int, is_greedy: bool
     ) -> DeviceBatch:
-        """New requests of so much context, that propose as much."""
+        """New requests of so much context, that propose as much.
+
+        Args:
+            is_greedy: whether nothing else is asked of their tokens, or everything that can be.
+        """
         states, size = np.arange(num_rows), max(self._runner.block_tables.block_sizes)
         self._num_made += 1
         return DeviceBatch(
@@ -44,7 +48,7 @@ class TrialBatches:
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
             is_certain=np.zeros(num_rows, dtype=bool),
-            sampling=DeviceSampling(all_greedy=is_greedy, has_masks=not is_greedy),
+            sampling=DeviceSampling(is_greedy, not is_greedy, not is_greedy),
             tables=self._tables(num_rows, context + 2 * num_tokens),
             num_computed=self._of_states(context, torch.int32),
             num_sampled=self._filled(num_rows, 1, torch.int32),
