@@ -165,10 +165,9 @@ RUNNER_V2: list[Surface] = [
     calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
-    # What level 2's logits are shaped by, in the sampler's order: its own states and kernels.
-    does("v1/worker/gpu/sample/sampler.py", "Sampler.__init__", "self.penalties_state = < LogitBiasState( < BadWordsState(", SHAPING),
+    # What the draft levels' logits are shaped by: the sampler's states, whose order the file checks.
     has("v1/worker/gpu/states.py", "RequestState", "prompt_len all_token_ids", SHAPING),
-    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors penalties_state", SHAPING),
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors", SHAPING),
     has("v1/worker/gpu/sample/logit_bias.py", "LogitBiasState", "use_logit_bias num_allowed_token_ids allowed_token_ids num_logit_bias logit_bias_token_ids logit_bias min_lens num_stop_token_ids restore_when_all_masked stop_token_ids", SHAPING),
     has("v1/worker/gpu/sample/penalties.py", "PenaltiesState", "use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts", SHAPING),
     calls("v1/worker/gpu/sample/logit_bias.py", "apply_logit_bias", "logits, expanded_idx_mapping, pos, num_allowed_token_ids, allowed_token_ids, num_logit_bias, logit_bias_token_ids, logit_bias, min_lens, num_stop_token_ids, restore_when_all_masked, stop_token_ids, check_all_masked_rows=", SHAPING),

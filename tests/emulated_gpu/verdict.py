@@ -9,7 +9,9 @@ import torch
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import REQUESTS, Request
 from tests.penalties import penalized
+from vllm_triforce.device.batch import CAPTURED_SAMPLING
 
+KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # Roundings of a logit of about 4: where stock vLLM's token and another are closer in the exact
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
@@ -126,7 +128,7 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     """Of every kind of batch. Where one request at a time is speculated on, it may be that only
     greedy ones are."""
-    kinds = ("greedy",) if verdict.case.ahead else ("greedy", "sampled", "masked", "shaped")
+    kinds = ("greedy",) if verdict.case.ahead else KINDS
     wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
         for kind in kinds:

@@ -14,15 +14,16 @@ if needs_triton.mark.args[0]:
 
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
-from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 
 from tests.kernels.tensors import integers
 from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.worker.v2.logit_shaping import RequestShaping
 
-VOCAB_SIZE, GAMMA, MAX_PROPOSAL, NUM_STATES, MAX_LEN = 77, 3, 6, 5, 20
+VOCAB_SIZE, GAMMA, MAX_PROPOSAL, NUM_STATES, MAX_LEN = 77, 3, 6, 7, 20
 PROMPT_LEN = 5
+NUM_ROWS = 6
 # By state: what each request asks. Nothing, everything, then one thing each.
 ASKED: list[dict] = [
     {},
@@ -35,6 +36,8 @@ ASKED: list[dict] = [
     ),
     dict(penalties=(1.05, 0.0, 0.0)),
     dict(bad_words=[[7, 8], [5, 7, 8]]),
+    dict(allowed=[4], min_len=40, stop=[4], restores=True),  # or there would be none to draw
+    dict(bad_words=[[9]], penalties=(1.0, 0.0, 2.0)),
     dict(allowed=[1, 4, 60], min_len=40, stop=[4]),
 ]
 
@@ -47,7 +50,7 @@ def padded(lists, width: int) -> torch.Tensor:
     return torch.tensor([[*its, *[0] * (width - len(its))] for its in lists], device=DEVICE)
 
 
-def states() -> tuple[LogitBiasState, SimpleNamespace, BadWordsState]:
+def states() -> tuple[LogitBiasState, PenaltiesState, BadWordsState]:
     """vLLM's, with what is asked, and without the rest of vLLM."""
 
     def integer(values):
@@ -66,12 +69,13 @@ def states() -> tuple[LogitBiasState, SimpleNamespace, BadWordsState]:
     bias.logit_bias = SimpleNamespace(gpu=padded(values, 8).float())
     bias.min_lens = integer([its.get("min_len", 0) for its in ASKED])
     bias.num_stop_token_ids = integer([len(its) for its in stops])
-    bias.restore_when_all_masked = integer([0, 0, 0, 0, 1])
+    bias.restore_when_all_masked = integer([its.get("restores", False) for its in ASKED])
     bias.stop_token_ids = SimpleNamespace(gpu=padded(stops, 8).int())
 
     penalties = [its.get("penalties", (1.0, 0.0, 0.0)) for its in ASKED]
     generator = torch.Generator().manual_seed(1)
-    own = SimpleNamespace(
+    own = PenaltiesState.__new__(PenaltiesState)
+    own.__dict__.update(
         use_penalty=np.array([its != (1.0, 0.0, 0.0) for its in penalties]),
         prompt_bin_mask=torch.randint(
             -(2**31), 2**31, (NUM_STATES, -(-VOCAB_SIZE // 32)), generator=generator
@@ -97,15 +101,15 @@ def states() -> tuple[LogitBiasState, SimpleNamespace, BadWordsState]:
 
 @pytest.fixture
 def made():
-    """Rows of states 3, 1, 4, 0 and 2, with proposals of different lengths; the shaping; and the
-    request states."""
+    """Rows of states 3, 1, 4, 0, 6 and 5, with proposals of different lengths; the shaping; and
+    what vLLM has."""
     torch.manual_seed(2)
-    rows = Rows(6, MAX_PROPOSAL, GAMMA, 6, VOCAB_SIZE, DEVICE)
-    rows.num_rows = 5
-    rows.count.fill_(5)
-    rows.row_metadata[:5, RowColumn.STATE] = integers([3, 1, 4, 0, 2])
-    rows.computed[:5] = integers([PROMPT_LEN + 3, PROMPT_LEN, PROMPT_LEN + 9, PROMPT_LEN, 12])
-    rows.length[:5] = integers([1, 2, 0, 4, 6])
+    rows = Rows(7, MAX_PROPOSAL, GAMMA, 7, VOCAB_SIZE, DEVICE)
+    rows.num_rows = NUM_ROWS
+    rows.count.fill_(NUM_ROWS)
+    rows.row_metadata[:NUM_ROWS, RowColumn.STATE] = integers([3, 1, 4, 0, 6, 5])
+    rows.computed[:NUM_ROWS] = integers([8, PROMPT_LEN, 14, PROMPT_LEN, 12, 9])
+    rows.length[:NUM_ROWS] = integers([1, 2, 0, 4, 6, 3])
     rows.proposal.random_(VOCAB_SIZE)
     rows.drafted.random_(VOCAB_SIZE)
     known = torch.randint(VOCAB_SIZE, (NUM_STATES, MAX_LEN)).to(DEVICE, torch.int32)
@@ -120,7 +124,7 @@ def made():
         prompt_len=on_device([PROMPT_LEN] * NUM_STATES, torch.int32),
         all_token_ids=SimpleNamespace(gpu=known),
     )
-    sampler = SimpleNamespace(logits_processors=[bias, words], penalties_state=penalties)
+    sampler = SimpleNamespace(logits_processors=[bias, penalties, words, None])
     return rows, RequestShaping(sampler, req_states, rows), (bias, penalties, words, req_states)
 
 
@@ -197,7 +201,9 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(
 ):
     rows, shaping, of_vllm = made
     # A padded vocabulary: rows lie further apart than they are long.
-    logits = torch.randn(5 * query_len, VOCAB_SIZE + 3, device=DEVICE).to(dtype)[:, :VOCAB_SIZE]
+    logits = torch.randn(NUM_ROWS * query_len, VOCAB_SIZE + 3, device=DEVICE).to(dtype)[
+        :, :VOCAB_SIZE
+    ]
     before = logits.clone()
     right = expected(rows, before, query_len, first_place, of_vllm)
     shaping.begin()
@@ -212,8 +218,8 @@ def test_words_end_behind_what_is_known_proposed_and_drafted(made):
     """The test above must look at words that are found: these are."""
     _, shaping, _ = made
     shaping.begin()
-    shaped = shaping.shape(torch.zeros(5 * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
-    ends = shaped.view(5, GAMMA + 1, VOCAB_SIZE) == -torch.inf
+    shaped = shaping.shape(torch.zeros(NUM_ROWS * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
+    ends = shaped.view(NUM_ROWS, GAMMA + 1, VOCAB_SIZE) == -torch.inf
     of_state_3 = [ends[0, place].nonzero().flatten().tolist() for place in range(GAMMA + 1)]
     # Behind 5, 7: "5 7 8" and "7 8". Behind 5, 7, 7: "7 8".
     assert of_state_3 == [[], [8], [8], []]
@@ -233,7 +239,7 @@ def test_a_word_does_not_begin_in_the_prompt(made):
     of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN] = 2
     of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN - 1] = 1
     shaping.begin()
-    shaped = shaping.shape(torch.zeros(5, VOCAB_SIZE, device=DEVICE), 0)
+    shaped = shaping.shape(torch.zeros(NUM_ROWS, VOCAB_SIZE, device=DEVICE), 0)
     assert shaped[1, 3] > -torch.inf, "1 is the prompt's"
     assert shaped[1, 4] == -torch.inf, "2 is the output's"
 
@@ -242,21 +248,20 @@ def test_rows_of_a_larger_graph_that_are_nobodys_are_left_alone(made):
     rows, shaping, _ = made
     shaping.begin()
     rows.count.fill_(1)
-    logits = torch.randn(5, VOCAB_SIZE, device=DEVICE)
+    logits = torch.randn(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = logits.clone()
     shaped = shaping.shape(logits, 0)
-    assert torch.equal(shaped[4], before[4]), "it has penalties, and its row is not counted"
+    assert torch.equal(shaped[5], before[5]), "it has penalties and words, and is not counted"
 
 
 def test_what_is_asked_is_read_anew_for_each_proposal(made):
     """vLLM writes it to another buffer at every step; a graph has but one address."""
     _, shaping, (_, penalties, *_) = made
     shaping.begin()
-    logits = torch.ones(5, VOCAB_SIZE, device=DEVICE)
+    logits = torch.ones(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = shaping.shape(logits.clone(), 0)
     where = shaping._asked.presence.data_ptr()
-    penalties.presence_penalty = on_device([0.0] * 4 + [9.0], torch.float32)
-    penalties.presence_penalty.gpu[3] = 9.0
+    penalties.presence_penalty = on_device([9.0] * NUM_STATES, torch.float32)
     assert torch.equal(shaping.shape(logits.clone(), 0), before), "within a proposal it stays"
     shaping.begin()
     assert not torch.equal(shaping.shape(logits.clone(), 0), before)
@@ -265,11 +270,13 @@ def test_what_is_asked_is_read_anew_for_each_proposal(made):
 
 def test_whether_anybody_asks_is_known_on_the_host(made):
     _, shaping, _ = made
-    assert [shaping.is_asked(np.array([state])) for state in range(NUM_STATES)] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    asked = [shaping.is_asked(np.array([state])) for state in range(NUM_STATES)]
+    assert asked == [False, *[True] * (NUM_STATES - 1)]
     assert shaping.is_asked(np.array([0, 3])) and not shaping.is_asked(np.array([0, 0]))
+
+
+def test_a_sampler_that_does_it_in_another_order_is_refused(made):
+    rows, _, (bias, penalties, words, req_states) = made
+    sampler = SimpleNamespace(logits_processors=[penalties, bias, words])
+    with pytest.raises(RuntimeError, match=r"'PenaltiesState', 'LogitBiasState'.*in this order"):
+        RequestShaping(sampler, req_states, rows)

@@ -42,6 +42,8 @@ class Case:
     model: str = "pair"
     source: str = "draft_model"
     """Where level 1's tokens come from."""
+    drafts_by_target: bool = False
+    """Whether the draft model is the target."""
     keys: Mapping = field(default_factory=dict)
     """TriForce's."""
     engine: Mapping = field(default_factory=dict)
@@ -514,6 +516,17 @@ def _calibrated() -> list[Case]:
             keys=EIGHT,
             **shape,
             at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
+        ),
+        Case(
+            "shaped-full-window",
+            "What requests ask of their logits, level 1 knows too: where it is the target and its "
+            "window has room for the context, level 2 accepts all that it drafts.",
+            (*_eight(SHAPED[:4], 34), *_eight(SHAPED[4:], 34)),
+            ("level 1 always right",),
+            keys=EIGHT | {"num_recent_tokens": 600, "retrieval_budget": 1024},
+            **shape,
+            drafts_by_target=True,
+            skip={"host": "level 1 of Runner V1 does not know of them"},
         ),
         Case(
             "shaped-full-budget",

@@ -113,6 +113,12 @@ def _always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
         assert batch.counted.num_level2_accepted == batch.counted.num_level2_drafted > 0
 
 
+@check("level 1 always right")
+def _level1_always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
+    for batch in seen.batches:
+        assert batch.counted.num_level1_accepted == batch.counted.num_level1_drafted > 0
+
+
 @check("nan")
 def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
     first, again = seen.batches

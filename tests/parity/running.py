@@ -169,7 +169,7 @@ def make_job(case: Case, models, usual) -> Job:
     else:
         keys["draft_sources"] = case.source
         if SOURCES[case.source].needs_model:
-            keys["model"] = model.draft
+            keys["model"] = model.target if case.drafts_by_target else model.draft
     completion = None
     rounds = []
     for batch in case.rounds:

@@ -47,7 +47,7 @@ class DeviceSampling:
     def kind(self) -> str:
         """By which rounds are captured: one of the last does for whatever is launched."""
         if self.is_shaped:
-            return "shaped"
+            return "shaped, greedy" if self.all_greedy else "shaped"
         if self.all_greedy:
             return "greedy"
         return "masked" if self.has_masks else "sampled"
@@ -58,6 +58,7 @@ CAPTURED_SAMPLING = (
     DeviceSampling(True),
     DeviceSampling(False),
     DeviceSampling(False, has_masks=True),
+    DeviceSampling(True, is_shaped=True),
     DeviceSampling(False, has_masks=True, is_shaped=True),
 )
 

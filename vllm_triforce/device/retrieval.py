@@ -146,7 +146,7 @@ class DeviceRetrieval:
         places; valid until the next pass."""
         sampling = self._batch.sampling
         best, top, *drawn = self._rounds[sampling.kind](sampling)
-        return LevelLogits(best, top, None if sampling.all_greedy else Distributions(*drawn))
+        return LevelLogits(best, top, Distributions(*drawn) if drawn else None)
 
     def _forward(self, sampling: DeviceSampling) -> tuple[torch.Tensor, ...]:
         """The fields of ``LevelLogits`` and of its distributions, if any."""

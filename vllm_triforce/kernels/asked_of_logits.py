@@ -6,8 +6,7 @@ from vllm.triton_utils import tl, triton
 from vllm_triforce.kernels.row_metadata import STATE, row_value
 from vllm_triforce.kernels.rows import Rows
 
-_NUM_INTEGERS = tl.constexpr(7)
-_NUM_FLOATS = tl.constexpr(3)
+_NUM_INTEGERS, _NUM_FLOATS = 7, 3
 
 
 @triton.jit
@@ -28,18 +27,29 @@ def _keep_kernel(
     max_num_reqs,
 ):
     state = row_value(row_metadata_ptr, tl.program_id(0), STATE).to(tl.int64)
+    # Of host memory, all of it asked for before the first store, which might be to the same place.
+    prompt_len = tl.load(prompt_len_ptr + state)
+    num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
+    num_biases = tl.load(num_biases_ptr + state)
+    min_len = tl.load(min_len_ptr + state)
+    num_stop_tokens = tl.load(num_stop_tokens_ptr + state)
+    restores_stop_tokens = tl.load(restores_stop_tokens_ptr + state)
+    num_bad_words = tl.load(num_bad_words_ptr + state)
+    repetition = tl.load(repetition_ptr + state)
+    frequency = tl.load(frequency_ptr + state)
+    presence = tl.load(presence_ptr + state)
     to = integers_ptr + state
-    tl.store(to, tl.load(prompt_len_ptr + state))
-    tl.store(to + max_num_reqs, tl.load(num_allowed_tokens_ptr + state))
-    tl.store(to + 2 * max_num_reqs, tl.load(num_biases_ptr + state))
-    tl.store(to + 3 * max_num_reqs, tl.load(min_len_ptr + state))
-    tl.store(to + 4 * max_num_reqs, tl.load(num_stop_tokens_ptr + state))
-    tl.store(to + 5 * max_num_reqs, tl.load(restores_stop_tokens_ptr + state))
-    tl.store(to + 6 * max_num_reqs, tl.load(num_bad_words_ptr + state))
+    tl.store(to, prompt_len)
+    tl.store(to + max_num_reqs, num_allowed_tokens)
+    tl.store(to + 2 * max_num_reqs, num_biases)
+    tl.store(to + 3 * max_num_reqs, min_len)
+    tl.store(to + 4 * max_num_reqs, num_stop_tokens)
+    tl.store(to + 5 * max_num_reqs, restores_stop_tokens)
+    tl.store(to + 6 * max_num_reqs, num_bad_words)
     to = floats_ptr + state
-    tl.store(to, tl.load(repetition_ptr + state))
-    tl.store(to + max_num_reqs, tl.load(frequency_ptr + state))
-    tl.store(to + 2 * max_num_reqs, tl.load(presence_ptr + state))
+    tl.store(to, repetition)
+    tl.store(to + max_num_reqs, frequency)
+    tl.store(to + 2 * max_num_reqs, presence)
 
 
 class AskedOfLogits:
@@ -50,12 +60,8 @@ class AskedOfLogits:
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._integers = torch.zeros(
-            _NUM_INTEGERS.value, max_num_reqs, dtype=torch.int32, device=device
-        )
-        self._floats = torch.zeros(
-            _NUM_FLOATS.value, max_num_reqs, dtype=torch.float32, device=device
-        )
+        self._integers = torch.zeros(_NUM_INTEGERS, max_num_reqs, dtype=torch.int32, device=device)
+        self._floats = torch.zeros(_NUM_FLOATS, max_num_reqs, dtype=torch.float32, device=device)
         (
             self.prompt_len,
             self.num_allowed_tokens,

@@ -74,9 +74,9 @@ def _bad_words_kernel(
             mask=looks & (index >= num_settled),
             other=0,
         )
-        # Where it was not looked for it is 0.
+        # Where it was not looked for, both are 0.
         found = known + proposed.to(tl.int32) + drafted
-        is_bad &= (tl.load(words + start + i, mask=looks, other=0) == found) | ~looks
+        is_bad &= tl.load(words + start + i, mask=looks, other=0) == found
     token = tl.load(words + last, mask=is_bad, other=0)
     tl.store(logits_ptr + of_logits * logits_stride + token, float("-inf"), mask=is_bad)
 

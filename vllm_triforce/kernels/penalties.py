@@ -49,16 +49,18 @@ def _penalties_kernel(
     counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
     for i in range(tl.load(length_ptr + row)):
         proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
-        counts += (token == proposed).to(tl.int32)
+        counts += (token == proposed.to(tl.int32)).to(tl.int32)
     for i in range(first_place + of_logits % query_len):
         counts += (token == tl.load(drafted_ptr + row * gamma + i)).to(tl.int32)
-    bits = tl.load(in_prompt_ptr + state * in_prompt_stride + token // 32, mask=mask, other=0)
-    in_prompt = ((bits >> (token % 32)) & 1) != 0
     in_output = counts > 0
     values = tl.load(logits_ptr + of_logits * logits_stride + token, mask=mask, other=0.0)
-    # A product with the reciprocal, as vLLM has it: both are to find the same numbers.
-    scale = tl.where(in_prompt | in_output, repetition, 1.0)
-    values *= tl.where(values > 0, 1.0 / scale, scale)
+    # Rounded where vLLM rounds, so that both find the same numbers: a product with the reciprocal,
+    # in a branch, or a compiler would make one operation of it and the frequency's.
+    if repetition != 1.0:
+        bits = tl.load(in_prompt_ptr + state * in_prompt_stride + token // 32, mask=mask, other=0)
+        in_prompt = ((bits >> (token % 32)) & 1) != 0
+        scale = tl.where(in_prompt | in_output, repetition, 1.0)
+        values *= tl.where(values > 0, 1.0 / scale, scale)
     values -= frequency * counts
     values -= presence * in_output.to(tl.float32)
     tl.store(logits_ptr + of_logits * logits_stride + token, values, mask=mask)

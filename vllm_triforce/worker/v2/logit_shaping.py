@@ -7,12 +7,11 @@ In the order of vLLM's sampler (vllm/v1/worker/gpu/sample/sampler.py), of its st
 runs where nobody in the batch asks for any.
 """
 
-from typing import TypeVar
-
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_triforce.device.batch import LogitShaping
 from vllm_triforce.kernels.asked_of_logits import AskedOfLogits
@@ -21,7 +20,8 @@ from vllm_triforce.kernels.penalties import apply_penalties
 from vllm_triforce.kernels.row_metadata import RowColumn
 from vllm_triforce.kernels.rows import Rows
 
-State = TypeVar("State")
+# What is done here, in this order.
+_STATES = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class RequestShaping(LogitShaping):
@@ -30,12 +30,20 @@ class RequestShaping(LogitShaping):
     Args:
         sampler: vLLM's.
         req_states: vLLM's, which the sampler's states refer to.
+
+    Raises:
+        RuntimeError: the sampler does something else, or in another order.
     """
 
     def __init__(self, sampler, req_states, rows: Rows) -> None:
-        self._bias = _state(sampler, LogitBiasState)
-        self._penalties = sampler.penalties_state
-        self._bad_words = _state(sampler, BadWordsState)
+        states = sampler.logits_processors[: len(_STATES)]
+        if [type(state) for state in states] != _STATES:
+            found, known = ([its.__name__ for its in of] for of in (map(type, states), _STATES))
+            raise RuntimeError(
+                f"vLLM's sampler changes logits by {found}, TriForce knows of {known} in this "
+                "order; it is made for another vLLM"
+            )
+        self._bias, self._penalties, self._bad_words = states
         self._req_states = req_states
         self._rows = rows
         device = rows.row_metadata.device
@@ -96,7 +104,8 @@ class RequestShaping(LogitShaping):
         return logits
 
     def _add_biases(self, logits: torch.Tensor, query_len: int, first_place: int) -> None:
-        """Biases, allowed tokens, and no end before ``min_tokens``."""
+        """Biases, allowed tokens, and no end before ``min_tokens``; of a graph's rows that nobody
+        has, too, whose logits nobody reads."""
         rows, asked, state = self._rows, self._asked, self._bias
         newest = rows.computed[: rows.num_rows] + rows.length[: rows.num_rows]
         places = torch.arange(
@@ -117,7 +126,3 @@ class RequestShaping(LogitShaping):
             state.stop_token_ids.gpu,
             check_all_masked_rows=True,
         )
-
-
-def _state(sampler, kind: type[State]) -> State:
-    return next(its for its in sampler.logits_processors if isinstance(its, kind))
