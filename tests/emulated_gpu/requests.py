@@ -51,14 +51,14 @@ REQUESTS = (
     Request("greedy, below min_context: proposes nothing", 4),
     Request("seed", 96, {"temperature": 0.8, "seed": 3}, share=0.5),
     Request("greedy, short", 40),
-    Request("greedy, penalties", 104, GREEDY | PENALTIES, share=0.5),
+    Request("greedy, penalties", 104, GREEDY | PENALTIES),
     Request(
         "sampled, with everything",
         88,
         {"temperature": 0.9, "top_p": 0.95, "seed": 5, "logit_bias": {7: 2.0, 40: -9.0}}
         | PENALTIES
         | {"_bad_words_token_ids": [[11], [12, 13]]},
-        share=0.5,
+        share=0.4,
     ),
 )
 

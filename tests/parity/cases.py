@@ -526,7 +526,6 @@ def _calibrated() -> list[Case]:
             keys=EIGHT | {"num_recent_tokens": 600, "retrieval_budget": 1024},
             **shape,
             drafts_by_target=True,
-            skip={"host": "level 1 of Runner V1 does not know of them"},
         ),
         Case(
             "shaped-full-budget",
@@ -536,7 +535,6 @@ def _calibrated() -> list[Case]:
             ("stock", "always right"),
             keys=EIGHT | {"retrieval_budget": 1024},
             **shape,
-            skip={"host": "level 2 of Runner V1 does not know of them"},
         ),
     ]
 
@@ -652,7 +650,6 @@ def _parameters() -> list[Case]:
             ("stock", "always right"),
             **CRAMPED,
             at_least={"num_level2_drafted": 20},
-            skip={"host": "level 2 of Runner V1 does not know of them"},
         ),
         Case(
             "parameters together",

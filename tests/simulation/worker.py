@@ -205,7 +205,7 @@ class Worker:
         for name, its in plan.proposing.items():
             state = self._states[name]
             assert 0 < its.num_tokens <= self.config.num_speculative_tokens and its.num_rounds > 0
-            assert not decodes_plainly(state.params, is_shaped=True)
+            assert not decodes_plainly(state.params)
             self._slots.add(name)
             by_route.setdefault(its.route, {})[name] = its
             state.planned, state.route = its.num_tokens, its.route

@@ -4,18 +4,14 @@ Runner V2 knows lengths on the device alone, where ``kernels/bookkeeping.py`` ap
 """
 
 
-def decodes_plainly(params, is_shaped: bool) -> bool:
-    """Whether a request's sampling parameters keep it from being speculated on.
-
-    ``logprob_token_ids`` are for a row's only token, and of ``allowed_token_ids`` a level 2 that
-    does not know of them would guess few.
+def decodes_plainly(params) -> bool:
+    """Whether a request's sampling parameters keep it from being speculated on:
+    ``logprob_token_ids`` are for a row's only token.
 
     Args:
         params: vLLM's ``SamplingParams``.
-        is_shaped: whether level 2's logits are what the request asks for, as on Runner V2
-            (``worker/v2/logit_shaping.py``).
     """
-    return bool(params.logprob_token_ids or (params.allowed_token_ids and not is_shaped))
+    return bool(params.logprob_token_ids)
 
 
 def room(num_computed: int, most: int, reserved: int, limit: int, min_context: int = 0) -> int:

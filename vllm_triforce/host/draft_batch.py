@@ -1,7 +1,7 @@
 """What a model runner hands to TriForce and gets back: tensors and arrays, no runner."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ class DraftBatch:
     request with a grammar is certain, and yet it samples."""
     num_left: list[int] | None = None
     """Tokens that each may still emit; None where that is not known."""
+    shaping: list[Callable[[torch.Tensor, list[int]], None] | None] = field(default_factory=list)
+    """What each asks of its logits, [vocab_size], behind further tokens (``logit_shaping.py``),
+    None for nothing; empty where nobody asks for anything."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -60,6 +63,7 @@ class DraftBatch:
             [pick(tables) for tables in self.block_tables],
             pick(self.queries),
             self.sampling.take(rows),
+            shaping=pick(self.shaping) if self.shaping else [],
         )
 
 

@@ -3,6 +3,7 @@
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.host.level1 import Level1, SourcedDraft, begin_noise
+from vllm_triforce.host.logit_shaping import shape_logits
 from vllm_triforce.host.retrieval import RetrievalLevel
 from vllm_triforce.verification.inner import Verified, verify
 from vllm_triforce.verification.noise import InnerNoise
@@ -55,7 +56,11 @@ class HostLevels:
 
     def forward(self, rows: list[int], drafted: SourcedDraft):
         tokens = drafted.drafted.token_ids
-        return self._level2.forward(self.batch, self.proposal, rows, tokens)
+        logits = self._level2.forward(self.batch, self.proposal, rows, tokens)
+        places = (
+            (row, its[:count]) for row, its in zip(rows, tokens) for count in range(len(its) + 1)
+        )
+        return shape_logits(logits, self.batch, self.proposal, places)
 
     def verify(self, rows: list[int], drafted: SourcedDraft, logits) -> Verified:
         names, found = self.batch.request_ids, drafted.drafted

@@ -118,7 +118,7 @@ class PlansSteps:
             request.is_prefill_chunk
             or request.request_id in self._disabled
             or request.num_computed_tokens < self._config.min_context
-            or decodes_plainly(request.sampling_params, is_shaped=True)
+            or decodes_plainly(request.sampling_params)
         ):
             return 0
         most = self.num_spec_tokens

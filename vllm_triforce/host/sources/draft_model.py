@@ -6,6 +6,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm_triforce.cache.streaming_cache import StreamingCache
 from vllm_triforce.cache.streaming_window import StreamingWindow
 from vllm_triforce.core.private_cache import private_cache
+from vllm_triforce.host.logit_shaping import shape_logits
 from vllm_triforce.host.model_pass import PassInput, run_model
 from vllm_triforce.host.sources.source import Drafted, DraftSource, Offer
 from vllm_triforce.verification.sampling import (
@@ -98,6 +99,8 @@ class DraftModel(DraftSource):
         while active:
             slots = [self.cache.slot(batch.request_ids[rows[i]]) for i in active]
             logits = self._forward(feed, first_positions, slots)
+            places = ((rows[i], drafted.token_ids[i]) for i in active)
+            logits = shape_logits(logits, batch, proposal, places)
             self._sample(logits, active, sampling, noise, drafted)
             active = [
                 i

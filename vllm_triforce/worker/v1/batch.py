@@ -9,6 +9,7 @@ import torch
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.eligibility import decodes_plainly, room
 from vllm_triforce.host.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.host.logit_shaping import RequestShaping
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 
 
@@ -31,7 +32,7 @@ class RunnerBatch:
 
     def is_never_speculated_on(self, row: int) -> bool:
         request_id = self._runner.input_batch.req_ids[row]
-        return decodes_plainly(self._params(row), is_shaped=False) or request_id in self._disabled
+        return decodes_plainly(self._params(row)) or request_id in self._disabled
 
     def room(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
@@ -90,6 +91,7 @@ class RunnerBatch:
             num_plain=len(counts) - len(rows),
             is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
             num_left=[self._num_left(row, computed[row]) for row in rows],
+            shaping=[self._shaping(row, tokens) for row, tokens in zip(rows, token_ids)],
         )
 
     def sampling(self, rows: list[int], metadata) -> SamplingRows:
@@ -111,6 +113,14 @@ class RunnerBatch:
             top_p=None if metadata.top_p is None else metadata.top_p[rows],
             min_p=torch.tensor(min_p, device=self._device) if any(min_p) else None,
             seeds=seeds,
+        )
+
+    def _shaping(self, row: int, token_ids: np.ndarray) -> RequestShaping | None:
+        input_batch = self._runner.input_batch
+        num_prompt_tokens = self._runner.requests[input_batch.req_ids[row]].num_prompt_tokens
+        size = input_batch.vocab_size
+        return RequestShaping.of(
+            self._params(row), token_ids, num_prompt_tokens, size, self._device
         )
 
     def _params(self, row: int):

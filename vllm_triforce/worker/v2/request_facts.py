@@ -20,7 +20,7 @@ class RequestFacts(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params) -> bool:
         self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
-        self.decodes_plainly[req_idx] = decodes_plainly(sampling_params, is_shaped=True)
+        self.decodes_plainly[req_idx] = decodes_plainly(sampling_params)
         return False
 
     def apply(self, logits, ctx):

@@ -1,0 +1,117 @@
+"""Promise: on Runner V1, what a request asks of its logits changes a draft's as vLLM's sampler
+changes the full pass's behind the same tokens."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.ops.bad_words import apply_bad_words
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+
+from vllm_triforce.host.draft_batch import Proposal
+from vllm_triforce.host.logit_shaping import RequestShaping, shape_logits
+from vllm_triforce.verification.sampling_rows import SamplingRows
+
+VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
+ASKED: dict[str, dict] = {
+    "penalties": dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.7),
+    "repetition": dict(repetition_penalty=1.05),
+    "negative": dict(frequency_penalty=-0.4, presence_penalty=-1.0),
+    "words": dict(_bad_words_token_ids=[[9], [1, 2, 3], [2, 4], [1, 1]]),
+    "bias": dict(logit_bias={3: 2.5, 8: -4.0}),
+    "allowed": dict(allowed_token_ids=[1, 2, 4, 9]),
+    "min_tokens": dict(min_tokens=6, stop_token_ids=[5, 11]),
+    "all": dict(
+        repetition_penalty=0.8,
+        presence_penalty=0.5,
+        _bad_words_token_ids=[[2], [1, 4]],
+        logit_bias={4: 9.0, 2: 30.0},
+        allowed_token_ids=[1, 2, 4, 9, 11],
+        min_tokens=4,
+        stop_token_ids=[11],
+    ),
+}
+
+
+def by_vllm(logits, params, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """What its sampler makes of [vocab_size] behind ``output``."""
+    logits = logits.clone()[None]
+    if allowed := params.allowed_token_ids:
+        logits[:, [token for token in range(VOCAB_SIZE) if token not in allowed]] = -torch.inf
+    apply_bad_words(logits, {0: params.bad_words_token_ids or []}, [output])
+    if len(output) < params.min_tokens:
+        logits[:, list(params.all_stop_token_ids)] = -torch.inf
+    for token, bias in (params.logit_bias or {}).items():
+        logits[:, token] += bias
+    numbers = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    numbers = (torch.tensor([number]) for number in numbers)
+    return apply_all_penalties(logits, torch.tensor([prompt]), *numbers, [output])[0]
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
+    draw, params = random.Random(3), SamplingParams(**asked)
+    for _ in range(40):
+        # Of few tokens, so that words and repetitions come.
+        prompt, output, new = (
+            [draw.choice([1, 2, 4, 7, 9]) for _ in range(draw.randint(least, 6))]
+            for least in (1, 0, 0)
+        )
+        tokens = np.array(prompt + output, dtype=np.int32)
+        shaping = RequestShaping.of(params, tokens, len(prompt), VOCAB_SIZE, DEVICE)
+        for length in (len(new), 0, len(new)):  # what came with one is not kept for the next
+            logits = torch.randn(VOCAB_SIZE)
+            right = by_vllm(logits, params, prompt, output + new[:length])
+            shaping(logits, new[:length])
+            torch.testing.assert_close(logits, right)
+
+
+def test_who_asks_for_nothing_has_none():
+    tokens = np.array([1, 2], dtype=np.int32)
+    for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
+        assert RequestShaping.of(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
+
+
+def batch(shaping):
+    from vllm_triforce.host.draft_batch import DraftBatch
+
+    count = len(shaping)
+    return DraftBatch(
+        [str(row) for row in range(count)],
+        [np.array([1], dtype=np.int32)] * count,
+        [0] * count,
+        [4] * count,
+        [],
+        [torch.zeros] * count,
+        SamplingRows(torch.zeros(count)),
+        shaping=shaping,
+    )
+
+
+def test_each_place_is_shaped_behind_its_requests_own_tokens():
+    """Rows are taken in another order, as where some are finished or go another way."""
+
+    def marks(logits, new):
+        logits[: len(new)] = torch.tensor(new, dtype=torch.float32)
+
+    asked = batch([None, marks, None, marks]).take([3, 0, 1], [4, 4, 4])
+    proposal = Proposal([[7, 8], [], [5]], None, [0] * 3)
+    logits = torch.zeros(4, 6, dtype=torch.bfloat16)
+    shaped = shape_logits(logits, asked, proposal, [(0, []), (0, [3]), (1, [2]), (2, [6])])
+    assert shaped.dtype == torch.float32
+    assert shaped.tolist() == [
+        [7, 8, 0, 0, 0, 0],
+        [7, 8, 3, 0, 0, 0],
+        [0] * 6,
+        [5, 6, 0, 0, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("shaping", [[], [None, None]])
+def test_where_nobody_asks_nothing_is_done(shaping):
+    nobody = batch([None, None])
+    nobody.shaping = shaping
+    logits = torch.zeros(1, 3, dtype=torch.bfloat16)
+    assert shape_logits(logits, nobody, Proposal.empty(2, True), iter(())) is logits

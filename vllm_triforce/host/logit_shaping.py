@@ -1,0 +1,124 @@
+"""What requests ask of their logits, for level 1's and level 2's: what they draft is then what the
+full pass will accept.
+
+In the order of vLLM's sampler (vllm/v1/sample/sampler.py): ``allowed_token_ids``, ``bad_words``,
+``min_tokens``, ``logit_bias``, penalties.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
+
+
+class RequestShaping:
+    """One request's, behind one full pass.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+        token_ids: [num_tokens], int: prompt, output and the token just sampled.
+    """
+
+    def __init__(
+        self,
+        params,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        def ids(tokens) -> torch.Tensor:
+            return torch.tensor(list(tokens), dtype=torch.int64, device=device)
+
+        output = token_ids[num_prompt_tokens:]
+        allowed = params.allowed_token_ids
+        self._allowed = ids(allowed) if allowed else None
+        self._words = params.bad_words_token_ids or []
+        # As many of the newest tokens as a word may begin with.
+        longest = max(map(len, self._words), default=1) - 1
+        self._newest = output[len(output) - min(longest, len(output)) :].tolist()
+        self._num_output, self._min_tokens = len(output), params.min_tokens
+        self._stops = ids(params.all_stop_token_ids)
+        bias = params.logit_bias or {}
+        self._biased = ids(bias)
+        self._biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        self._penalties = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        if _has_penalties(params):
+            counts = np.bincount(output, minlength=vocab_size).astype(np.float32)
+            self._counts = torch.from_numpy(counts).to(device)
+            self._seen = torch.from_numpy(np.flatnonzero(np.bincount(token_ids))).to(device)
+
+    @classmethod
+    def of(cls, params, *others) -> "RequestShaping | None":
+        """None where a request asks for nothing; arguments as above."""
+        asks = (
+            params.allowed_token_ids
+            or params.bad_words_token_ids
+            or params.min_tokens
+            or params.logit_bias
+            or _has_penalties(params)
+        )
+        return cls(params, *others) if asks else None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [vocab_size], float32, changed
+        new: list[int],  # tokens behind those that are known
+    ) -> None:
+        if self._allowed is not None:
+            kept = logits[self._allowed]
+            logits.fill_(float("-inf"))[self._allowed] = kept
+        if self._words:
+            tokens = self._newest + new
+            for *prefix, last in self._words:
+                if len(prefix) <= len(tokens) and tokens[len(tokens) - len(prefix) :] == prefix:
+                    logits[last] = float("-inf")
+        if self._num_output + len(new) < self._min_tokens:
+            logits[self._stops] = float("-inf")
+        logits[self._biased] += self._biases
+        if self._penalties != (1.0, 0.0, 0.0):
+            self._penalize(logits, new)
+
+    def _penalize(self, logits: torch.Tensor, new: list[int]) -> None:
+        """Of tokens that have come, which are few in a vocabulary; the others keep theirs."""
+        repetition, frequency, presence = self._penalties
+        seen, counts = self._seen, self._counts
+        if new:
+            more = torch.tensor(new, device=logits.device)
+            counts = counts.index_add(0, more, torch.ones(len(new), device=logits.device))
+            seen = torch.cat([seen, more])
+        values, counts = logits[seen], counts[seen]
+        values *= torch.where(values > 0, 1.0 / repetition, repetition)
+        values -= frequency * counts
+        logits[seen] = values - presence * (counts > 0)
+
+
+def shape_logits(
+    logits: torch.Tensor,  # [num_places, vocab_size]
+    batch: DraftBatch,
+    proposal: Proposal,
+    places: Iterable[tuple[int, list[int]]],
+) -> torch.Tensor:  # [num_places, vocab_size], float32 where any request asks for something
+    """May change ``logits``.
+
+    Args:
+        places: of each the row of the batch, and what was drafted behind its proposal before it.
+    """
+    if not any(batch.shaping):
+        return logits
+    logits = logits.float()
+    for own, (row, drafted) in zip(logits, places):
+        if (shaping := batch.shaping[row]) is not None:
+            shaping(own, [*proposal.token_ids[row], *drafted])
+    return logits
+
+
+def _has_penalties(params) -> bool:
+    its = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return its != (1.0, 0.0, 0.0)
