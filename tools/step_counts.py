@@ -238,7 +238,7 @@ def mark_regions(runner) -> None:
 
     within(speculator, "propose", "propose")
     within(speculator._built.recorder, "record", "recorder")
-    within(RowWork, "__call__", lambda work: f"pass: {work.name}", is_pass=True)
+    within(RowWork, "__call__", lambda work, _: f"pass: {work.name}", is_pass=True)
     within(ModelPass, "run", lambda model_pass, _: f"pass: {model_pass.name}", is_pass=True)
     part = PartTimes.part
 
