@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
+from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.host.draft_batch import Proposal
 from vllm_triforce.host.logit_shaping import RequestShaping, shape_logits
 from vllm_triforce.verification.sampling_rows import SamplingRows
@@ -23,6 +24,11 @@ ASKED: dict[str, dict] = {
     "bias": dict(logit_bias={3: 2.5, 8: -4.0}),
     "allowed": dict(allowed_token_ids=[1, 2, 4, 9]),
     "min_tokens": dict(min_tokens=6, stop_token_ids=[5, 11]),
+    "words and tokens of a larger tokenizer": dict(
+        _bad_words_token_ids=[[VOCAB_SIZE], [1, VOCAB_SIZE], [4]],
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+    ),
     "all": dict(
         repetition_penalty=0.8,
         presence_penalty=0.5,
@@ -59,12 +65,14 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
             [draw.choice([1, 2, 4, 7, 9]) for _ in range(draw.randint(least, 6))]
             for least in (1, 0, 0)
         )
+        prompt += asked.get("_bad_words_token_ids", [[0]])[0]
         tokens = np.array(prompt + output, dtype=np.int32)
         shaping = RequestShaping.of(params, tokens, len(prompt), VOCAB_SIZE, DEVICE)
         for length in (len(new), 0, len(new)):  # what came with one is not kept for the next
             logits = torch.randn(VOCAB_SIZE)
             right = by_vllm(logits, params, prompt, output + new[:length])
-            shaping(logits, new[:length])
+            if shaping is not None:  # as once min_tokens are there
+                shaping(logits, new[:length])
             torch.testing.assert_close(logits, right)
 
 
@@ -115,3 +123,30 @@ def test_where_nobody_asks_nothing_is_done(shaping):
     nobody.shaping = shaping
     logits = torch.zeros(1, 3, dtype=torch.bfloat16)
     assert shape_logits(logits, nobody, Proposal.empty(2, True), iter(())) is logits
+
+
+def test_a_dead_end_is_left_to_the_full_pass():
+    """Were all logits minus infinity, the level would be taken for broken."""
+    asked = dict(
+        allowed_token_ids=[4, 5], _bad_words_token_ids=[[4, 4], [4, 5]], presence_penalty=1
+    )
+    tokens = np.array([1, 5], dtype=np.int32)
+    shaping = RequestShaping.of(SamplingParams(**asked), tokens, 1, VOCAB_SIZE, DEVICE)
+    for new, is_shaped in (([5], True), ([5, 4], False)):
+        logits = torch.zeros(VOCAB_SIZE)
+        shaping(logits, new)
+        assert bool((logits == -torch.inf).any()) == is_shaped
+
+
+def test_min_tokens_are_nothing_once_they_are_there():
+    def shaping(num_output: int):
+        tokens = np.ones(3 + num_output, dtype=np.int32)
+        params = SamplingParams(min_tokens=2, stop_token_ids=[5])
+        return RequestShaping.of(params, tokens, 3, VOCAB_SIZE, DEVICE)
+
+    assert shaping(1) is not None and shaping(2) is None
+
+
+def test_only_named_log_probabilities_keep_a_request_from_being_speculated_on():
+    assert not decodes_plainly(SamplingParams(allowed_token_ids=[1], bad_words=["a"]))
+    assert decodes_plainly(SamplingParams(logprob_token_ids=[1]))

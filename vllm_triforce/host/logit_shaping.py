@@ -33,6 +33,7 @@ class RequestShaping:
             return torch.tensor(list(tokens), dtype=torch.int64, device=device)
 
         output = token_ids[num_prompt_tokens:]
+        self._vocab_size = vocab_size
         allowed = params.allowed_token_ids
         self._allowed = ids(allowed) if allowed else None
         self._words = params.bad_words_token_ids or []
@@ -40,50 +41,68 @@ class RequestShaping:
         longest = max(map(len, self._words), default=1) - 1
         self._newest = output[len(output) - min(longest, len(output)) :].tolist()
         self._num_output, self._min_tokens = len(output), params.min_tokens
-        self._stops = ids(params.all_stop_token_ids)
-        bias = params.logit_bias or {}
-        self._biased = ids(bias)
-        self._biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        self._stops = [token for token in params.all_stop_token_ids if token < vocab_size]
+        self._bias = None
+        if bias := params.logit_bias:
+            values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+            self._bias = ids(bias), values
         self._penalties = (
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
         )
         if _has_penalties(params):
-            counts = np.bincount(output, minlength=vocab_size).astype(np.float32)
+            # A tokenizer may have more tokens than the model.
+            seen = np.flatnonzero(np.bincount(token_ids)[:vocab_size])
+            counts = np.bincount(output, minlength=vocab_size)[seen].astype(np.float32)
+            self._seen = torch.from_numpy(seen).to(device)
             self._counts = torch.from_numpy(counts).to(device)
-            self._seen = torch.from_numpy(np.flatnonzero(np.bincount(token_ids))).to(device)
 
     @classmethod
-    def of(cls, params, *others) -> "RequestShaping | None":
-        """None where a request asks for nothing; arguments as above."""
+    def of(
+        cls, params, token_ids: np.ndarray, num_prompt_tokens: int, *others
+    ) -> "RequestShaping | None":
+        """None where a request asks for nothing any more; arguments as above."""
         asks = (
             params.allowed_token_ids
             or params.bad_words_token_ids
-            or params.min_tokens
+            or len(token_ids) - num_prompt_tokens < params.min_tokens
             or params.logit_bias
             or _has_penalties(params)
         )
-        return cls(params, *others) if asks else None
+        return cls(params, token_ids, num_prompt_tokens, *others) if asks else None
 
     def __call__(
         self,
         logits: torch.Tensor,  # [vocab_size], float32, changed
         new: list[int],  # tokens behind those that are known
     ) -> None:
+        forbidden = self._forbidden(new)
         if self._allowed is not None:
-            kept = logits[self._allowed]
-            logits.fill_(float("-inf"))[self._allowed] = kept
-        if self._words:
-            tokens = self._newest + new
-            for *prefix, last in self._words:
-                if len(prefix) <= len(tokens) and tokens[len(tokens) - len(prefix) :] == prefix:
-                    logits[last] = float("-inf")
-        if self._num_output + len(new) < self._min_tokens:
-            logits[self._stops] = float("-inf")
-        logits[self._biased] += self._biases
+            bad = torch.tensor(forbidden, dtype=torch.int64, device=logits.device)
+            allowed = self._allowed[~torch.isin(self._allowed, bad)]
+            if not len(allowed):
+                return  # a dead end: the full pass says what becomes of it
+            kept = logits[allowed]
+            logits.fill_(float("-inf"))[allowed] = kept
+        elif forbidden:
+            logits[forbidden] = float("-inf")
+        if self._bias is not None:
+            tokens, values = self._bias
+            logits[tokens] += values
         if self._penalties != (1.0, 0.0, 0.0):
             self._penalize(logits, new)
+
+    def _forbidden(self, new: list[int]) -> list[int]:
+        """The ends of bad words that have begun, and the stop tokens where it is too early."""
+        tokens, found = self._newest + new, []
+        for *prefix, last in self._words:
+            has_begun = tokens[max(0, len(tokens) - len(prefix)) :] == prefix
+            if has_begun and last < self._vocab_size:
+                found.append(last)
+        if self._num_output + len(new) < self._min_tokens:
+            found += self._stops
+        return found
 
     def _penalize(self, logits: torch.Tensor, new: list[int]) -> None:
         """Of tokens that have come, which are few in a vocabulary; the others keep theirs."""
@@ -91,9 +110,11 @@ class RequestShaping:
         seen, counts = self._seen, self._counts
         if new:
             more = torch.tensor(new, device=logits.device)
-            counts = counts.index_add(0, more, torch.ones(len(new), device=logits.device))
-            seen = torch.cat([seen, more])
-        values, counts = logits[seen], counts[seen]
+            counts = counts + (seen[:, None] == more).sum(1)
+            unseen = more[~torch.isin(more, seen)]
+            counts = torch.cat([counts, (unseen[:, None] == unseen).sum(1)])
+            seen = torch.cat([seen, unseen])
+        values = logits[seen]
         values *= torch.where(values > 0, 1.0 / repetition, repetition)
         values -= frequency * counts
         logits[seen] = values - presence * (counts > 0)

@@ -31,6 +31,7 @@ def _bad_words_kernel(
     gamma,
     first_place,
     query_len,
+    vocab_size,
     PADDED_WORDS: tl.constexpr,
 ):
     of_logits = tl.program_id(0).to(tl.int64)
@@ -78,6 +79,7 @@ def _bad_words_kernel(
         found = known + proposed.to(tl.int32) + drafted
         is_bad &= tl.load(words + start + i, mask=looks, other=0) == found
     token = tl.load(words + last, mask=is_bad, other=0)
+    is_bad &= token < vocab_size  # a tokenizer may have more
     tl.store(logits_ptr + of_logits * logits_stride + token, float("-inf"), mask=is_bad)
 
 
@@ -113,5 +115,6 @@ def forbid_bad_words(
         rows.gamma,
         first_place,
         query_len,
+        logits.shape[1],
         PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
     )

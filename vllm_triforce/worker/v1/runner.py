@@ -213,11 +213,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self._requests[request_id] = self._runner.requests[request_id]
         result: list[list[int]] = [[] for _ in counts]
         if rows:
+            start = time.perf_counter()
             sampling = self._reader.sampling(rows, sampling_metadata)
             batch = self._reader.draft_batch(
                 rows, computed, room, num_rejected, sampled, counts, sampling
             )
-            start = time.perf_counter()
             try:
                 with self._built.recorder.pausing():
                     proposal = self._built.speculator.propose(batch)
