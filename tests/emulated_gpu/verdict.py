@@ -65,8 +65,9 @@ def distance_where_parted(
     if place is None:
         return math.inf
     logits = exact.logits(request.prompt + wanted[:place])
-    of_all = logits.expand(place + 1, -1)  # of which the last place is asked for
-    logits = penalized(of_all, request.prompt, wanted[: place + 1], request.params)[-1]
+    if any(name.endswith("_penalty") for name in request.params):
+        of_all = logits.expand(place + 1, -1)  # of which the last place is asked for
+        logits = penalized(of_all, request.prompt, wanted[: place + 1], request.params)[-1]
     return float(logits.max() - logits[[wanted[place], found[place]]].min())
 
 

@@ -419,8 +419,8 @@ BIASED = (
 )
 SHAPED = (
     dict(temperature=0, logit_bias={3: 100}),
-    dict(temperature=0),
-    dict(temperature=1.0, allowed_token_ids=[1, 2, 6]),
+    dict(temperature=0, _bad_words_token_ids=[[2], [1, 1], [3, 4, 3]]),
+    dict(temperature=1.0, allowed_token_ids=[1, 2, 6], _bad_words_token_ids=[[1, 2], [6, 6]]),
     dict(temperature=1.0, **PENALTIES),
     dict(temperature=0, logit_bias={1: 2.0, 4: -9.0}, **PENALTIES),
     dict(temperature=0, allowed_token_ids=[0, 3, 5]),
@@ -516,6 +516,7 @@ def _calibrated() -> list[Case]:
             keys=EIGHT,
             **shape,
             at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
+            skip=slow("dice-biased"),
         ),
         Case(
             "shaped-full-window",
@@ -650,6 +651,7 @@ def _parameters() -> list[Case]:
             ("stock", "always right"),
             **CRAMPED,
             at_least={"num_level2_drafted": 20},
+            skip=slow("shaped-full-budget"),
         ),
         Case(
             "parameters together",
