@@ -11,7 +11,7 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from vllm_triforce.core.eligibility import decodes_plainly
-from vllm_triforce.host.draft_batch import Proposal
+from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 from vllm_triforce.host.logit_shaping import RequestShaping, shape_logits
 from vllm_triforce.verification.sampling_rows import SamplingRows
 
@@ -83,8 +83,6 @@ def test_who_asks_for_nothing_has_none():
 
 
 def batch(shaping):
-    from vllm_triforce.host.draft_batch import DraftBatch
-
     count = len(shaping)
     return DraftBatch(
         [str(row) for row in range(count)],

@@ -12,6 +12,9 @@ import torch
 
 from vllm_triforce.host.draft_batch import DraftBatch, Proposal
 
+# Repetition, frequency, presence.
+_NO_PENALTIES = (1.0, 0.0, 0.0)
+
 
 class RequestShaping:
     """One request's, behind one full pass.
@@ -46,12 +49,8 @@ class RequestShaping:
         if bias := params.logit_bias:
             values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
             self._bias = ids(bias), values
-        self._penalties = (
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
-        if _has_penalties(params):
+        self._penalties = _penalties(params)
+        if self._penalties != _NO_PENALTIES:
             # A tokenizer may have more tokens than the model.
             seen = np.flatnonzero(np.bincount(token_ids)[:vocab_size])
             counts = np.bincount(output, minlength=vocab_size)[seen].astype(np.float32)
@@ -68,7 +67,7 @@ class RequestShaping:
             or params.bad_words_token_ids
             or len(token_ids) - num_prompt_tokens < params.min_tokens
             or params.logit_bias
-            or _has_penalties(params)
+            or _penalties(params) != _NO_PENALTIES
         )
         return cls(params, token_ids, num_prompt_tokens, *others) if asks else None
 
@@ -90,7 +89,7 @@ class RequestShaping:
         if self._bias is not None:
             tokens, values = self._bias
             logits[tokens] += values
-        if self._penalties != (1.0, 0.0, 0.0):
+        if self._penalties != _NO_PENALTIES:
             self._penalize(logits, new)
 
     def _forbidden(self, new: list[int]) -> list[int]:
@@ -140,6 +139,5 @@ def shape_logits(
     return logits
 
 
-def _has_penalties(params) -> bool:
-    its = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return its != (1.0, 0.0, 0.0)
+def _penalties(params) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty

@@ -48,7 +48,7 @@ class TrialBatches:
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
             is_certain=np.zeros(num_rows, dtype=bool),
-            sampling=DeviceSampling(is_greedy, not is_greedy, not is_greedy),
+            sampling=DeviceSampling(is_greedy, has_masks=not is_greedy, is_shaped=not is_greedy),
             tables=self._tables(num_rows, context + 2 * num_tokens),
             num_computed=self._of_states(context, torch.int32),
             num_sampled=self._filled(num_rows, 1, torch.int32),
