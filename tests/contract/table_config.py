@@ -12,6 +12,7 @@ OURS = "vllm_triforce/vllm_patches/engine_args.py"
 CHECK = "vllm_triforce/config/checks.py"
 CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
 MIXIN = "vllm_triforce/worker/base.py"
+BUDGET = "vllm_triforce/worker/v1/thinking_budget.py"
 
 TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.add_cli_args", "parser", OURS),
@@ -54,6 +55,18 @@ TABLE: list[Surface] = [
     has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/worker/v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/v1/argmax_verification.py"),
     has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/worker/v1/argmax_verification.py"),
+    # Budgets of reasoning: the states, and in which order the sampler and the rejection sampler ask.
+    overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.update_state", "self, output_token_ids, spec_token_ids, repeat_indices=", BUDGET),
+    overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.apply_to_logits", "self, logits, predict_bonus_token, spec_token_ids", BUDGET),
+    overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder._find_last_sequence_index", "target_list, token_ids", BUDGET),
+    calls("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.__init__", "reasoning_config, max_num_seqs, num_spec_tokens, device, is_pin_memory", BUDGET),
+    calls("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder._init_state_entry", "prompt_tok_ids, thinking_token_budget", BUDGET),
+    calls("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder._update_think_state", "state", BUDGET),
+    has("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder", "_state think_end_token_ids", BUDGET),
+    does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "holder.update_state( < holder.apply_to_logits(", BUDGET),
+    does("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self.sampler( < self.apply_logits_processors(", BUDGET),
+    has("v1/worker/gpu_input_batch.py", "InputBatch", "thinking_budget_state_holder max_num_reqs sampling_metadata", "vllm_triforce/worker/v1/rejection.py"),
+    has("config/vllm.py", "VllmConfig", "reasoning_config", "vllm_triforce/worker/v1/rejection.py"),
     # What requests ask of their logits, in the order of the sampler.
     has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/host/logit_shaping.py"),
     does("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self.apply_penalties( < token_mask = < logits.masked_fill_( < apply_bad_words_with_drafts( < processor.apply_with_spec_decode(", "vllm_triforce/core/eligibility.py"),

@@ -54,6 +54,11 @@ _PLAIN_STEPS = (
 _NOBODY_DRAFTS = "vLLM skips what drafting needs where nobody drafts"
 _PARAMETERS = "`min_p`, `logit_bias` and `logprob_token_ids` beside drafts (Runner V1)"
 _APPLIES_THEM = "vLLM's rejection sampler of Model Runner V1 applies them"
+_THINKING_BUDGET = (
+    "vLLM's holder of `thinking_token_budget` lays out its rows by whether speculation is "
+    "configured: in a step without drafts it forces another request's token; see below"
+)
+_PLAIN_RULES = "vLLM forces the same tokens with speculation and without (Runner V2 does)"
 
 DRAFTER = Swap("GPUModelRunner (V1)", "drafter", _NO_HOOK, _OUT_OF_TREE)
 SPECULATOR = Swap("GPUModelRunner (V2)", "speculator", _NO_HOOK, _OUT_OF_TREE)
@@ -142,6 +147,10 @@ DUMMY_RUN_LORAS = Swap(
 )
 LOGITS_PROCESSORS = Swap("InputBatch", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
 METADATA_PROCESSORS = Swap("SamplingMetadata", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
+THINKING_BUDGET = Swap("InputBatch", "thinking_budget_state_holder", _THINKING_BUDGET, _PLAIN_RULES)
+METADATA_THINKING_BUDGET = Swap(
+    "SamplingMetadata", "thinking_budget_state_holder", _THINKING_BUDGET, _PLAIN_RULES
+)
 REJECTION_SAMPLER = Swap("GPUModelRunner (V1)", "rejection_sampler", _PARAMETERS, _APPLIES_THEM)
 REJECTION_SAMPLER_V2 = Swap(
     "GPUModelRunner (V2)",

@@ -19,15 +19,21 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.v1.argmax_verification import accepted_argmax, only_argmax_counts
+from vllm_triforce.worker.v1.thinking_budget import PlainThinkingBudget
 
 
 def support_all_sampling_params(runner, vllm_config, device) -> None:
     """Gives a runner every built-in logits processor and a rejection sampler that heeds them."""
+    batch = runner.input_batch
     processors = LogitsProcessors(
         processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
     )
-    swaps.LOGITS_PROCESSORS.set(runner.input_batch, processors)
-    swaps.METADATA_PROCESSORS.set(runner.input_batch.sampling_metadata, processors)
+    swaps.LOGITS_PROCESSORS.set(batch, processors)
+    swaps.METADATA_PROCESSORS.set(batch.sampling_metadata, processors)
+    if vllm_config.reasoning_config is not None:
+        budget = PlainThinkingBudget(vllm_config.reasoning_config, batch.max_num_reqs, device)
+        swaps.THINKING_BUDGET.set(batch, budget)
+        swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
     sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
     swaps.REJECTION_SAMPLER.set(runner, sampler)
 

@@ -1,0 +1,143 @@
+"""Promise: with drafts and without, beside whatever others propose, a request's reasoning is ended
+where stock vLLM ends it that has no speculation."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+from vllm_triforce.worker.v1.thinking_budget import PlainThinkingBudget
+
+CPU = torch.device("cpu")
+VOCAB, LENGTH = 8, 42
+START, END = 1, 2
+FORCED = 1e9
+
+
+def config(start: list[int], end: list[int]):
+    return SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
+
+
+def with_requests(holder, prompts: list[list[int]], budgets: list[int | None]):
+    """The holder with a batch, and the batch's outputs."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    added = [
+        (row, SimpleNamespace(thinking_token_budget=budget), prompt, output)
+        for row, (prompt, budget, output) in enumerate(zip(prompts, budgets, outputs))
+    ]
+    holder.sync_batch(BatchUpdate(len(prompts), removed=[], added=added, moved=[]))
+    return holder, outputs
+
+
+def forced_tokens(logits: torch.Tensor) -> list[int | None]:
+    """Of each row; no row has two."""
+    assert (logits == FORCED).sum(1).le(1).all()
+    return [int(row.argmax()) if row.max() == FORCED else None for row in logits]
+
+
+def stocks(reasoning, prompts, budgets, liked) -> list[list[int]]:
+    """vLLM's holder as it is without speculation, a token of each request a step."""
+    holder = ThinkingBudgetStateHolder(reasoning, len(prompts), 0, CPU, False)
+    holder, outputs = with_requests(holder, prompts, budgets)
+    nothing: list[list[int]] = [[] for _ in prompts]
+    for tokens in zip(*liked):
+        holder.update_state(outputs, nothing)
+        logits = holder.apply_to_logits(torch.zeros(len(prompts), VOCAB), False, nothing)
+        for output, token, forced in zip(outputs, tokens, forced_tokens(logits)):
+            output.append(token if forced is None else forced)
+    return outputs
+
+
+def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[int]]:
+    """Greedy verification of random drafts, of which most are right, by rows as vLLM lays them."""
+    holder, outputs = with_requests(holder, prompts, budgets)
+    drafts: list[list[int]] = [[] for _ in prompts]
+    while min(map(len, outputs)) < len(liked[0]):
+        holder.update_state(outputs, drafts)
+        last = forced_tokens(
+            holder.apply_to_logits(torch.zeros(len(prompts), VOCAB), any(drafts), drafts)
+        )
+        inner = []
+        if any(drafts):
+            logits = torch.zeros(sum(map(len, drafts)), VOCAB)
+            inner = forced_tokens(holder.apply_to_logits(logits, False, drafts))
+        for row, output in enumerate(outputs):
+            own, inner = inner[: len(drafts[row])], inner[len(drafts[row]) :]
+            for token, forced in zip([*drafts[row], None], [*own, last[row]]):
+                place = len(output)
+                wanted = liked[row][place] if place < len(liked[row]) else 0
+                output.append(wanted if forced is None else forced)
+                if output[-1] != token:
+                    break
+            ahead = liked[row][len(output) :][: num_drafts(row)]
+            drafts[row] = [t if draw.random() < 0.85 else draw.randrange(VOCAB) for t in ahead]
+    return [output[: len(liked[0])] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])],
+    ids=str,
+)
+def test_forces_what_stock_forces_without_speculation(start, end):
+    """All budgets up to 33, in every row of batches of one to four; requests without beside."""
+    reasoning, draw = config(start, end), random.Random(len(start) + 10 * len(end))
+    num_forced = 0
+    for budget in range(34):
+        for size in range(1, 5):
+            prompts = [
+                [4] * 3 + (start + [4] * draw.randrange(4) if draw.random() < 0.6 else [])
+                for _ in range(size)
+            ]
+            liked = [[draw.choice((3, 4, 5, 6, 7, 7)) for _ in range(LENGTH)] for _ in range(size)]
+            for tokens in liked:  # it thinks, and again
+                for place in draw.sample(range(LENGTH), 2):
+                    tokens[place : place + len(start)] = start
+                if draw.random() < 0.3:
+                    place = draw.randrange(LENGTH)
+                    tokens[place : place + len(end)] = end
+                del tokens[LENGTH:]
+            budgets = [(budget + 7 * row) % 34 for row in range(size)]
+            budgets[draw.randrange(size)] = draw.choice((budget, None))
+            plain = {row for row in range(size) if draw.random() < 0.3}
+            found = speculated(
+                PlainThinkingBudget(reasoning, size, CPU),
+                prompts,
+                budgets,
+                liked,
+                draw,
+                lambda row, plain=plain: 0 if row in plain else draw.randrange(6),
+            )
+            wanted = stocks(reasoning, prompts, budgets, liked)
+            assert found == wanted
+            num_forced += wanted != liked
+    assert num_forced > 100
+
+
+def test_a_request_that_comes_back_goes_on_within_the_forced_string():
+    """vLLM makes its state anew where a request was preempted."""
+    reasoning, prompt, liked = config([START], [5, 6, END]), [4, START], [7] * 12
+    (wanted,) = stocks(reasoning, [prompt], [4], [liked])
+    assert wanted[4:7] == [5, 6, END]
+    for known in range(12):
+        holder = PlainThinkingBudget(reasoning, 1, CPU)
+        holder, (output,) = with_requests(holder, [prompt], [4])
+        output += wanted[:known]
+        holder.update_state([output], [[]])
+        (forced,) = forced_tokens(holder.apply_to_logits(torch.zeros(1, VOCAB), False, [[]]))
+        assert (liked[known] if forced is None else forced) == wanted[known]
+
+
+def test_rows_move_with_their_requests():
+    """A batch is condensed when somebody leaves."""
+    reasoning = config([START], [END])
+    holder = PlainThinkingBudget(reasoning, 2, CPU)
+    holder, outputs = with_requests(holder, [[4], [4, START]], [None, 3])
+    outputs[1] += [7, 7, 7]
+    holder.sync_batch(BatchUpdate(1, removed=[0], added=[], moved=[(1, 0, 0)]))
+    holder.update_state([outputs[1]], [[]])
+    logits = holder.apply_to_logits(torch.zeros(1, VOCAB), False, [[]])
+    assert forced_tokens(logits) == [END]
