@@ -16,6 +16,7 @@ from tests.engine.test_level2 import built
 from tests.generation import assert_same_tokens, generate
 from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from tests.models import held_out_tokens
+from tests.outputs import run
 from vllm_triforce.controller.choice import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import POLICIES
@@ -169,6 +170,46 @@ def test_its_own_decisions(engines, pair):
     for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
         assert_same_tokens(stock, p, wanted, tokens)
     assert counters_of(llm).since(before).num_level2_accepted > 0
+
+
+def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
+    """It draws nothing that a seed could keep: alone and beside others it is as one without."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
+    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
+    controller, candidates, joined = built(llm).speculator.controller, [], []
+    choose, requests_joined = controller.choose, controller.requests_joined
+
+    def chosen(found, num_plain=0):
+        candidates.extend(found)
+        return choose(found, num_plain)
+
+    def seen(kinds):
+        joined.extend(kinds)
+        requests_joined(kinds)
+
+    monkeypatch.setattr(controller, "choose", chosen)
+    monkeypatch.setattr(controller, "requests_joined", seen)
+    text = held_out_tokens(llm.get_tokenizer(), 3000)
+    asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
+    asked += [(0, 48, 2**31), (0, 12, 0)]
+    prompts = [text[97 * i :][: 250 + 130 * i] for i in range(len(asked))]
+    params = [
+        SamplingParams(temperature=t, max_tokens=m, seed=s, ignore_eos=True, detokenize=False)
+        for t, m, s in asked
+    ]
+    wanted = generate(stock, prompts, max_tokens=48)
+    outputs = run(llm, prompts, params) + run(llm, prompts[:1], params[:1])
+    for i, output in zip([*range(len(asked)), 0], outputs):
+        temperature, count, _ = asked[i]
+        if not temperature:
+            found = list(output.outputs[0].token_ids)
+            assert_same_tokens(stock, prompts[i], wanted[i][:count], found)
+    drawing = [i for i, (temperature, _, _) in enumerate(asked) if temperature]
+    number = {output.request_id: i for i, output in enumerate(outputs[:-1])}
+    number[outputs[-1].request_id] = 0
+    found = {number[c.request_id.split("-")[0]]: c.has_seed for c in candidates}
+    assert found == {i: i in drawing for i in range(len(asked))}
+    assert {number[name.split("-")[0]] for name in joined} == found.keys() - set(drawing)
 
 
 def test_plain_steps_and_reevaluations_are_timed(engines, pair):

@@ -179,6 +179,15 @@ def _ended_after_min_tokens(case: Case, job: Job, seen: Seen, by: By) -> None:
         assert len(output.outputs[0].token_ids) == params["min_tokens"] + 1
 
 
+@check("reasoning ended")
+def _reasoning_ended(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """All that have a budget: or nothing was tested."""
+    for batch, requests in zip(seen.batches, job.rounds):
+        for output, (_, params) in zip(batch.outputs, requests):
+            if params["thinking_token_budget"] is not None:
+                assert "\n    return" in output.outputs[0].text
+
+
 @check("named")
 def _named(case: Case, job: Job, seen: Seen, by: By) -> None:
     """Who names tokens gets their log-probabilities ("stock" compares them), nobody else any."""

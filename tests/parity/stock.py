@@ -24,7 +24,8 @@ class Stock:
             for prompt, params in batch
         )
         own = {"max_model_len": limit} if limit and (reached or is_small) else {}
-        own |= {name: value for name, value in job.engine.items() if "lora" in name}
+        its = ("lora", "reasoning")
+        own |= {k: v for k, v in job.engine.items() if any(name in k for name in its)}
         return self._engines.get(job.target, **own)
 
     def usual(self, model):

@@ -111,6 +111,10 @@ def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
     assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
     seeded = scheduler.step(Running("one", max_tokens=max_tokens, seed=3))
     assert seeded == {"one": ALL}, "the device cuts it, by what it knows for certain"
+    greedy = Running("one", max_tokens=max_tokens, temperature=0, seed=3)
+    (planned,) = scheduler.step(greedy).values()
+    assert planned == its, "it draws nothing"
+    assert not scheduler._candidate(greedy, 6).has_seed
 
 
 @pytest.mark.parametrize(("max_model_len", "expected"), [(1995 + 9, 6), (1995 + 5, 3)])

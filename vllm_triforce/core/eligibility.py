@@ -3,6 +3,8 @@
 Runner V2 knows lengths on the device alone, where ``kernels/bookkeeping.py`` applies ``room()``.
 """
 
+from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+
 
 def decodes_plainly(params) -> bool:
     """Whether a request's sampling parameters keep it from being speculated on:
@@ -12,6 +14,17 @@ def decodes_plainly(params) -> bool:
         params: vLLM's ``SamplingParams``.
     """
     return bool(params.logprob_token_ids)
+
+
+def seed_of_draws(params) -> int | None:
+    """Return the seed that a request draws by: None without one, and where nothing is drawn.
+
+    Args:
+        params: vLLM's ``SamplingParams``, or None.
+    """
+    if params is None or params.temperature < GREEDY_EPSILON:
+        return None
+    return params.seed
 
 
 def room(num_computed: int, most: int, reserved: int, limit: int, min_context: int = 0) -> int:

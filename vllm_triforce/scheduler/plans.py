@@ -21,7 +21,7 @@ from vllm_triforce.config.asked import METHOD
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.ahead import DecisionsAhead, Outcome, StepSeen
-from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
 from vllm_triforce.core.fixed_plan import fixed_proposing
 from vllm_triforce.core.step_plan import Proposing, StepPlan, attach, plan_of
 from vllm_triforce.core.step_report import StepReport, report_of
@@ -122,7 +122,7 @@ class PlansSteps:
         ):
             return 0
         most = self.num_spec_tokens
-        if request.sampling_params.seed is None:
+        if seed_of_draws(request.sampling_params) is None:
             # This step adds a token at least, and so does the next one, beside the proposal. How
             # much is known of it depends on when outputs come, and nothing of a request with a
             # seed may: the device, which knows, cuts its proposals alone.
@@ -142,7 +142,7 @@ class PlansSteps:
             most,
             # Whether there is a match is known on the device alone.
             {name: 0 for name in self._config.sources},
-            params.seed is not None,
+            seed_of_draws(params) is not None,
             params.temperature < GREEDY_EPSILON,
             num_left=self._num_left(request),
         )

@@ -18,7 +18,7 @@ class SamplingRows:
     top_p: torch.Tensor | None = None  # [num_reqs], float32
     min_p: torch.Tensor | None = None  # [num_reqs], float32
     seeds: list[int | None] = field(default_factory=list)
-    """[num_reqs], the request's own seed."""
+    """[num_reqs], the seed that each draws by."""
 
     @cached_property
     def all_greedy(self) -> bool:

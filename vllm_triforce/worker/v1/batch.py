@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import decodes_plainly, room
+from vllm_triforce.core.eligibility import decodes_plainly, room, seed_of_draws
 from vllm_triforce.host.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.host.logit_shaping import RequestShaping
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
@@ -56,7 +56,7 @@ class RunnerBatch:
         return most
 
     def has_seed(self, row: int) -> bool:
-        return self._params(row).seed is not None
+        return seed_of_draws(self._params(row)) is not None
 
     def gives_first_token(self, counts: list[int]) -> bool:
         """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
@@ -97,7 +97,7 @@ class RunnerBatch:
     def sampling(self, rows: list[int], metadata) -> SamplingRows:
         requests = self._runner.requests
         params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
-        seeds = [p.seed for p in params]
+        seeds = [seed_of_draws(p) for p in params]
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
         min_p = [p.min_p for p in params]

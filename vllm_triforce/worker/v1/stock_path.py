@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
+from vllm_triforce.core.eligibility import seed_of_draws
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.vllm_patches import swaps
@@ -42,7 +43,7 @@ class _Reading:
 
     num_tokens: int
     kind: Kind | None
-    """The request's; None for one with a seed."""
+    """The request's; None for one that draws by a seed."""
 
 
 class StockPath:
@@ -130,7 +131,8 @@ class StockPath:
         joined = (present - self._present) | new.keys()  # of the name of one that left, maybe
         self._present = frozenset(present)
         known = self._runner.requests
-        seeded = {name for name in present if _has_seed(new.get(name) or known[name])}
+        params = {name: (new.get(name) or known[name]).sampling_params for name in present}
+        seeded = {name for name, its in params.items() if seed_of_draws(its) is not None}
         self._has_seed = bool(seeded)
         if joined & seeded:
             self._controller.seeded_request_joined()
@@ -249,8 +251,3 @@ def _kind_of(request) -> Kind:
     params = request.sampling_params
     is_greedy = params is None or params.temperature < GREEDY_EPSILON
     return kind_of(is_greedy, len(request.prompt_token_ids or ()))
-
-
-def _has_seed(request) -> bool:
-    params = request.sampling_params
-    return params is not None and params.seed is not None
