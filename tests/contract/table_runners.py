@@ -133,6 +133,9 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "np gpu", V2),
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
     has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", BATCH2),
+    # Without a seed of its own, a request that comes back draws by another one.
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "scheduled_new_reqs.extend( < scheduled_resumed_reqs.clear(", "vllm_triforce/kernels/noise.py"),
+    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint( < self.seeds.np[req_idx] =", "vllm_triforce/kernels/noise.py"),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
     # LoRA: who has which adapter, and when vLLM's layers are told; behind a proposal nothing of the target is computed.
     overrides(LORA2, "LoraState.make_lora_inputs", "self, req_ids, idx_mapping, num_scheduled_tokens", ADAPTERS2),

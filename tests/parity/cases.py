@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from tests import reasoning_parser
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
 from vllm_triforce.selection import POLICIES
 
@@ -277,39 +278,59 @@ def _nan() -> list[Case]:
     ]
 
 
-# Of one token and of two. A token that begins reasoning within reasoning begins a new budget on
-# Runner V2 alone, so it comes in prompts only.
+# What is forced has two tokens, of which the second ends reasoning.
 REASONING = {
-    "reasoning_config": {"reasoning_start_str": "self", "reasoning_end_str": "\n    return"}
+    "reasoning_parser": reasoning_parser.NAME,
+    "reasoning_parser_plugin": reasoning_parser.__file__,
+    "reasoning_config": reasoning_parser.forcing("\n    return"),
 }
-REASONING_START, REASONING_PLACES = 267, (1363, 1577, 2340, 2849)
+# Of the text, where reasoning begins and does not end soon.
+REASONING_PLACES = (1363, 1577, 2340, 2849)
 
 
-def _budgets() -> list[Case]:
-    def thinking(lengths, behind, budgets, max_tokens: int) -> Round:
+def _reasoning() -> list[Case]:
+    def thinking(lengths, behind, params) -> Round:
         """Prompts that end so many tokens behind the beginning of reasoning."""
-        bias = {REASONING_START: -100}
         return tuple(
-            Request(
-                place + 1 + more - length,
-                length,
-                dict(max_tokens=max_tokens, thinking_token_budget=budget, logit_bias=bias),
-            )
-            for place, length, more, budget in zip(REASONING_PLACES, lengths, behind, budgets)
+            Request(place + 1 + more - length, length, own)
+            for place, length, more, own in zip(REASONING_PLACES, lengths, behind, params)
         )
 
+    def budgets(*tokens: int | None, max_tokens: int) -> list[dict]:
+        # Runner V2 alone begins a new budget with a beginning within reasoning, and V1 does not
+        # take the parser's end for one.
+        bias = {reasoning_parser.START: -100, reasoning_parser.END: -100}
+        own = dict(max_tokens=max_tokens, logit_bias=bias)
+        return [own | dict(thinking_token_budget=budget) for budget in tokens]
+
+    ending = dict(logit_bias={reasoning_parser.END: 4}, max_tokens=20, ignore_eos=False)
+    code = ending | structured(regex=ANSWER)
+    engine = SMALL | REASONING
     return [
         Case(
             "thinking budgets",
             "A request's thinking_token_budget ends its own reasoning where it ends in stock vLLM: "
             "in steps without drafts, and inside what is accepted.",
             (
-                thinking((180, 180, 180, 180), (0, 2, 1, 3), (None, 5, 1, 9), 11),
-                thinking((300, 195, 210, 260), (1, 0, 2, 0), (4, 8, None, 0), 12),
+                thinking((180,) * 4, (0, 2, 1, 3), budgets(None, 5, 1, 9, max_tokens=11)),
+                thinking((300, 195, 210, 260), (1, 0, 2, 0), budgets(4, 8, None, 0, max_tokens=12)),
             ),
             ("stock", "reasoning ended"),
-            **_small("draft_model", engine=SMALL | REASONING),
-        )
+            **_small("draft_model", engine=engine),
+        ),
+        Case(
+            "grammar behind reasoning",
+            "A grammar holds from the token that ends reasoning, wherever in a run it is accepted.",
+            (
+                thinking(
+                    (300, 250, 270, 210),
+                    (1, 0, 2, 0),
+                    [code, code | ONE_ANSWER, code, code | dict(repetition_penalty=1.1)],
+                ),
+            ),
+            ("stock", "grammar from the end of reasoning"),
+            **_small("draft_model", engine=engine),
+        ),
     ]
 
 
@@ -588,6 +609,9 @@ SCHEMA = {
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
+
+
+ANSWER = r"( [a-z_]{1,8}){1,2}( = [0-9]{1,4})?\n"
 
 
 def structured(**keys) -> dict:
@@ -1063,7 +1087,7 @@ def _all() -> list[Case]:
     sources = {name: _by_source(name) for name in SOURCES}
     both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
-    both += [*_scheduling()[2:], *_windows(), *_adapters(), *_budgets()]
+    both += [*_scheduling()[2:], *_windows(), *_adapters(), *_reasoning()]
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)

@@ -4,16 +4,17 @@ A check gets the case's job, what was seen, and ``By``, which knows the right an
 vLLM's own, or an oracle's.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tests import joint
+from tests import joint, reasoning_parser
 from tests.calibration import frequency_p_value, processed, surprise_p_value, transform_p_value
 from tests.outputs import assert_same_outputs
-from tests.parity.cases import Case
+from tests.parity.cases import ANSWER, Case
 from tests.parity.models import Exact
 from tests.parity.running import Job, Seen
 from tests.parity.stock import Stock, has_one_answer
@@ -186,6 +187,16 @@ def _reasoning_ended(case: Case, job: Job, seen: Seen, by: By) -> None:
         for output, (_, params) in zip(batch.outputs, requests):
             if params["thinking_token_budget"] is not None:
                 assert "\n    return" in output.outputs[0].text
+
+
+@check("grammar from the end of reasoning")
+def _grammar_from_the_end_of_reasoning(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Which is inside a run of accepted tokens: or nothing was tested."""
+    for batch in seen.batches:
+        assert any(reasoning_parser.END in run[:-1] for run in batch.runs)
+        for output in batch.outputs:
+            thought, end, answer = output.outputs[0].text.partition(" return")
+            assert end and re.fullmatch(ANSWER, answer), (thought, answer)
 
 
 @check("named")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.parity.cases import Case
+from tests.parity.disturbing import watch
 from vllm_triforce.config.draft_sources import SOURCES
 
 
@@ -39,6 +40,8 @@ class Batch:
     """None where the case does not ask for statistics."""
     disturbed: dict
     """What the disturbance said; empty without one."""
+    runs: list[list[int]]
+    """Of requests with a grammar, the tokens that each step accepted."""
 
 
 @dataclass
@@ -76,11 +79,15 @@ class Driver(Protocol):
 
 def run(job: Job, driver: Driver) -> Seen:
     llm = driver.engine(job)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     batches = []
     for number, requests in enumerate(job.rounds):
         kind = job.disturbance if number == 0 else ()
         before, preempted = _counters(llm), _num_preempted(llm, job)
-        with driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({}) as said:
+        with (
+            driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({}) as said,
+            watch(scheduler.structured_output_manager, "accept_tokens") as accepted,
+        ):
             outputs = _outputs(llm, requests, job.every)
         now = _num_preempted(llm, job)
         batches.append(
@@ -89,9 +96,10 @@ def run(job: Job, driver: Driver) -> Seen:
                 _counters(llm).since(before),
                 None if now is None else now - preempted,
                 dict(said),
+                [tokens for (_, tokens), _ in accepted],
             )
         )
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool = scheduler.kv_cache_manager.block_pool
     held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
     return Seen(batches, driver.policy(llm), driver.held(llm), held)
 

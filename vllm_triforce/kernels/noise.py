@@ -6,6 +6,10 @@ constant, so the two are independent. A token's position is its index in the req
 test discards of a proposal has been counted all the same, and what is counted decides what is
 proposed next: a position that is drawn anew, in a later proposal, is drawn by other numbers.
 
+A proposal begins where a discarded one began after a session's turn, or after output that was
+dropped in flight. What was learnt from the first decides nothing then: lengths of requests with a
+seed are fixed, and the others come back with a new seed of vLLM's.
+
 Requests without a seed of their own are given one by vLLM, from numpy's generator, which its worker
 seeds by the engine's seed and its data-parallel index: replicas draw apart, ranks of one engine
 alike.

@@ -30,8 +30,9 @@ class InnerNoise:
 
         Args:
             seeds: each row's seed; may be empty, where no request has one.
-            places: each row's number of computed tokens and length of its proposal. No two
-                rounds of a request have the same, so no noise is used twice.
+            places: each row's number of computed tokens and length of its proposal. Two rounds
+                of a request share one only if the first's tokens were discarded: a seeded
+                request's lengths depend on nothing that was learnt from them.
         """
         self._rows = [self._shared] * len(places)
         for row, seed in enumerate(seeds):
