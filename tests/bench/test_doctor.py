@@ -208,7 +208,7 @@ def test_a_vllm_that_is_not_supported(capsys, monkeypatch):
 def test_a_vllm_that_does_not_load(capsys, monkeypatch):
     from vllm_triforce import vllm_patches
 
-    def missing(**_):
+    def missing(patches):
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(vllm_patches, "missing", missing)

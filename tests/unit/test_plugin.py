@@ -1,6 +1,7 @@
 """Promise: installed but not asked for, vLLM is as if we were not there; asked for badly, it
 says so before any weights are loaded."""
 
+import importlib
 import inspect
 import json
 import logging
@@ -28,15 +29,29 @@ def engine_config(model: str, speculative_config=None, **kwargs):
 
 _PRINT_CONFIG = """
 import sys
+from importlib.metadata import entry_points
+import vllm.plugins
+import vllm.config
+before, finders = set(sys.modules), list(sys.meta_path)
+(plugin,) = entry_points(group=vllm.plugins.DEFAULT_PLUGINS_GROUP, name="triforce")
+is_on = "PLUGIN_OFF" not in __import__("os").environ
+if is_on:
+    plugin.load()()
+    assert set(sys.modules) - before == {"vllm_triforce", "vllm_triforce.plugin"}
 from vllm.engine.arg_utils import EngineArgs
+assert hasattr(EngineArgs.create_engine_config, "__wrapped__") == is_on
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+import vllm.v1.engine.core, vllm.v1.metrics.loggers
+assert hasattr(vllm.v1.engine.core.EngineCore.post_step, "__wrapped__") == is_on
+assert not is_on or "_AfterImport" not in [type(finder).__name__ for finder in sys.meta_path]
 config.instance_id = ""
 print(repr(config), config.parallel_config.worker_cls, config.additional_config)
 """
 
 
 def test_inert_unless_asked_for(gqa_pair):
-    """Configuration and log are the same with the plugin loaded and with plugins off."""
+    """The plugin loads nothing but itself, and wraps what vLLM loads afterwards; configuration and
+    log are the same with the plugin loaded and with plugins off."""
 
     def run(plugins: dict) -> tuple[str, list[str]]:
         env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
@@ -51,7 +66,7 @@ def test_inert_unless_asked_for(gqa_pair):
         # The log's lines carry the time and the process.
         return [line.split("] ", 1)[-1] for line in lines if "Warning" not in line]
 
-    with_plugin, without = run({}), run({"VLLM_PLUGINS": ""})
+    with_plugin, without = run({}), run({"VLLM_PLUGINS": "", "PLUGIN_OFF": "1"})
     assert with_plugin == without
     assert "CPUWorker" in " ".join(with_plugin) and "triforce" not in " ".join(with_plugin)
 
@@ -84,7 +99,14 @@ for owner, name in [part.split(".") for part in sys.argv[1:]]:
 sys.modules["vllm.sampling_params"] = None  # a module that is no more
 plugin._has_warned = False
 before = everything()
-plugin.register()
+plugin._say_once(plugin.why_not())
+assert everything() == before
+try:
+    __import__("vllm_triforce.vllm_patches").vllm_patches.install_in_engine()
+except ValueError as error:
+    assert "vllm.sampling_params" in str(error) and "drop method='triforce'" in str(error)
+else:
+    raise AssertionError("asked for, and not refused")
 assert everything() == before
 """
 
@@ -118,13 +140,15 @@ def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
 def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
     """One line that says which would do, however often vLLM loads its plugins, and nothing else."""
     import vllm
+    import vllm.engine.arg_utils
 
-    from vllm_triforce import plugin, vllm_patches
+    from vllm_triforce import plugin
+    from vllm_triforce.vllm_patches.patch import Patch
 
     said = []
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(plugin, "_has_warned", False)
-    monkeypatch.setattr(vllm_patches, "install", lambda **_: pytest.fail("wraps it"))
+    monkeypatch.setattr(Patch, "apply", lambda _: pytest.fail("wraps it"))
     logger = logging.getLogger("vllm.triforce")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     plugin.register()
@@ -137,7 +161,7 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
     from vllm_triforce import plugin, vllm_patches
 
     def fail(error: Exception) -> str:
-        def missing(**_):
+        def missing(patches):
             raise error
 
         monkeypatch.setattr(vllm_patches, "missing", missing)
@@ -146,6 +170,38 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
     assert "what would be wrapped: ImportError" in fail(ImportError("no such name"))
     broken = fail(RuntimeError("operator torchvision::nms does not exist"))
     assert broken.startswith(plugin.DOES_NOT_LOAD) and "torchvision::nms" in broken
+
+
+def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypatch):
+    from vllm_triforce.plugin import _AfterImport
+
+    (tmp_path / "a_late_module.py").write_text(
+        "import os\nif os.environ['LATE'] == 'fails':\n    raise RuntimeError('late')\nvalue = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("LATE", "fails")
+    after, ran = _AfterImport(), []
+
+    def action():
+        ran.append(sys.modules["a_late_module"].value)
+        after.add("a_late_module", chained)  # loaded, though its import has not ended
+
+    def chained():
+        ran.append("chained")
+
+    after.add("a_late_module", action)
+    after.add("a_late_module", action)
+    with pytest.raises(RuntimeError):
+        importlib.import_module("a_late_module")
+    assert not ran and importlib.util.find_spec("a_late_module") is not None
+    monkeypatch.setenv("LATE", "loads")
+    module = importlib.import_module("a_late_module")
+    assert ran == [1, "chained"] and after not in sys.meta_path
+    assert inspect.getsource(module).startswith("import os")
+    after.add("a_late_module", action)
+    assert ran == [1, "chained"] * 2 and after not in sys.meta_path
+    monkeypatch.delitem(sys.modules, "a_late_module")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
