@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import triforce
-from tests.models import make_llama
+from tests.models import make_architecture, make_llama
 from vllm_triforce.config.supported import is_supported
 
 
@@ -209,13 +209,41 @@ def test_supported_versions(version):
     assert is_supported(version)
 
 
-def test_help_shows_the_flag():
+def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
     done = subprocess.run(
-        [Path(sys.executable).parent / "vllm", "serve", "--help=TriForce"],
+        [
+            Path(sys.executable).parent / "vllm",
+            *("serve", gqa_pair["target"], "--skip-tokenizer-init"),
+            *("--spec-method", "triforce", "--spec-tokens", "200"),
+        ],
         capture_output=True,
         text=True,
     )
-    assert "--speculative-model" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("vllm-triforce: error: --spec-tokens: num_speculative_tokens=200 is")
+    assert "at most 128" in last
+    assert not any("Traceback" in line or "triforce" in line for line in before), done.stderr
+
+
+def test_errors_that_are_not_ours_are_printed_as_they_were(monkeypatch, capsys):
+    from vllm_triforce.config.refusal import print_refusals_alone, refusing
+
+    others = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(error))
+    print_refusals_alone.cache_clear()
+    print_refusals_alone()
+    hook = sys.excepthook
+    print_refusals_alone()
+    assert sys.excepthook is hook
+    with pytest.raises(ValueError) as refused, refusing():
+        raise ValueError("gamma=0")
+    hook(ValueError, refused.value, refused.tb)
+    assert capsys.readouterr().err == "vllm-triforce: error: gamma=0\n" and not others
+    error = (ValueError, ValueError("vLLM's"), None)
+    hook(*error)
+    assert others == [error] and not capsys.readouterr().err
+    print_refusals_alone.cache_clear()
 
 
 def parsed(model: str, *flags: str):
@@ -226,21 +254,90 @@ def parsed(model: str, *flags: str):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert "TriForce" in [group.title for group in parser._action_groups]
     return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+
+
+TRIFORCE = ("--speculative-model", "triforce")
 
 
 def test_flag_alone_and_with_settings(gqa_pair):
     def parse(*flags: str):
         return parsed(gqa_pair["target"], *flags)
 
-    assert parse("--speculative-model", "triforce").speculative_config == {"method": "triforce"}
-    args = parse(
-        "--speculative-config", '{"gamma": 3}', "--speculative-model", "triforce"
-    ).speculative_config
+    assert parse(*TRIFORCE).speculative_config == {"method": "triforce"}
+    args = parse("--speculative-config", '{"gamma": 3}', *TRIFORCE).speculative_config
     assert args == {"method": "triforce", "gamma": 3}
-    with pytest.raises(ValueError, match="exclude each other"):
-        parse("--speculative-model", "triforce", "--speculative-config", '{"method": "ngram"}')
     assert parse().speculative_config is None
+
+
+@pytest.mark.parametrize("asked", [TRIFORCE, ("--spec-method", "triforce"), ()])
+def test_vllms_own_flags(gqa_pair, asked):
+    """As --speculative-config says it; the arguments are as they were afterwards."""
+    flags = ["--spec-model", gqa_pair["draft"], "--spec-tokens", "7", "--skip-tokenizer-init"]
+    keys = {"min_context": 5}
+    if not asked:
+        keys["method"] = "triforce"
+    args = parsed(gqa_pair["target"], *asked, *flags, "--speculative-config", json.dumps(keys))
+    before = dict(vars(args))
+    ours = args.create_engine_config().additional_config["triforce"]
+    assert (ours["draft_model"], ours["num_speculative_tokens"]) == (gqa_pair["draft"], 7)
+    assert ours["min_context"] == 5 and args.spec_tokens == 7
+    assert args.speculative_config == before["speculative_config"]
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ([*TRIFORCE, "--spec-tokens", "129"], "--spec-tokens: num_speculative_tokens=129 is out"),
+        ([*TRIFORCE, "--spec-model", "/no/draft"], "--spec-model: draft model '/no/draft' is not"),
+        ([*TRIFORCE, "--spec-method", "ngram"], "--spec-method 'ngram' exclude each other; drop"),
+        (
+            [*TRIFORCE, "--spec-tokens", "5", "-sc", '{"num-speculative-tokens": 5}'],
+            "--spec-tokens and --speculative-config['num_speculative_tokens'] are mutually",
+        ),
+        (
+            ["--spec-method", "triforce", "-sc", '{"method": "ngram"}'],
+            "--spec-method and --speculative-config['method'] are mutually exclusive",
+        ),
+        ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other; drop"),
+        ([*TRIFORCE, "-sc", "[1, 2]"], "--speculative-config [1, 2] is not supported with --spec"),
+        ([*TRIFORCE, "-sc", '"triforce"'], "--speculative-config 'triforce' is not supported with"),
+        ([*TRIFORCE, "-sc", "3"], "--speculative-config 3 is not supported with --speculative-mod"),
+        (["--spec-method", "triforce", "-sc", "[]"], "[] is not supported with --spec-method tri"),
+    ],
+)
+def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
+    from vllm_triforce.config.refusal import is_refusal
+
+    with pytest.raises(ValueError) as refused:
+        parsed(gqa_pair["target"], *flags).create_engine_config()
+    assert is_refusal(refused.value) and named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_path):
+    """vLLM takes that method whatever was asked for, and the model that it speculates for."""
+    model = _config_only(
+        tmp_path / "model",
+        architectures=["Eagle3Speculator"],
+        speculators_model_type="eagle3",
+        transformer_layer_config={"vocab_size": 4096, "num_hidden_layers": 1},
+        draft_vocab_size=4096,
+        speculators_config={
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": gqa_pair["target"], "architectures": []},
+        },
+    )
+    with pytest.raises(ValueError, match=r"speculators.*'eagle3'.*Use the model .*target'"):
+        engine_config(model, triforce())
+
+
+def test_a_draft_of_several_kinds_of_layers_is_refused(gqa_pair, tmp_path):
+    draft = make_architecture(tmp_path / "draft", "gemma3")
+    with pytest.raises(ValueError, match=r"kinds full_attention, sliding_attention.*lookup"):
+        engine_config(gqa_pair["target"], triforce(model=draft))
 
 
 def test_flag_reaches_api_servers_of_their_own(gqa_pair):
@@ -253,7 +350,7 @@ def test_flag_reaches_api_servers_of_their_own(gqa_pair):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    flags = ["--speculative-model", "triforce", "--speculative-config", '{"gamma": 3}']
+    flags = [*TRIFORCE, "--speculative-config", '{"gamma": 3}']
     args = parser.parse_args(["--model", gqa_pair["target"], *flags])
     EngineArgs.from_cli_args(args)
     stock = inspect.getattr_static(EngineArgs, "from_cli_args").__func__.__wrapped__
@@ -475,6 +572,30 @@ def _config_only(folder, **config) -> str:
                 vocab_size=512,
             ),
             "sliding window of 128 tokens in every layer",
+        ),
+        (
+            dict(
+                architectures=["BloomForCausalLM"],
+                model_type="bloom",
+                hidden_size=64,
+                n_head=4,
+                n_layer=2,
+                vocab_size=512,
+                seq_length=2048,
+            ),
+            "has ALiBi in every layer.*another method",
+        ),
+        (
+            dict(
+                architectures=["FalconForCausalLM"],
+                model_type="falcon",
+                alibi=True,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_hidden_layers=2,
+                vocab_size=512,
+            ),
+            "has ALiBi in every layer",
         ),
     ],
 )
