@@ -41,7 +41,7 @@ if is_on:
 from vllm.engine.arg_utils import EngineArgs
 assert hasattr(EngineArgs.create_engine_config, "__wrapped__") == is_on
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
-import vllm.v1.engine.core, vllm.v1.metrics.loggers
+import vllm.v1.engine.core, vllm.v1.core.sched.scheduler, vllm.v1.metrics.loggers
 assert hasattr(vllm.v1.engine.core.EngineCore.post_step, "__wrapped__") == is_on
 assert not is_on or "_AfterImport" not in [type(finder).__name__ for finder in sys.meta_path]
 config.instance_id = ""
