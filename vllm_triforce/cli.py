@@ -10,6 +10,9 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from typing import NoReturn
+
+from vllm_triforce import __version__
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,20 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with the sentence alone, without the usage before it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, what the sub-command says, or 2 for bad input."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="vllm-triforce",
         description="Tools around TriForce, hierarchical speculative decoding for vLLM.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(

@@ -1,31 +1,101 @@
-"""Entry point of vLLM's ``vllm.general_plugins``: installs wrappers, inert unless asked for."""
+"""Entry point of vLLM's ``vllm.general_plugins``: wraps vLLM's functions once they are loaded."""
 
-_has_warned = False
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+# Loaded where an engine is configured or run, and nowhere else.
+_ENGINE_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
 
 DOES_NOT_LOAD = "modules of it do not load here"
 
+_has_warned = False
+
 
 def register() -> None:
-    """Lets ``EngineArgs`` understand the method ``triforce``.
+    """Let ``EngineArgs`` understand the method ``triforce``, in processes that load it.
 
-    vLLM calls this in every process, more than once, so it is idempotent and loads
-    nothing but the wrappers. A vLLM of a version that is not supported, or that lacks something of
-    what they wrap, is left as it is, and goes on: this is called wherever we are installed, whether
-    or not TriForce is asked for.
+    vLLM calls this in every process, more than once, so it is idempotent and loads nothing: what
+    is wrapped is wrapped when vLLM itself loads it.
     """
-    if (reason := why_not()) is not None:
+    for module in _ENGINE_MODULES:
+        _after_import.add(module, _install)
+
+
+class _AfterImport:
+    """Finder of modules that runs actions once vLLM has imported the module they wait for."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, list[Callable[[], Any]]] = {}
+        self._executed: set[str] = set()
+
+    def is_loaded(self, name: str) -> bool:
+        module = sys.modules.get(name)
+        # A module that is still being loaded may not have its classes yet.
+        is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        return name in self._executed or (module is not None and not is_loading)
+
+    def add(self, name: str, action: Callable[[], Any]) -> None:
+        """Run ``action`` now if the module is loaded, else right after it is."""
+        if self.is_loaded(name):
+            action()
+            return
+        waiting = self._actions.setdefault(name, [])
+        if action not in waiting:
+            waiting.append(action)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        """Find a module as the other finders do, and follow its execution."""
+        if name not in self._actions:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                self._follow(name, spec)
+                return spec
+        return None
+
+    def _follow(self, name: str, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module) -> None:
+            execute(module)
+            self._executed.add(name)
+            for action in self._actions.pop(name, []):
+                action()
+            if not self._actions and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        loader.exec_module = exec_module
+
+
+_after_import = _AfterImport()
+
+
+def _install() -> None:
+    """Wrap what is loaded, and the rest once it is; leave a vLLM that does not fit as it is.
+
+    It never raises: this runs wherever the package is installed, asked for or not.
+    """
+    if (reason := why_not(only_loaded=True)) is not None:
         _say_once(reason)
         return
-    from vllm_triforce import vllm_patches
+    from vllm_triforce.vllm_patches import PATCHES
 
-    # Every time: an engine's process comes here again once it has loaded the scheduler.
-    vllm_patches.install(engine_process=False)
+    for patch in PATCHES:
+        _after_import.add(patch.module, patch.apply)
 
 
-def why_not() -> str | None:
-    """Why this vLLM is left alone; None where it is not.
+def why_not(only_loaded: bool = False) -> str | None:
+    """Name why this vLLM is left alone; None where it is not.
 
     Everything is looked for before anything is wrapped: all of it, or nothing.
+
+    Args:
+        only_loaded: look at modules that are loaded already, and load no other.
     """
     import vllm
 
@@ -34,14 +104,15 @@ def why_not() -> str | None:
     if not is_supported(vllm.__version__):
         return f"its version is {vllm.__version__}"
     try:
-        from vllm_triforce import vllm_patches
+        from vllm_triforce.vllm_patches import PATCHES, missing
 
-        missing = vllm_patches.missing(engine_process=False)
+        found = [p for p in PATCHES if not only_loaded or _after_import.is_loaded(p.module)]
+        absent = missing(found)
     except (ImportError, AttributeError) as error:  # a module or a name that moved
-        missing = [f"{type(error).__name__}: {error}"]
+        absent = [f"{type(error).__name__}: {error}"]
     except Exception as error:  # vLLM does not work here, with us or without
         return f"{DOES_NOT_LOAD} ({type(error).__name__}: {error})"
-    return f"it does not have what would be wrapped: {', '.join(missing)}" if missing else None
+    return f"it does not have what would be wrapped: {', '.join(absent)}" if absent else None
 
 
 def _say_once(reason: str) -> None:

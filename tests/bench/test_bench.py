@@ -331,3 +331,24 @@ def test_what_is_beside_passes_is_the_rest_of_the_steps():
     found = outside_passes(marks)
     assert found == {"share": 0.625, "ms_a_step": 625.0, "passes_a_step": 1.5}
     assert outside_passes(marks[:1]) is None
+
+
+def test_the_defaults_are_what_is_served(pair):
+    """The budget of TriForce's own default, in the dtype that vLLM would take."""
+    import argparse
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_triforce.config import TriForceConfig
+    from vllm_triforce_bench.compare import model_facts, settings
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--target", pair["target"], "--dataset-name", "random"])
+    asked_for = settings.read(args)
+    assert asked_for.budgets == [TriForceConfig().retrieval_budget]
+    served = str(EngineArgs(model=pair["target"]).create_model_config().dtype)
+    found = model_facts.served_dtypes(pair["target"], [*asked_for.dtypes, "float32"], {})
+    assert found == [served.removeprefix("torch."), "float32"]
+    with pytest.raises(BadInput, match="--engine with --target"):
+        model_facts.served_dtypes(pair["target"], asked_for.dtypes, {"block_sise": 32})

@@ -353,6 +353,7 @@ def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given = arguments(pair, "--concurrencies", "2", "--input-lens", "256", "--output-lens", "32")
     given += ["--texts", "mixed", "--pairs", "1", "--requests-per-run", "4", "--warmup", "0"]
     given += ["--contests", "triforce/stock", "--output", str(tmp_path), "--budgets", "128"]
+    given += ["--dtypes", "float32"]
     engine = {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": "uni"}
     given += ["--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']

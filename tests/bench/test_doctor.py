@@ -180,7 +180,9 @@ def test_what_is_refused(capsys, pair, keys, options, by, words):
 def test_bad_input(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *arguments])
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said
+    assert said.startswith("vllm-triforce doctor: error: ") and said.count("\n") == 1
 
 
 def test_an_option_that_vllm_does_not_know(capsys, pair):
@@ -188,6 +190,50 @@ def test_an_option_that_vllm_does_not_know(capsys, pair):
         main(["doctor", pair["target"], "--max-modle-len", "8192"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "--max-modle-len" in said and "vllm serve --help" in said
+    assert said.startswith("vllm-triforce doctor: error: ") and said.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_built_without_weights(capsys, monkeypatch, pair):
+    """It is not said to run: nobody knows."""
+    from vllm_triforce_bench.doctor import layers
+    from vllm_triforce_bench.doctor.text import _verdict
+
+    def build(vllm_config):
+        raise layers.NotBuilt("its code reads weights")
+
+    monkeypatch.setattr(layers, "_build", build)
+    code, found = doctor(capsys, pair["target"], *OPTIONS)
+    assert code == 3 and found["runs"] is None
+    assert "cannot be told" in _verdict(found)
+
+
+def test_alibi_is_refused_by_configuration(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            dict(
+                architectures=["BloomForCausalLM"],
+                model_type="bloom",
+                hidden_size=64,
+                n_head=4,
+                n_layer=2,
+                vocab_size=512,
+                seq_length=2048,
+            )
+        )
+    )
+    options = ("--dtype", "float32", "--skip-tokenizer-init")
+    code, found = doctor(capsys, str(tmp_path), *options)
+    assert code == 1 and found["engine"]["refused_by"] == "vllm-triforce"
+    assert "ALiBi" in found["engine"]["refusal"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    import vllm_triforce
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vllm-triforce {vllm_triforce.__version__}\n"
 
 
 def test_other_commands_take_no_more_than_they_name(capsys):
@@ -208,7 +254,7 @@ def test_a_vllm_that_is_not_supported(capsys, monkeypatch):
 def test_a_vllm_that_does_not_load(capsys, monkeypatch):
     from vllm_triforce import vllm_patches
 
-    def missing(**_):
+    def missing(patches):
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(vllm_patches, "missing", missing)
@@ -236,6 +282,8 @@ def test_the_verdict_is_what_would_be_done():
 
     assert verdict(None, 4096) == "TriForce would run."
     assert "decode plainly" in verdict(None, None)
+    engine = {"refusal": "gamma=0", "refused_by": "vllm-triforce"}
+    assert verdict(engine=engine).endswith("without it, vLLM takes the other options.")
     refused = verdict(runs=False, layers={"refusal": "no layer fits"})
     assert refused == "TriForce would refuse to start: no layer fits."
 

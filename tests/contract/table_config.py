@@ -9,17 +9,21 @@ from tests.contract.surface import Surface, calls, does, has, overrides
 ARGS = "engine/arg_utils.py"
 SPEC = "config/speculative.py"
 OURS = "vllm_triforce/vllm_patches/engine_args.py"
+CLI = "vllm_triforce/vllm_patches/cli_args.py"
 CHECK = "vllm_triforce/config/checks.py"
 CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
 MIXIN = "vllm_triforce/worker/base.py"
 BUDGET = "vllm_triforce/worker/v1/thinking_budget.py"
 
 TABLE: list[Surface] = [
-    overrides(ARGS, "EngineArgs.add_cli_args", "parser", OURS),
-    overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", OURS),
+    overrides(ARGS, "EngineArgs.add_cli_args", "parser", CLI),
+    overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", CLI),
     overrides(ARGS, "EngineArgs.create_engine_config", "self, usage_context=, headless=", OURS),
     overrides(ARGS, "EngineArgs.create_speculative_config", "self, target_model_config, target_parallel_config", OURS),
     has(ARGS, "EngineArgs", "speculative_config additional_config block_size async_scheduling trust_remote_code scheduler_cls", OURS),
+    has(ARGS, "EngineArgs", "spec_method spec_model spec_tokens", CLI),
+    does(ARGS, "EngineArgs.create_engine_config", "maybe_override_with_speculators(", OURS),
+    overrides("v1/metrics/loggers.py", "StatLoggerManager.record", "self, scheduler_stats, iteration_stats, mm_cache_stats=, engine_idx=", "vllm_triforce/vllm_patches/counters.py"),
     # Ours runs inside: it reads the keys that create_engine_config left in place.
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
@@ -32,7 +36,7 @@ TABLE: list[Surface] = [
     calls("utils/cpu_resource_utils.py", "get_cgroup_memory_limit", "", CHECK_OFFLOAD),
     has("config/parallel.py", "ParallelConfig", "tensor_parallel_size nnodes data_parallel_size_local", CHECK_OFFLOAD),
     has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
-    has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds supports_multimodal_inputs get_vocab_size max_model_len dtype seed", CHECK),
+    has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds supports_multimodal_inputs uses_alibi architectures hf_text_config get_vocab_size max_model_len dtype seed", CHECK),
     calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", CHECK),
     has("platforms/interface.py", "Platform", "is_cpu device_name check_and_update_config", CHECK),
     does("platforms/cpu.py", "CpuPlatform.check_and_update_config", "parallel_config.worker_cls =", OURS),

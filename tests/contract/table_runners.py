@@ -142,7 +142,7 @@ RUNNER_V2: list[Surface] = [
     has(LORA2, "LoraState", "lora_requests remove_request add_request", ADAPTERS2),
     calls(LORA_MIXIN, "LoRAModelRunnerMixin._set_active_loras", "prompt_lora_mapping, token_lora_mapping, lora_requests", ADAPTERS2),
     calls(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_setup_dummy_loras", "lora_config", ADAPTERS2),
-    calls(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_select_dummy_loras", "lora_config, num_scheduled_tokens, num_sampled_tokens=, num_active_loras=", ADAPTERS2),
+    calls(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_select_dummy_loras", "lora_config, num_scheduled_tokens, mapping_type=, num_sampled_tokens=, num_active_loras=", ADAPTERS2),
     overrides(LORA_MIXIN, "LoRAModelRunnerMixin.maybe_dummy_run_with_lora", "self, lora_config, num_scheduled_tokens, num_sampled_tokens, remove_lora=, num_active_loras=, mapping_type=", ADAPTERS2),
     does(RUNNER2, "GPUModelRunner._dummy_run", "self.maybe_dummy_run_with_lora( < self.execute_model(", ADAPTERS2),
     does(RUNNER2, "GPUModelRunner.execute_model", "self.prepare_inputs( < self.lora_state.make_lora_inputs( < self._set_active_loras(", ADAPTERS2),

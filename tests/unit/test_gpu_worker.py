@@ -228,6 +228,26 @@ def test_blocks_of_a_size_that_came_too_late_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    "of_model, of_text",
+    [
+        ({"uses_alibi": True}, {}),
+        ({"architectures": ["Step1ForCausalLM"]}, {}),
+        ({}, {"model_type": "gpt_oss"}),
+        ({}, {"model_type": "granite", "layer_types": ["sliding_attention"]}),
+    ],
+)
+def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
+    from vllm_triforce.config.check_draft import check_draft_kind
+
+    plain = dict.fromkeys(("use_mla", "is_hybrid", "is_attention_free", "uses_alibi"), False)
+    text = SimpleNamespace(**{"model_type": "llama", **of_text})
+    made = {**plain, "model": "a draft", "architectures": [], "hf_text_config": text, **of_model}
+    check_draft_kind(SimpleNamespace(**made), is_cpu=True)
+    with pytest.raises(ValueError, match=r"'a draft' has ALiBi or attention sinks"):
+        check_draft_kind(SimpleNamespace(**made), is_cpu=False)
+
+
+@pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8'.*8\.9.*kv_cache_dtype='auto'"),

@@ -1,10 +1,13 @@
 """Promise: every run-time change is needed, idempotent, and its upstream diff still applies."""
 
 import ast
+import inspect
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from tests.contract.test_contract import NEXT_RELEASE
 from tests.models import ROOT
 from tests.registry.overlay import touched_files
 from tools.vllm_source import fetch
-from vllm_triforce.vllm_patches.patch import Patch
-from vllm_triforce.vllm_patches.swaps import Swap
+from vllm_triforce.vllm_patches import PATCHES
+from vllm_triforce.vllm_patches.patch import Patch, _function
+from vllm_triforce.vllm_patches.swaps import SWAPS, Swap
 
 DIFFS = sorted((ROOT / "patches").glob("*.diff"))
 
@@ -54,6 +58,9 @@ def fresh_host():
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 
+    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+
+    fix_kernel_rebinding()  # another test of this process may have loaded numba
     importlib.reload(cpu_triton_utils)
     current_platform.register_triton_kernel_overrides()
 
@@ -113,8 +120,8 @@ def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatc
     def doubled(original):
         return lambda *arguments: 2 * original(*arguments)
 
-    def patch(attribute, *parameters, **keys):
-        return Patch("a_host", "Host", attribute, doubled, parameters, "why", "until", **keys)
+    def patch(attribute, *parameters):
+        return Patch("a_host", "Host", attribute, doubled, parameters, "why", "until")
 
     patches = [
         patch("plain", "self", "number"),
@@ -122,19 +129,135 @@ def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatc
         patch("alone", "number"),
         patch("given", "self"),
     ]
-    assert [p.fault(False) for p in patches] == [None] * 4
-    assert [p.misfit(False) for p in patches] == [None] * 4
-    assert [p.apply(False) for p in patches] == [True] * 4
-    assert [p.apply(False) for p in patches] == [False] * 4
+    assert [p.fault() for p in patches] == [None] * 4
+    assert [p.misfit() for p in patches] == [None] * 4
+    assert [p.apply() for p in patches] == [True] * 4
+    assert [p.apply() for p in patches] == [False] * 4
     ours = Host.plain
     Host.plain = lambda self, number: ours(self, number)  # another plugin's, which says nothing
-    assert not patches[0].apply(True)
+    assert not patches[0].apply()
     assert (Host().plain(2), Host.made(2), Host.alone(2), Host().given) == (4, 4, 4, 6)
-    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit(False)
-    assert patch("stop", "self").fault(False) == "Host.stop"
-    waits = patch("stop", "self", loaded_with="a_module_that_is_not_loaded")
-    assert waits.fault(False) is None and not waits.apply(False)
-    assert waits.fault(True) == "Host.stop" and waits.misfit(True) is None
+    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit()
+    absent = patch("stop", "self")
+    assert absent.fault() == "Host.stop" and absent.misfit() is None and not absent.apply()
+
+
+class Stock(SimpleNamespace):
+    """Any argument of a function of an engine without TriForce."""
+
+    additional_config = {}
+
+
+# Attributes that vLLM's own __init__ makes and wrappers read, by class.
+MADE_BY_INIT = {"EngineArgs": {"additional_config": {}}, "EngineCore": {"scheduler": Stock()}}
+
+
+def calls_of(signature: inspect.Signature) -> list[tuple[tuple, dict]]:
+    """Ways to call a function: by position, by name, and with what has no default alone."""
+    parameters = list(signature.parameters.values())
+    values = {p.name: Stock(name=p.name) for p in parameters}
+    first, *rest = parameters
+    required = [p.name for p in parameters if p.default is p.empty]
+    return [
+        (tuple(values.values()), {}),
+        ((values[first.name],), {p.name: values[p.name] for p in rest}),
+        (tuple(values[name] for name in required), {}),
+    ]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
+    """To an object that nothing of ours has prepared, as in a stock engine of the same process."""
+    original = inspect.unwrap(_function(patch._original()))
+    signature, handed = inspect.signature(original), []
+
+    def stub(*args, **kwargs):
+        handed.append(signature.bind(*args, **kwargs).arguments)
+        return MagicMock()
+
+    wrapper = patch.wrap(stub)
+    for args, kwargs in calls_of(signature):
+        if "self" in signature.parameters:
+            bare = object.__new__(patch._owner())
+            for name, value in MADE_BY_INIT.get(patch.owner, {}).items():
+                setattr(bare, name, value)
+            args = (bare, *args[1:])
+        wrapper(*args, **kwargs)
+        assert handed.pop() == signature.bind(*args, **kwargs).arguments and not handed
+
+
+def replacements() -> dict[str, tuple]:
+    """Functions of vLLM that a Swap replaces, and ours."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    from vllm_triforce.offload.cache import OffloadedCache
+    from vllm_triforce.verification.top_p import TopPMasks
+    from vllm_triforce.vllm_patches import expand_kernel, kv_connector
+    from vllm_triforce.worker.v1.adapters import AdapterSwitch
+    from vllm_triforce.worker.v1.runner import TriForceProposer
+    from vllm_triforce.worker.v1.stock_path import StockPath
+    from vllm_triforce.worker.v2.adapters import LevelAdapters
+
+    runner = GPUModelRunner
+    return {
+        "EXECUTE_MODEL": (runner.execute_model, StockPath.execute_model),
+        "SAMPLE_TOKENS": (runner.sample_tokens, StockPath.sample_tokens),
+        "SAMPLE": (runner._sample, StockPath.sample),
+        "DRAFT_PROBS": (runner._get_spec_decode_draft_probs, TriForceProposer._draft_probs_of),
+        "ACTIVE_LORAS": (runner._set_active_loras, AdapterSwitch._remember),
+        "DUMMY_RUN_LORAS": (runner.maybe_dummy_run_with_lora, LevelAdapters._select_dummies),
+        "ALLOCATE_KV_CACHE": (with_self(allocate_kv_cache), OffloadedCache.allocate),
+        "TOP_K_TOP_P": (with_self(apply_top_k_top_p), TopPMasks.__call__),
+        "EXPAND_KERNEL": (cpu_triton_utils._expand_kernel_impl, expand_kernel._expand),
+        "HAS_KV_TRANSFER_GROUP": (has_kv_transfer_group, kv_connector._sees_none),
+    }
+
+
+def with_self(function):
+    """As a method has it."""
+    own = inspect.signature(function)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    function = partial(function)
+    function.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
+    return function
+
+
+def test_what_takes_a_functions_place_takes_its_calls():
+    for name, functions in replacements().items():
+        assert name in SWAPS
+        original, ours = map(inspect.signature, functions)
+        for args, kwargs in calls_of(original) if original.parameters else [((), {})]:
+            ours.bind(*args, **kwargs)
+
+
+def test_statistics_of_stock_engines_beside_one_with_triforce():
+    """Whether their manager was made before or after the functions were wrapped."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from vllm_triforce.metrics import carrier
+
+    for patch in PATCHES:
+        patch.apply()
+    manager, seen = object.__new__(StatLoggerManager), []
+    manager.stat_loggers = [SimpleNamespace(record=lambda *a, **k: seen.append((a, k)))]
+    stats = SchedulerStats()
+    for record in (
+        lambda: manager.record(stats, None, None, 3),
+        lambda: manager.record(stats, None, mm_cache_stats=None, engine_idx=3),
+        lambda: manager.record(scheduler_stats=stats, iteration_stats=None, engine_idx=3),
+    ):
+        record()
+        assert seen.pop() == ((stats, None), {"mm_cache_stats": None, "engine_idx": 3})
+    observed = []
+    manager.triforce_prometheus = SimpleNamespace(observe=lambda *a: observed.append(a))
+    carrier.put(stats, {"num_proposals": 2})
+    manager.record(stats, None, None, 3)
+    assert observed == [({"num_proposals": 2}, 3)] and not stats.num_kv_fetch_reqs_by_stage
 
 
 def test_a_swap_that_nobody_would_read_is_refused():
@@ -165,6 +288,8 @@ OUR_OBJECTS = {
 }
 # What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
 BY_HAND = {
+    "config/refusal.py": {"error", "sys.excepthook"},  # Python's
+    "plugin.py": {"loader.exec_module"},  # Python's
     "core/step_plan.py": {"scheduler_output"},
     "core/step_report.py": {"output.get_output", "output", "result"},
     "scheduler/plans.py": {"request.spec_token_ids"},

@@ -1,6 +1,7 @@
 """Promise: installed but not asked for, vLLM is as if we were not there; asked for badly, it
 says so before any weights are loaded."""
 
+import importlib
 import inspect
 import json
 import logging
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import triforce
-from tests.models import make_llama
+from tests.models import make_architecture, make_llama
 from vllm_triforce.config.supported import is_supported
 
 
@@ -28,15 +29,29 @@ def engine_config(model: str, speculative_config=None, **kwargs):
 
 _PRINT_CONFIG = """
 import sys
+from importlib.metadata import entry_points
+import vllm.plugins
+import vllm.config
+before, finders = set(sys.modules), list(sys.meta_path)
+(plugin,) = entry_points(group=vllm.plugins.DEFAULT_PLUGINS_GROUP, name="triforce")
+is_on = "PLUGIN_OFF" not in __import__("os").environ
+if is_on:
+    plugin.load()()
+    assert set(sys.modules) - before == {"vllm_triforce", "vllm_triforce.plugin"}
 from vllm.engine.arg_utils import EngineArgs
+assert hasattr(EngineArgs.create_engine_config, "__wrapped__") == is_on
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+import vllm.v1.engine.core, vllm.v1.core.sched.scheduler, vllm.v1.metrics.loggers
+assert hasattr(vllm.v1.engine.core.EngineCore.post_step, "__wrapped__") == is_on
+assert not is_on or "_AfterImport" not in [type(finder).__name__ for finder in sys.meta_path]
 config.instance_id = ""
 print(repr(config), config.parallel_config.worker_cls, config.additional_config)
 """
 
 
 def test_inert_unless_asked_for(gqa_pair):
-    """Configuration and log are the same with the plugin loaded and with plugins off."""
+    """The plugin loads nothing but itself, and wraps what vLLM loads afterwards; configuration and
+    log are the same with the plugin loaded and with plugins off."""
 
     def run(plugins: dict) -> tuple[str, list[str]]:
         env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
@@ -51,7 +66,7 @@ def test_inert_unless_asked_for(gqa_pair):
         # The log's lines carry the time and the process.
         return [line.split("] ", 1)[-1] for line in lines if "Warning" not in line]
 
-    with_plugin, without = run({}), run({"VLLM_PLUGINS": ""})
+    with_plugin, without = run({}), run({"VLLM_PLUGINS": "", "PLUGIN_OFF": "1"})
     assert with_plugin == without
     assert "CPUWorker" in " ".join(with_plugin) and "triforce" not in " ".join(with_plugin)
 
@@ -84,7 +99,14 @@ for owner, name in [part.split(".") for part in sys.argv[1:]]:
 sys.modules["vllm.sampling_params"] = None  # a module that is no more
 plugin._has_warned = False
 before = everything()
-plugin.register()
+plugin._say_once(plugin.why_not())
+assert everything() == before
+try:
+    __import__("vllm_triforce.vllm_patches").vllm_patches.install_in_engine()
+except ValueError as error:
+    assert "vllm.sampling_params" in str(error) and "drop method='triforce'" in str(error)
+else:
+    raise AssertionError("asked for, and not refused")
 assert everything() == before
 """
 
@@ -118,13 +140,15 @@ def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
 def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
     """One line that says which would do, however often vLLM loads its plugins, and nothing else."""
     import vllm
+    import vllm.engine.arg_utils
 
-    from vllm_triforce import plugin, vllm_patches
+    from vllm_triforce import plugin
+    from vllm_triforce.vllm_patches.patch import Patch
 
     said = []
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(plugin, "_has_warned", False)
-    monkeypatch.setattr(vllm_patches, "install", lambda **_: pytest.fail("wraps it"))
+    monkeypatch.setattr(Patch, "apply", lambda _: pytest.fail("wraps it"))
     logger = logging.getLogger("vllm.triforce")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     plugin.register()
@@ -137,7 +161,7 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
     from vllm_triforce import plugin, vllm_patches
 
     def fail(error: Exception) -> str:
-        def missing(**_):
+        def missing(patches):
             raise error
 
         monkeypatch.setattr(vllm_patches, "missing", missing)
@@ -148,18 +172,78 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
     assert broken.startswith(plugin.DOES_NOT_LOAD) and "torchvision::nms" in broken
 
 
+def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypatch):
+    from vllm_triforce.plugin import _AfterImport
+
+    (tmp_path / "a_late_module.py").write_text(
+        "import os\nif os.environ['LATE'] == 'fails':\n    raise RuntimeError('late')\nvalue = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("LATE", "fails")
+    after, ran = _AfterImport(), []
+
+    def action():
+        ran.append(sys.modules["a_late_module"].value)
+        after.add("a_late_module", chained)  # loaded, though its import has not ended
+
+    def chained():
+        ran.append("chained")
+
+    after.add("a_late_module", action)
+    after.add("a_late_module", action)
+    with pytest.raises(RuntimeError):
+        importlib.import_module("a_late_module")
+    assert not ran and importlib.util.find_spec("a_late_module") is not None
+    monkeypatch.setenv("LATE", "loads")
+    module = importlib.import_module("a_late_module")
+    assert ran == [1, "chained"] and after not in sys.meta_path
+    assert inspect.getsource(module).startswith("import os")
+    after.add("a_late_module", action)
+    assert ran == [1, "chained"] * 2 and after not in sys.meta_path
+    monkeypatch.delitem(sys.modules, "a_late_module")
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
 def test_supported_versions(version):
     assert is_supported(version)
 
 
-def test_help_shows_the_flag():
+def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
     done = subprocess.run(
-        [Path(sys.executable).parent / "vllm", "serve", "--help=TriForce"],
+        [
+            Path(sys.executable).parent / "vllm",
+            *("serve", gqa_pair["target"], "--skip-tokenizer-init"),
+            *("--spec-method", "triforce", "--spec-tokens", "200"),
+        ],
         capture_output=True,
         text=True,
     )
-    assert "--speculative-model" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("vllm-triforce: error: --spec-tokens: num_speculative_tokens=200 is")
+    assert "at most 128" in last
+    assert not any("Traceback" in line or "triforce" in line for line in before), done.stderr
+
+
+def test_errors_that_are_not_ours_are_printed_as_they_were(monkeypatch, capsys):
+    from vllm_triforce.config.refusal import print_refusals_alone, refusing
+
+    others = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(error))
+    print_refusals_alone.cache_clear()
+    print_refusals_alone()
+    hook = sys.excepthook
+    print_refusals_alone()
+    assert sys.excepthook is hook
+    with pytest.raises(ValueError) as refused, refusing():
+        raise ValueError("gamma=0")
+    hook(ValueError, refused.value, refused.tb)
+    assert capsys.readouterr().err == "vllm-triforce: error: gamma=0\n" and not others
+    error = (ValueError, ValueError("vLLM's"), None)
+    hook(*error)
+    assert others == [error] and not capsys.readouterr().err
+    print_refusals_alone.cache_clear()
 
 
 def parsed(model: str, *flags: str):
@@ -170,21 +254,90 @@ def parsed(model: str, *flags: str):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert "TriForce" in [group.title for group in parser._action_groups]
     return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+
+
+TRIFORCE = ("--speculative-model", "triforce")
 
 
 def test_flag_alone_and_with_settings(gqa_pair):
     def parse(*flags: str):
         return parsed(gqa_pair["target"], *flags)
 
-    assert parse("--speculative-model", "triforce").speculative_config == {"method": "triforce"}
-    args = parse(
-        "--speculative-config", '{"gamma": 3}', "--speculative-model", "triforce"
-    ).speculative_config
+    assert parse(*TRIFORCE).speculative_config == {"method": "triforce"}
+    args = parse("--speculative-config", '{"gamma": 3}', *TRIFORCE).speculative_config
     assert args == {"method": "triforce", "gamma": 3}
-    with pytest.raises(ValueError, match="exclude each other"):
-        parse("--speculative-model", "triforce", "--speculative-config", '{"method": "ngram"}')
     assert parse().speculative_config is None
+
+
+@pytest.mark.parametrize("asked", [TRIFORCE, ("--spec-method", "triforce"), ()])
+def test_vllms_own_flags(gqa_pair, asked):
+    """As --speculative-config says it; the arguments are as they were afterwards."""
+    flags = ["--spec-model", gqa_pair["draft"], "--spec-tokens", "7", "--skip-tokenizer-init"]
+    keys = {"min_context": 5}
+    if not asked:
+        keys["method"] = "triforce"
+    args = parsed(gqa_pair["target"], *asked, *flags, "--speculative-config", json.dumps(keys))
+    before = dict(vars(args))
+    ours = args.create_engine_config().additional_config["triforce"]
+    assert (ours["draft_model"], ours["num_speculative_tokens"]) == (gqa_pair["draft"], 7)
+    assert ours["min_context"] == 5 and args.spec_tokens == 7
+    assert args.speculative_config == before["speculative_config"]
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ([*TRIFORCE, "--spec-tokens", "129"], "--spec-tokens: num_speculative_tokens=129 is out"),
+        ([*TRIFORCE, "--spec-model", "/no/draft"], "--spec-model: draft model '/no/draft' is not"),
+        ([*TRIFORCE, "--spec-method", "ngram"], "--spec-method 'ngram' exclude each other; drop"),
+        (
+            [*TRIFORCE, "--spec-tokens", "5", "-sc", '{"num-speculative-tokens": 5}'],
+            "--spec-tokens and --speculative-config['num_speculative_tokens'] are mutually",
+        ),
+        (
+            ["--spec-method", "triforce", "-sc", '{"method": "ngram"}'],
+            "--spec-method and --speculative-config['method'] are mutually exclusive",
+        ),
+        ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other; drop"),
+        ([*TRIFORCE, "-sc", "[1, 2]"], "--speculative-config [1, 2] is not supported with --spec"),
+        ([*TRIFORCE, "-sc", '"triforce"'], "--speculative-config 'triforce' is not supported with"),
+        ([*TRIFORCE, "-sc", "3"], "--speculative-config 3 is not supported with --speculative-mod"),
+        (["--spec-method", "triforce", "-sc", "[]"], "[] is not supported with --spec-method tri"),
+    ],
+)
+def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
+    from vllm_triforce.config.refusal import is_refusal
+
+    with pytest.raises(ValueError) as refused:
+        parsed(gqa_pair["target"], *flags).create_engine_config()
+    assert is_refusal(refused.value) and named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_path):
+    """vLLM takes that method whatever was asked for, and the model that it speculates for."""
+    model = _config_only(
+        tmp_path / "model",
+        architectures=["Eagle3Speculator"],
+        speculators_model_type="eagle3",
+        transformer_layer_config={"vocab_size": 4096, "num_hidden_layers": 1},
+        draft_vocab_size=4096,
+        speculators_config={
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": gqa_pair["target"], "architectures": []},
+        },
+    )
+    with pytest.raises(ValueError, match=r"speculators.*'eagle3'.*Use the model .*target'"):
+        engine_config(model, triforce())
+
+
+def test_a_draft_of_several_kinds_of_layers_is_refused(gqa_pair, tmp_path):
+    draft = make_architecture(tmp_path / "draft", "gemma3")
+    with pytest.raises(ValueError, match=r"kinds full_attention, sliding_attention.*lookup"):
+        engine_config(gqa_pair["target"], triforce(model=draft))
 
 
 def test_flag_reaches_api_servers_of_their_own(gqa_pair):
@@ -197,7 +350,7 @@ def test_flag_reaches_api_servers_of_their_own(gqa_pair):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    flags = ["--speculative-model", "triforce", "--speculative-config", '{"gamma": 3}']
+    flags = [*TRIFORCE, "--speculative-config", '{"gamma": 3}']
     args = parser.parse_args(["--model", gqa_pair["target"], *flags])
     EngineArgs.from_cli_args(args)
     stock = inspect.getattr_static(EngineArgs, "from_cli_args").__func__.__wrapped__
@@ -419,6 +572,30 @@ def _config_only(folder, **config) -> str:
                 vocab_size=512,
             ),
             "sliding window of 128 tokens in every layer",
+        ),
+        (
+            dict(
+                architectures=["BloomForCausalLM"],
+                model_type="bloom",
+                hidden_size=64,
+                n_head=4,
+                n_layer=2,
+                vocab_size=512,
+                seq_length=2048,
+            ),
+            "has ALiBi in every layer.*another method",
+        ),
+        (
+            dict(
+                architectures=["FalconForCausalLM"],
+                model_type="falcon",
+                alibi=True,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_hidden_layers=2,
+                vocab_size=512,
+            ),
+            "has ALiBi in every layer",
         ),
     ],
 )

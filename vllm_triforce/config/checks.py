@@ -1,11 +1,9 @@
 """What TriForce cannot run on, refused with the value, the reason and the remedy."""
 
-import os
-
 from vllm_triforce.config.asked import TriForceConfig
 from vllm_triforce.config.check_offload import check_offload
-from vllm_triforce.config.draft_files import check_draft_files
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES
+from vllm_triforce.config.layer_kinds import has_alibi, has_sinks
 from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
 from vllm_triforce.selection import POLICIES
@@ -21,44 +19,6 @@ def check_vllm_version(version: str | None = None) -> None:
             f"vLLM {version} is not supported: TriForce leans on internals that it knows in "
             f"{', '.join(SUPPORTED_VLLM)}; install such a version, or drop method='triforce'"
         )
-
-
-def read_draft_config(
-    draft_model: str,
-    trust_remote_code: bool,
-    revision: str | None = None,
-    code_revision: str | None = None,
-):
-    """The draft's Hugging Face config; a missing or unreadable draft is refused.
-
-    Args:
-        revision, code_revision: what is pinned of the draft: reading a config may run its code.
-    """
-    looks_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
-    if (looks_local or os.path.exists(draft_model)) and not os.path.isfile(
-        os.path.join(draft_model, "config.json")
-    ):
-        raise ValueError(
-            f"draft model {draft_model!r} is not a folder with a config.json; correct 'model' in "
-            "speculative_config, or leave it out for prompt lookup"
-        )
-    if os.path.isdir(draft_model):
-        check_draft_files(draft_model)
-    from vllm.transformers_utils.config import get_config
-
-    try:
-        return get_config(
-            draft_model,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            code_revision=code_revision,
-        )
-    except Exception as error:
-        pinned = f" at revision {revision!r}" if revision is not None else ""
-        raise ValueError(
-            f"draft model {draft_model!r}{pinned} cannot be read ({error}); correct 'model' in "
-            "speculative_config, or leave it out for prompt lookup"
-        ) from error
 
 
 def check_selection(config: TriForceConfig) -> None:
@@ -107,6 +67,11 @@ def check_target(model_config, parallel_config) -> None:
             f"target {name!r} has state-space or linear-attention layers: they keep no KV cache "
             "to retrieve from; use a model with attention only, or another method"
         )
+    if has_alibi(model_config):
+        raise ValueError(
+            f"target {name!r} has ALiBi in every layer: such layers stay dense, and level 2 has "
+            "none to retrieve from; use a model with rotary positions, or another method"
+        )
     if model_config.enable_prompt_embeds:
         raise ValueError(
             "enable_prompt_embeds=True: levels 1 and 2 read token ids, which prompts of embeddings "
@@ -122,34 +87,6 @@ def check_target(model_config, parallel_config) -> None:
         raise ValueError(
             f"target {name!r} uses multi-head latent attention (MLA): its cache holds no keys per "
             "head to select by; use a model with MHA or GQA, or another method"
-        )
-
-
-def check_draft(draft_model: str, draft_hf_config, target_config, config: TriForceConfig) -> None:
-    """Refuses drafts that cannot draft for the target, from their configs alone."""
-    text_config = draft_hf_config.get_text_config()
-    draft_vocab, target_vocab = text_config.vocab_size, target_config.get_vocab_size()
-    if draft_vocab != target_vocab:
-        raise ValueError(
-            f"draft model {draft_model!r} has a vocabulary of {draft_vocab} tokens, the target "
-            f"{target_config.model!r} one of {target_vocab}; use a draft with the target's "
-            "tokenizer, or leave 'model' out for prompt lookup"
-        )
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and config.window_tokens > positions:
-        raise ValueError(
-            f"num_sink_tokens={config.num_sink_tokens} and num_recent_tokens="
-            f"{config.num_recent_tokens} make a window of {config.window_tokens} tokens, more than "
-            f"the {positions} positions of draft model {draft_model!r}; lower num_recent_tokens"
-        )
-
-
-def check_draft_kind(draft_config) -> None:
-    """Refuses drafts whose layers cannot have a window of their own."""
-    if draft_config.use_mla or draft_config.is_hybrid or draft_config.is_attention_free:
-        raise ValueError(
-            f"draft model {draft_config.model!r} must have plain attention (no MLA, no state "
-            "space): level 1 gives it a window of its own; use another draft"
         )
 
 
@@ -189,7 +126,7 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             "every layer: none reads more, which level 2 could retrieve from; use a model that has "
             "full attention in some layers, or another method"
         )
-    if not is_cpu() and vllm_config.model_config.hf_text_config.model_type == "gpt_oss":
+    if not is_cpu() and has_sinks(vllm_config.model_config):
         raise ValueError(
             f"target {vllm_config.model_config.model!r} has attention sinks in every layer, which "
             "level 2 does not read on a GPU yet; use another method"

@@ -21,7 +21,6 @@ def _into_scheduler_stats(original):
 def _with_prometheus(original):
     def __init__(self, vllm_config, *args, **kwargs):
         original(self, vllm_config, *args, **kwargs)
-        self.triforce_prometheus = None
         if isinstance(vllm_config.additional_config, dict) and (
             METHOD in vllm_config.additional_config
         ):
@@ -33,13 +32,21 @@ def _with_prometheus(original):
 
 
 def _out_of_scheduler_stats(original):
-    def record(self, scheduler_stats, *args, engine_idx=None, **kwargs):
-        prometheus = self.triforce_prometheus
-        if prometheus and scheduler_stats and (added := carrier.take(scheduler_stats)):
-            prometheus.observe(added, engine_idx or 0)
-        return original(self, scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
+    def record(self, *args, **kwargs):
+        # Stock engines of this process have none, nor has what was made before this was wrapped.
+        if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
+            _observe(prometheus, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return record
+
+
+def _observe(
+    prometheus, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
+) -> None:
+    """Take our counters out of what ``record()`` was called with."""
+    if scheduler_stats and (added := carrier.take(scheduler_stats)):
+        prometheus.observe(added, engine_idx or 0)
 
 
 _UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
@@ -56,7 +63,6 @@ PATCHES = [
         "`triforce:...` keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by "
         "type, and this is a field that lets them through",
         until=_UNTIL,
-        loaded_with="vllm.v1.engine.core",
     ),
     Patch(
         _LOGGERS,
@@ -67,16 +73,14 @@ PATCHES = [
         why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` is no "
         "way: its mere presence turns statistics on under `--disable-log-stats`",
         until=_UNTIL,
-        loaded_with=_LOGGERS,
     ),
     Patch(
         _LOGGERS,
         "StatLoggerManager",
         "record",
         _out_of_scheduler_stats,
-        None,
+        ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
         why="takes the counters out again before any logger of vLLM sees them",
         until=_UNTIL,
-        loaded_with=_LOGGERS,
     ),
 ]

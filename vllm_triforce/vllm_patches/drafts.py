@@ -28,6 +28,5 @@ PATCHES = [
         "every step: a message there and back between two processes, in steps without speculation "
         "too. Model Runner V1's go with the step's output",
         until="drafts are part of the output",
-        loaded_with="vllm.v1.engine.core",
     )
 ]

@@ -10,9 +10,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import checks
+from vllm_triforce.config import check_draft, checks
 from vllm_triforce.config.asked import METHOD, TriForceConfig
 from vllm_triforce.config.mark import mark
+from vllm_triforce.config.refusal import refusing
+from vllm_triforce.vllm_patches.cli_args import FLAGS, is_asked_for, naming_flags, with_flags
 from vllm_triforce.vllm_patches.patch import Patch
 
 logger = init_logger("vllm.triforce")
@@ -38,46 +40,6 @@ _SCHEDULERS = {
     (True, False): "vllm_triforce.scheduler.v2.TriForceSchedulerV2",
     (True, True): "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2",
 }
-
-_CLI_HELP = (
-    "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
-    "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
-    '--speculative-config \'{"method": "triforce", ...}\'.'
-)
-
-
-def _wrap_add_cli_args(original):
-    def add_cli_args(parser, *args, **kwargs):
-        parser = original(parser, *args, **kwargs)
-        group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
-        group.add_argument("--speculative-model", choices=[METHOD], default=None, help=_CLI_HELP)
-        return parser
-
-    return add_cli_args
-
-
-def _wrap_from_cli_args(original):
-    def from_cli_args(cls, args):
-        engine_args = original(cls, args)
-        if getattr(args, "speculative_model", None) == METHOD:
-            given = dict(engine_args.speculative_config or {})
-            if given.get("method", METHOD) != METHOD:
-                raise ValueError(
-                    f"--speculative-model {METHOD} and --speculative-config with "
-                    f"method={given['method']!r} exclude each other; drop one of them"
-                )
-            engine_args.speculative_config = {"method": METHOD, **given}
-            # Where there are several API servers, each makes its engine arguments from these in
-            # a process of its own, and loads plugins, this one too, only while it does so.
-            args.speculative_config = engine_args.speculative_config
-        return engine_args
-
-    return from_cli_args
-
-
-def _is_asked_for(engine_args) -> bool:
-    keys = engine_args.speculative_config
-    return isinstance(keys, dict) and keys.get("method") == METHOD
 
 
 def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
@@ -106,74 +68,104 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
     pinned = {key: draft.get(key) for key in ("revision", "code_revision")}
-    return checks.read_draft_config(draft["model"], trust_remote_code, **pinned)
+    return check_draft.read_draft_config(draft["model"], trust_remote_code, **pinned)
 
 
 def _wrap_create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
-        if not _is_asked_for(self):
+        if not is_asked_for(self):
             return original(self, *args, **kwargs)
-        from vllm_triforce import vllm_patches
-
-        checks.check_vllm_version()
-        vllm_patches.check_signatures()
-        config, draft = _split(self)
-        checks.check_selection(config)
-        if draft.get("model"):
-            _read_draft_config(draft, self.trust_remote_code)
-        changed = ("speculative_config", "additional_config", "async_scheduling")
+        names = [name for name, _ in FLAGS.values()]
+        changed = ("speculative_config", "additional_config", "async_scheduling", *names)
         saved = {name: getattr(self, name) for name in changed}
-        try:
-            self.additional_config = {
-                **(self.additional_config or {}),
-                METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
-            }
-            if self.async_scheduling is None and checks.is_cpu():
-                # Runner V1 cannot hand it what was proposed.
-                self.async_scheduling = False
-            vllm_config = original(self, *args, **kwargs)
-        finally:
-            for name, value in saved.items():
-                setattr(self, name, value)
-        vllm_config = _finish(vllm_config, config)
-        vllm_patches.install_in_engine()
-        return vllm_config
+        with naming_flags(self):
+            try:
+                with refusing():
+                    config = _begin(self)
+                vllm_config = original(self, *args, **kwargs)
+            finally:
+                for name, value in saved.items():
+                    setattr(self, name, value)
+            with refusing():
+                return _finish(vllm_config, config)
 
     return create_engine_config
 
 
+def _begin(engine_args) -> TriForceConfig:
+    """Check what can be checked before vLLM does, and leave our keys for what runs inside."""
+    from vllm_triforce import vllm_patches
+
+    checks.check_vllm_version()
+    vllm_patches.install_in_engine()
+    engine_args.speculative_config = with_flags(engine_args)
+    for name, _ in FLAGS.values():
+        setattr(engine_args, name, None)
+    config, draft = _split(engine_args)
+    checks.check_selection(config)
+    if draft.get("model"):
+        _read_draft_config(draft, engine_args.trust_remote_code)
+    engine_args.additional_config = {
+        **(engine_args.additional_config or {}),
+        METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
+    }
+    if engine_args.async_scheduling is None and checks.is_cpu():
+        # Runner V1 cannot hand it what was proposed.
+        engine_args.async_scheduling = False
+    return config
+
+
 def _wrap_create_speculative_config(original):
     def create_speculative_config(self, *args, **kwargs):
-        if not _is_asked_for(self):
+        if not is_asked_for(self):
+            with refusing():
+                _check_not_replaced(self)
             return original(self, *args, **kwargs)
         return _create(self, *args, **kwargs)
 
     def _create(self, target_model_config, target_parallel_config):
-        checks.check_target(target_model_config, target_parallel_config)
-        config, draft = _split(self)
-        if kept := (self.additional_config or {}).get(METHOD):
-            # What was filled in before vLLM filled in its own.
-            config = TriForceConfig(**{k: v for k, v in kept.items() if k != "draft_model"})
-        if draft.get("model"):
-            hf_config = _read_draft_config(draft, self.trust_remote_code)
-            checks.check_draft(draft["model"], hf_config, target_model_config, config)
-        # Without a draft model nothing is loaded twice: the speculator does the loading, and
-        # the name only satisfies SpeculativeConfig.
-        draft["model"] = draft.get("model") or target_model_config.model
-        self.speculative_config = {
-            **draft,
-            "method": "draft_model",
-            "num_speculative_tokens": config.num_speculative_tokens,
-            "draft_sample_method": "probabilistic",
-        }
+        with refusing():
+            _prepare(self, target_model_config, target_parallel_config)
         speculative_config = original(self, target_model_config, target_parallel_config)
-        checks.check_draft_kind(speculative_config.draft_model_config)
+        with refusing():
+            check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
         return speculative_config
 
     return create_speculative_config
+
+
+def _check_not_replaced(engine_args) -> None:
+    """Refuse a target whose checkpoint names a method of its own: vLLM takes that instead."""
+    if isinstance(kept := engine_args.additional_config, dict) and METHOD in kept:
+        method = engine_args.speculative_config["method"]
+        raise ValueError(
+            f"method={METHOD!r} is not supported with a checkpoint of speculators: vLLM takes its "
+            f"method, {method!r}. Use the model that it speculates for, {engine_args.model!r}"
+        )
+
+
+def _prepare(engine_args, target_model_config, target_parallel_config) -> None:
+    """Check target and draft, and put a stock configuration in the place of our keys."""
+    checks.check_target(target_model_config, target_parallel_config)
+    config, draft = _split(engine_args)
+    if kept := (engine_args.additional_config or {}).get(METHOD):
+        # What was filled in before vLLM filled in its own.
+        config = TriForceConfig(**{k: v for k, v in kept.items() if k != "draft_model"})
+    if draft.get("model"):
+        hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
+        check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
+    # Without a draft model nothing is loaded twice: the speculator does the loading, and
+    # the name only satisfies SpeculativeConfig.
+    draft["model"] = draft.get("model") or target_model_config.model
+    engine_args.speculative_config = {
+        **draft,
+        "method": "draft_model",
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "draft_sample_method": "probabilistic",
+    }
 
 
 # Tokens of a KV block that vLLM takes on the CPU.
@@ -234,22 +226,6 @@ _REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
 _ARGS = ("vllm.engine.arg_utils", "EngineArgs")
 
 PATCHES = [
-    Patch(
-        *_ARGS,
-        "add_cli_args",
-        _wrap_add_cli_args,
-        ("parser",),
-        why="adds `--speculative-model triforce`",
-        until=_REGISTRY,
-    ),
-    Patch(
-        *_ARGS,
-        "from_cli_args",
-        _wrap_from_cli_args,
-        ("cls", "args"),
-        why="turns the flag into `speculative_config`",
-        until=_REGISTRY,
-    ),
     Patch(
         *_ARGS,
         "create_engine_config",

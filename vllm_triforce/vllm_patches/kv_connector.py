@@ -24,8 +24,12 @@ def hidden_kv_connector() -> Iterator[None]:
     if not original():
         yield
         return
-    swaps.HAS_KV_TRANSFER_GROUP.set(kv_transfer_utils, lambda: False)
+    swaps.HAS_KV_TRANSFER_GROUP.set(kv_transfer_utils, _sees_none)
     try:
         yield
     finally:
         swaps.HAS_KV_TRANSFER_GROUP.set(kv_transfer_utils, original)
+
+
+def _sees_none() -> bool:
+    return False

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ class Patch:
         parameters: of the original, in their order; None where the wrapper hands on whatever
             there is.
         why: for the ledger, as are ``until`` (when it can go) and where it stands.
-        loaded_with: the module that says that this process needs it: where that is not loaded,
-            and it is not known that an engine will run here, the patch waits.
     """
 
     module: str
@@ -34,28 +31,25 @@ class Patch:
     parameters: tuple[str, ...] | None
     why: str
     until: str
-    loaded_with: str | None = None
 
     @property
     def name(self) -> str:
         return f"{self.owner}.{self.attribute}"
 
-    def fault(self, engine_process: bool) -> str | None:
-        """What this vLLM lacks of it, and None where it has all or the patch waits.
+    def fault(self) -> str | None:
+        """Name the patch if this vLLM lacks what it wraps.
 
         Raises:
             ImportError: there is no such module.
         """
-        if self._waits(engine_process):
-            return None
         original = self._original()
         if original is None or not callable(_function(original)):
             return self.name
         return None
 
-    def misfit(self, engine_process: bool) -> str | None:
-        """How the original's parameters differ from those that the wrapper knows."""
-        original = None if self._waits(engine_process) else self._original()
+    def misfit(self) -> str | None:
+        """Say how the original's parameters differ from those that the wrapper knows."""
+        original = self._original()
         if self.parameters is None or original is None:
             return None
         found = tuple(inspect.signature(_function(original)).parameters)
@@ -63,32 +57,22 @@ class Patch:
             return None
         return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(found)})"
 
-    def apply(self, engine_process: bool) -> bool:
-        """Wraps it, unless it waits or is wrapped already.
+    def apply(self) -> bool:
+        """Wrap the original, unless this vLLM lacks it or it is wrapped already.
 
         Returns:
             Whether it was wrapped now.
         """
-        if self._waits(engine_process):
-            return False
         owner, original = self._owner(), self._original()
         # Not by a mark on the function: another plugin may have wrapped ours since.
-        applied = vars(owner).get(_APPLIED, frozenset())
-        if self.attribute in applied:
+        applied = vars(owner).get(_APPLIED, frozenset()) if owner is not None else frozenset()
+        if original is None or self.attribute in applied:
             return False
         function = _function(original)
         wrapped = functools.wraps(function)(self.wrap(function))
         setattr(owner, self.attribute, _like(original, wrapped))
         setattr(owner, _APPLIED, applied | {self.attribute})
         return True
-
-    def _waits(self, engine_process: bool) -> bool:
-        if engine_process or self.loaded_with is None:
-            return False
-        module = sys.modules.get(self.loaded_with)
-        # While a module is still being loaded it may have no such class yet.
-        spec = getattr(module, "__spec__", None)
-        return module is None or getattr(spec, "_initializing", False)
 
     def _owner(self) -> Any:
         return getattr(importlib.import_module(self.module), self.owner, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce_bench.compare.errors import BadInput
-from vllm_triforce_bench.compare.settings import GIB, Settings
+from vllm_triforce_bench.compare.settings import AUTO, DTYPES, GIB, Settings
 
 _PINS = {"revision", "code_revision"}
 _NOTHING: Mapping[str, Any] = {}
@@ -77,6 +77,26 @@ def read(
         kv_values_per_token=2 * text.num_hidden_layers * kv_heads * head_dim,
         weights_bytes=sum(file.stat().st_size for file in Path(model).glob("*.safetensors")),
     )
+
+
+def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any]) -> list[str]:
+    """Replace ``auto`` by the dtype in which vLLM serves the model.
+
+    Raises:
+        BadInput: the engine arguments are none of vLLM's, or the dtype is not measured.
+    """
+    if AUTO not in dtypes:
+        return dtypes
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        config = EngineArgs(model=model, **engine_keys).create_model_config()
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--engine with --target {model}: {error}") from error
+    served = str(config.dtype).removeprefix("torch.")
+    if served not in DTYPES:
+        raise BadInput(f"--dtypes: vLLM serves {model} in {served}; use one of {DTYPES[1:]}")
+    return list(dict.fromkeys(served if dtype == AUTO else dtype for dtype in dtypes))
 
 
 def check_contexts(settings: Settings, target: ModelFacts) -> None:

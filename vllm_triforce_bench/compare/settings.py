@@ -10,7 +10,9 @@ from typing import Any
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.methods import check_names
 
-DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
+"""As vLLM serves the model; ``model_facts.served_dtypes`` says which that is."""
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
 MIN_TOKENS = 16
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "All options of 'vllm serve' that describe the engine are understood, behind MODEL; "
         "--speculative-config takes TriForce's keys. Exit code: 0 where TriForce would run, 1 "
-        "where it would not, 2 for bad input."
+        "where it would not, 2 for bad input, 3 where it cannot be told without weights."
     )
     add = parser.add_argument
     add("model", nargs="?", help="path or hub name of the target; without, the installation alone")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where TriForce would run, 1 where it would not."""
+    """Returns 0 where TriForce would run, 1 where it would not, 3 where that cannot be told."""
     # What is printed is ours alone; vLLM's own errors are reported with what was found.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_triforce_bench.doctor.text import lines
 
         print("\n".join(lines(found)))
-    return 0 if found["runs"] else 1
+    return {True: 0, False: 1, None: 3}[found["runs"]]
 
 
 def examine(
@@ -77,12 +77,12 @@ def examine(
     if _looks_local(model) and not os.path.isdir(os.path.expanduser(model)):
         fail(f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name")
     from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
-    from vllm_triforce_bench.doctor.engine import engine
+    from vllm_triforce_bench.doctor.engine import BadOptions, engine
 
     try:
         found["engine"], vllm_config = engine(model, options)
-    except SystemExit:  # vLLM's parser has printed what it does not understand
-        fail("see above; 'vllm serve --help=all' has the options of the engine")
+    except BadOptions as error:
+        fail(f"{error}; 'vllm serve --help=all' has the options of the engine")
     found["runs"] = vllm_config is not None
     if vllm_config is None:
         return found
@@ -94,6 +94,7 @@ def examine(
         layers = layers_of(vllm_config)
     except NotBuilt as error:
         found["layers"] = {"error": str(error)}
+        found["runs"] = None
         return found
     found["layers"] = layers.found()
     found["runs"] = bool(layers.retrieving) or found["engine"]["is_plain"]

@@ -7,6 +7,10 @@ from typing import Any
 from vllm_triforce.config.asked import METHOD
 
 
+class BadOptions(Exception):
+    """vLLM's parser does not understand the options; says which."""
+
+
 def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
     """
     Args:
@@ -16,7 +20,7 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
         What it would run as, and vLLM's configuration; where it is refused the reason, and None.
 
     Raises:
-        SystemExit: vLLM's parser does not understand the options.
+        BadOptions: vLLM's parser does not understand the options.
     """
     heard = _Heard()
     logger = logging.getLogger("vllm.triforce")
@@ -25,6 +29,8 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
     logger.propagate = False
     try:
         vllm_config = _configure(model, options, METHOD)
+    except BadOptions:
+        raise
     except Exception as error:  # whatever it is, it is what `vllm serve` would end with
         refusal = _said(error) + _hint(error)
         return {"model": model, "refusal": refusal, **_stock(model, options)}, None
@@ -48,17 +54,22 @@ def _configure(model: str, options: list[str], method: str | None):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-triforce doctor MODEL"))
+    class Parser(FlexibleArgumentParser):
+        def error(self, message):
+            raise BadOptions(message)  # without the usage, which is of 250 lines
+
+    parser = EngineArgs.add_cli_args(Parser())
     args = parser.parse_args(["--model", model, *options])
     if method is None:
         args.speculative_config = args.speculative_model = None
+        args.spec_method = args.spec_model = args.spec_tokens = None
     else:
         args.speculative_model = method
     return EngineArgs.from_cli_args(args).create_engine_config()
 
 
 def _stock(model: str, options: list[str]) -> dict[str, Any]:
-    """Whether it is stock vLLM that refuses it."""
+    """Whether vLLM refuses the other options, without TriForce."""
     try:
         _configure(model, options, None)
     except Exception as error:

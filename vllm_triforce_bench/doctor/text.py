@@ -164,7 +164,9 @@ def _verdict(found: dict[str, Any]) -> str:
     if engine["refusal"] is not None:
         if engine["refused_by"] == "vLLM":
             return "Stock vLLM refuses this as well: mend that first."
-        return "TriForce would refuse to start; stock vLLM accepts this configuration."
+        return "TriForce would refuse to start; without it, vLLM takes the other options."
+    if found["runs"] is None:
+        return "It cannot be told without weights whether TriForce would run."
     if not found["runs"]:
         return f"TriForce would refuse to start: {found['layers']['refusal']}."
     cells = found.get("prediction", {}).get("cells", [])

@@ -13,12 +13,12 @@ class AdapterSwitch:
 
     def __init__(self, runner) -> None:
         self._runner = runner
-        self._full_pass: tuple | None = None
+        self._full_pass: tuple[tuple, dict] | None = None
         self._set_active = swaps.ACTIVE_LORAS.set(runner, self._remember)
 
-    def _remember(self, *mapping) -> None:
-        self._full_pass = mapping
-        self._set_active(*mapping)
+    def _remember(self, *mapping, **more) -> None:
+        self._full_pass = mapping, more
+        self._set_active(*mapping, **more)
 
     def before_pass(self, request_ids: list[str], num_tokens: list[int]) -> None:
         """Logits are computed for every token, so both of vLLM's mappings are the same. Requests
@@ -35,4 +35,5 @@ class AdapterSwitch:
     def restore(self) -> None:
         """The full pass's mapping again: prompt log-probabilities are computed after a proposal."""
         if self._full_pass is not None:
-            self._set_active(*self._full_pass)
+            mapping, more = self._full_pass
+            self._set_active(*mapping, **more)

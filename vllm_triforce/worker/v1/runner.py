@@ -259,15 +259,15 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                     proposal.num_planned[row],
                 )
 
-    def _draft_probs_of(self, metadata) -> torch.Tensor | None:
+    def _draft_probs_of(self, spec_decode_metadata) -> torch.Tensor | None:
         """In the place of the runner's ``_get_spec_decode_draft_probs``, which forgets them all
         where one request had to wait a step."""
         if not len(self._boundary) or self._runner.input_batch.all_greedy:
             return None
         return self._boundary.take(
             self._runner.input_batch.req_ids,
-            metadata.num_draft_tokens,
-            metadata.draft_token_ids.tolist(),
+            spec_decode_metadata.num_draft_tokens,
+            spec_decode_metadata.draft_token_ids.tolist(),
         )
 
     def _rest(self, computed: list[int], counts: list[int]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, cycle, islice, repeat
 
+from vllm.lora.layers import LoRAMappingType
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import NO_LORA_ID, LoraState
 
@@ -89,24 +90,32 @@ class LevelAdapters:
         runs. vLLM makes and loads new ones for each of those; here they are there before."""
         runner = self._runner
 
-        def select(
-            lora_config, num_scheduled_tokens, num_sampled_tokens, remove_lora, num_active_loras
-        ):
-            return runner.maybe_select_dummy_loras(
-                lora_config,
-                num_scheduled_tokens,
-                num_sampled_tokens=num_sampled_tokens,
-                num_active_loras=num_active_loras,
-            )
-
         with runner.maybe_setup_dummy_loras(runner.lora_config):
-            original = swaps.DUMMY_RUN_LORAS.set(runner, select)
+            original = swaps.DUMMY_RUN_LORAS.set(runner, self._select_dummies)
             self._is_trial = True
             try:
                 yield
             finally:
                 self._is_trial = False
                 swaps.DUMMY_RUN_LORAS.set(runner, original)
+
+    def _select_dummies(
+        self,
+        lora_config,
+        num_scheduled_tokens,
+        num_sampled_tokens,
+        remove_lora=True,
+        num_active_loras=0,
+        mapping_type=LoRAMappingType.LANGUAGE,
+    ):
+        """Take the place of vLLM's, which makes the adapters as well."""
+        return self._runner.maybe_select_dummy_loras(
+            lora_config,
+            num_scheduled_tokens,
+            mapping_type=mapping_type,
+            num_sampled_tokens=num_sampled_tokens,
+            num_active_loras=num_active_loras,
+        )
 
     @property
     def _are_off(self) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_triforce_bench.compare.errors import BadInput
@@ -42,6 +43,8 @@ def _measure_and_report(settings: ServeSettings, folder: Path, argv: list[str]) 
     if settings.draft:
         model_facts.read("--draft", settings.draft, trust)
     _check_length(settings, target.max_context)
+    (dtype,) = model_facts.served_dtypes(settings.target, [settings.dtype], settings.engine_keys)
+    settings = replace(settings, dtype=dtype)
     servers = contenders.make(settings)
     with console.status("reading the prompts"):
         from vllm.tokenizers import get_tokenizer

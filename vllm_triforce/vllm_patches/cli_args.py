@@ -1,0 +1,139 @@
+"""The command line: vLLM's flags for speculation understand the method ``triforce``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.refusal import is_refusal, print_refusals_alone, refusing
+from vllm_triforce.vllm_patches.patch import Patch
+
+# vLLM's own flags for speculation: their attribute of EngineArgs, and their key of ours.
+FLAGS = {
+    "--spec-method": ("spec_method", "method"),
+    "--spec-model": ("spec_model", "model"),
+    "--spec-tokens": ("spec_tokens", "num_speculative_tokens"),
+}
+
+_CLI_HELP = (
+    "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
+    "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
+    '--speculative-config \'{"method": "triforce", ...}\'; --spec-model and --spec-tokens are two '
+    "of them."
+)
+
+
+def _wrap_add_cli_args(original):
+    def add_cli_args(parser, *args, **kwargs):
+        parser = original(parser, *args, **kwargs)
+        group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
+        group.add_argument("--speculative-model", choices=[METHOD], default=None, help=_CLI_HELP)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings and action.choices is not None:
+                action.choices = [*action.choices, METHOD]
+        return parser
+
+    return add_cli_args
+
+
+def _wrap_from_cli_args(original):
+    def from_cli_args(cls, args):
+        engine_args = original(cls, args)
+        is_flag_given = getattr(args, "speculative_model", None) == METHOD
+        if is_flag_given or is_asked_for(engine_args):
+            print_refusals_alone()
+        if is_flag_given:
+            with refusing():
+                engine_args.speculative_config = _keys_beside_flag(engine_args)
+            # Where there are several API servers, each makes its engine arguments from these in
+            # a process of its own, and loads plugins, this one too, only while it does so.
+            args.speculative_config = engine_args.speculative_config
+        return engine_args
+
+    return from_cli_args
+
+
+def _keys_beside_flag(engine_args) -> dict[str, Any]:
+    """Read --speculative-config beside --speculative-model."""
+    keys = _given_keys(engine_args, f"--speculative-model {METHOD}")
+    for flag, method in (
+        ("--speculative-config with method", keys.get("method", METHOD)),
+        ("--spec-method", engine_args.spec_method or METHOD),
+    ):
+        if method != METHOD:
+            raise ValueError(
+                f"--speculative-model {METHOD} and {flag} {method!r} exclude each other; drop one "
+                "of them"
+            )
+    return keys if engine_args.spec_method else {"method": METHOD, **keys}
+
+
+def _given_keys(engine_args, flag: str) -> dict[str, Any]:
+    given = engine_args.speculative_config
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(
+            f"--speculative-config {given!r} is not supported with {flag}: it is no JSON object. "
+            "Use --speculative-config '{\"KEY\": VALUE}' with TriForce's keys, or leave it out"
+        )
+    return dict(given or {})
+
+
+def is_asked_for(engine_args) -> bool:
+    keys = engine_args.speculative_config
+    if engine_args.spec_method == METHOD:
+        return True
+    return isinstance(keys, dict) and keys.get("method") == METHOD
+
+
+def with_flags(engine_args) -> dict[str, Any]:
+    """Join the keys of --speculative-config and vLLM's flags, as vLLM does for its methods."""
+    keys = _given_keys(engine_args, f"--spec-method {METHOD}")
+    for flag, (name, key) in FLAGS.items():
+        if (value := getattr(engine_args, name)) is None:
+            continue
+        if key in keys or key.replace("_", "-") in keys:
+            raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
+        keys[key] = value
+    return keys
+
+
+@contextmanager
+def naming_flags(engine_args) -> Iterator[None]:
+    """Name the flag in a refusal of its value, which has another name among our keys."""
+    given = [(flag, key, getattr(engine_args, name)) for flag, (name, key) in FLAGS.items()]
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        named = [
+            flag
+            for flag, key, value in given
+            if f"{key}={value!r}" in text or f"{key} {value!r}" in text
+        ]
+        if is_refusal(error) and named and not text.startswith("--"):
+            error.args = (f"{named[0]}: {text}",)
+        raise
+
+
+_REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
+_ARGS = ("vllm.engine.arg_utils", "EngineArgs")
+
+PATCHES = [
+    Patch(
+        *_ARGS,
+        "add_cli_args",
+        _wrap_add_cli_args,
+        ("parser",),
+        why="adds `--speculative-model triforce`, and `triforce` to what `--spec-method` takes",
+        until=_REGISTRY,
+    ),
+    Patch(
+        *_ARGS,
+        "from_cli_args",
+        _wrap_from_cli_args,
+        ("cls", "args"),
+        why="turns the flag into `speculative_config`; a refusal that ends the process is printed "
+        "as its sentence",
+        until=_REGISTRY,
+    ),
+]
