@@ -35,7 +35,7 @@ def device(jobs, tmp_path_factory):
     [
         pytest.param(
             name,
-            marks=[pytest.mark.skip(case.skip["device"])] * ("device" in case.skip)
+            marks=[pytest.mark.skip(reason) for at, reason in case.skip.items() if at == "device"]
             + [pytest.mark.thorough] * case.thorough,
         )
         for name, case in CASES.items()
