@@ -22,6 +22,7 @@ ADAPTERS2 = "vllm_triforce/worker/v2/adapters.py"
 LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
 SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
 FIGURES = "vllm_triforce/scheduler/figures.py"
+OUTCOMES = "vllm_triforce/scheduler/outcomes.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -164,6 +165,7 @@ RUNNER_V2: list[Surface] = [
     has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder max_num_reqs", FACTS),
     overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", FACTS),
     overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", FACTS),
+    has(REJECT2, "RejectionSampler", "use_block_verification", "vllm_triforce/config/checks.py"),
     does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", FACTS),
     calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
     has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
@@ -214,6 +216,15 @@ RUNNER_V2: list[Surface] = [
     has("v1/request.py", "Request", "spec_decode_metrics", FIGURES),
     has("v1/metrics/stats.py", "RequestSpecDecodeMetrics", "histogram num_draft_tokens per_step_accepted per_step_drafted", FIGURES),
     calls("v1/metrics/stats.py", "RequestSpecDecodeMetrics.observe", "num_draft_tokens, num_accepted, detailed=", FIGURES),
+    # What it leaves out of them, and which of a request's outputs carries its own.
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", OUTCOMES),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", OUTCOMES),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "request.is_finished( < self.make_spec_decoding_stats( < self.make_stats(", OUTCOMES),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", OUTCOMES),
+    has("v1/request.py", "Request", "sampling_params spec_decode_metrics", OUTCOMES),
+    has("v1/engine/__init__.py", "EngineCoreOutput", "request_id spec_decode_metrics", OUTCOMES),
+    has("v1/engine/__init__.py", "EngineCoreOutputs", "outputs scheduler_stats", OUTCOMES),
+    does("v1/engine/output_processor.py", "OutputProcessor.process_outputs", "req_state.spec_decode_metrics = < req_state.detokenizer.update(", OUTCOMES),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/device/begin.py"),

@@ -276,6 +276,92 @@ def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text
     assert sums["num_accepted_draft_tokens"] == worker["num_level2_accepted"]
 
 
+def settled(server) -> dict[str, float]:
+    """The metrics, once nothing runs and nothing is counted any more."""
+    before: dict[str, float] = {}
+    for _ in range(50):
+        after = server.metrics()
+        counted = {name: value for name, value in after.items() if name.startswith("vllm:")}
+        if counted == before and not after["vllm:num_requests_running"]:
+            return after
+        before = counted
+        time.sleep(0.2)
+    raise AssertionError("something is still counted")
+
+
+def figures_of(counted: dict[str, float]) -> list[dict[str, float]]:
+    """What vLLM's metrics and TriForce's own say of full passes that verified a proposal."""
+    kinds = [
+        ("vllm:spec_decode_num_drafts", "vllm:triforce_level3_steps"),
+        ("vllm:spec_decode_num_draft_tokens", "vllm:triforce_level2_draft_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens", "vllm:triforce_level2_accepted_tokens"),
+    ]
+    names = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
+    return [dict(zip(names, (counted[f"{k[i]}_total"] for k in kinds))) for i in (0, 1)]
+
+
+ENDS = {
+    "max_tokens": lambda tokens, decode: {"max_tokens": 8},
+    "a stop token": lambda tokens, decode: {"stop_token_ids": [tokens[7]]},
+    "a stop string": lambda tokens, decode: {"stop": [decode(tokens[7:9])]},
+    "the end of text": lambda tokens, decode: {"ignore_eos": False, "logit_bias": {2: 14}},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_counters_where_an_answer_ends_inside_an_accepted_run(server, client, stock, text, end):
+    """vLLM's figures, TriForce's and each answer's are one sum, with what is accepted behind an
+    end; what an answer has, and what vLLM counts as generated, is without it, but for stop strings
+    (patches/README.md)."""
+    prompts = [text[i * 300 : i * 300 + 300] for i in range(8)]
+    before, answers, decode = settled(server), [], stock.get_tokenizer().decode
+    for prompt, tokens in zip(prompts, generate(stock, prompts)):
+        more = IDS | ENDS[end](tokens, decode)
+        kept = GREEDY | {name: more.pop(name) for name in ("max_tokens", "stop") if name in more}
+        answers.append(client.completions.create(prompt=prompt, extra_body=more, **kept))
+    counted = change(before, settled(server))
+    spec = [answer.metrics["speculative_decoding"] for answer in answers]
+    vllms, ours = figures_of(counted)
+    assert vllms == ours == {name: sum(one[name] for one in spec) for name in vllms}
+    got = [answer.usage.completion_tokens for answer in answers]
+    made = [1 + one["num_spec_steps"] + one["num_accepted_draft_tokens"] for one in spec]
+    behind = [its - own for its, own in zip(made, got)]
+    if end == "max_tokens":  # proposals end before it; a last token may be decoded plainly
+        assert all(-1 <= surplus <= 0 for surplus in behind), behind
+    else:
+        assert all(0 <= surplus <= 6 for surplus in behind) and any(behind), behind
+    reported = made if end == "a stop string" else got
+    assert counted["vllm:generation_tokens_total"] == sum(reported)
+    assert counted["vllm:request_generation_tokens_sum"] == sum(reported)
+
+
+def test_counters_of_clients_that_leave(server, text):
+    """The step that runs when a client leaves is in neither vLLM's figures nor TriForce's."""
+    before = settled(server)
+
+    async def leave(client, place):
+        stream = await client.completions.create(
+            prompt=text[place : place + 300],
+            stream=True,
+            extra_body=IDS,
+            **(GREEDY | {"max_tokens": 1000}),
+        )
+        for _ in range(3):
+            await anext(stream)
+        await stream.close()
+
+    async def work(client):
+        for place in range(0, 2400, 300):
+            await leave(client, place)
+
+    run_async(server, work)
+    counted = change(before, settled(server))
+    vllms, ours = figures_of(counted)
+    assert vllms == ours and ours["num_spec_steps"] >= 16
+    # The tokens that were handed out, and maybe some that nobody read any more.
+    assert counted["vllm:generation_tokens_total"] >= 8 + ours["num_accepted_draft_tokens"]
+
+
 def test_metrics_have_vllms_labels_and_types(server):
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=30) as response:
         page = response.read().decode()

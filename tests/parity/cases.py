@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from vllm.sampling_params import RepetitionDetectionParams
+
 from tests import reasoning_parser
 from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
 from vllm_triforce.selection import POLICIES
@@ -60,6 +62,8 @@ class Case:
     """The share of requests that may part from stock vLLM where that is proven undecided."""
     skip: Mapping[str, str] = field(default_factory=dict)
     """Why a runner, by name, does not run the case."""
+    thorough: bool = False
+    """Whether the case is left for a release."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.skip) - {"host", "device"}:
@@ -81,6 +85,8 @@ SMALL = dict(
     max_num_batched_tokens=256,
     max_num_seqs=4,
     kv_cache_memory_bytes=128 << 20,
+    # Each answer's own figures, which must add up to what is counted.
+    per_request_spec_decode_metrics="detailed",
 )
 GATE = 200
 DRAFT = dict(retrieval_budget=128, min_context=GATE, num_recent_tokens=100)
@@ -424,6 +430,36 @@ def _adapters() -> list[Case]:
     ]
 
 
+def _ends() -> list[Case]:
+    """A budget that covers the context: whole proposals are accepted. Text of the usual answer to
+    the same prompt, so that what ends a request lies inside."""
+
+    def end(**more) -> Callable:
+        return lambda u: {"max_tokens": 14, "stop": [u.text[24:27]], **more}
+
+    detection = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=1, min_count=2)
+    ends = (
+        lambda u: {"max_tokens": 14, "stop": [u.text[30:34], u.text[24:27]]},
+        lambda u: {"max_tokens": 14, "stop": [u.text[30:34]], "stop_token_ids": [u.token_ids[5]]},
+        end(max_tokens=9, include_stop_str_in_output=True),
+        end(min_tokens=9, logprobs=2),
+        end(n=2, temperature=1.0, top_k=1),
+        lambda u: {"max_tokens": 14, "repetition_detection": detection},
+        lambda u: {"max_tokens": 14, "ignore_eos": False, "logit_bias": {EOS: 14}},
+    )
+    return [
+        Case(
+            "several ends in one run",
+            "Whatever ends a request inside an accepted run, and whatever else would, it ends as "
+            "in stock vLLM: stop strings, stop tokens, the end of text, max_tokens, min_tokens.",
+            (tuple(Request(0, 700, params) for params in ends),),
+            ("stock", "always right", "ended inside a run"),
+            **CRAMPED,
+            at_least={"num_level2_drafted": 20},
+        )
+    ]
+
+
 CRAMPED = dict(
     keys={"retrieval_budget": 1024},
     engine=SMALL
@@ -510,6 +546,16 @@ def _calibrated() -> list[Case]:
             wrong_at_times,
             keys=EIGHT,
             **shape,
+        ),
+        Case(
+            "sampled-block",
+            distribution.format("T=1, with a draft, each proposal tested as a block"),
+            _eight((dict(temperature=1.0),) * 4, 45),
+            wrong_at_times,
+            keys=EIGHT | {"rejection_sample_method": "block"},
+            **shape,
+            skip={"host": "Runner V1 refuses it (config/checks.py)"},
+            thorough=True,
         ),
         Case(
             "seeded",
@@ -1087,7 +1133,7 @@ def _all() -> list[Case]:
     sources = {name: _by_source(name) for name in SOURCES}
     both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
-    both += [*_scheduling()[2:], *_windows(), *_adapters(), *_reasoning()]
+    both += [*_scheduling()[2:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)

@@ -52,11 +52,33 @@ def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
             assert [o.index for o in output.outputs] == list(range(params.get("n", 1)))
             limit = params["max_tokens"]
             assert limit is None or all(len(o.token_ids) <= limit for o in output.outputs)
+    if "per_request_spec_decode_metrics" in case.engine:
+        _check_figures(seen)
     for name, least in case.at_least.items():
         count = sum(getattr(batch.counted, name) for batch in seen.batches)
         assert count >= least, f"{name} is {count}: nothing was tested"
     for name in case.checks:
         CHECKS[name](case, job, seen, by)
+
+
+def _check_figures(seen: Seen) -> None:
+    """Each answer's own figures, which vLLM keeps, add up to what TriForce counts."""
+    for batch in seen.batches:
+        own = [o.spec_decode_metrics for output in batch.outputs for o in output.outputs]
+        counted = batch.counted
+        assert sum(sum(figures.histogram) for figures in own) == counted.num_level3_steps
+        assert sum(figures.num_draft_tokens for figures in own) == counted.num_level2_drafted
+        accepted = sum(sum(figures.per_step_accepted) for figures in own)
+        assert accepted == counted.num_level2_accepted
+
+
+@check("ended inside a run")
+def _ended_inside_a_run(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Some tokens were accepted behind the end, of most of the requests."""
+    outputs = [output.outputs[0] for output in seen.batches[0].outputs]
+    made = [1 + sum(n + 1 for n in o.spec_decode_metrics.per_step_accepted) for o in outputs]
+    behind = [its - len(o.token_ids) for its, o in zip(made, outputs)]
+    assert sum(count > 0 for count in behind) > len(behind) / 2, behind
 
 
 @check("stock")

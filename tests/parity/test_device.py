@@ -33,9 +33,11 @@ def device(jobs, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.skip(case.skip["device"]))
-        if "device" in case.skip
-        else name
+        pytest.param(
+            name,
+            marks=[pytest.mark.skip(reason) for at, reason in case.skip.items() if at == "device"]
+            + [pytest.mark.thorough] * case.thorough,
+        )
         for name, case in CASES.items()
     ],
 )

@@ -409,6 +409,18 @@ def test_the_start_names_both_sources(gqa_pair, monkeypatch):
     assert said[0].endswith("level 1 drafts from draft_model, prompt_lookup.")
 
 
+def test_the_test_of_level_3_is_vllms_to_choose(gqa_pair, monkeypatch):
+    from vllm_triforce.config import checks
+
+    def test_of(**keys):
+        config = engine_config(gqa_pair["target"], triforce(**keys))
+        return config.speculative_config.rejection_sample_method
+
+    assert test_of() == test_of(rejection_sample_method="standard") == "standard"
+    monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
+    assert test_of(**{"rejection-sample-method": "block"}) == "block"
+
+
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
 def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
     from vllm_triforce.vllm_patches import engine_args
@@ -472,6 +484,12 @@ def other_vocabulary(tmp_path_factory):
         ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
         ({}, {"kv_cache_dtype": "fp8_inc"}, ["'fp8_inc'", "kv_cache_dtype='auto'"]),
         ({"retrieval_chunk_size": 32}, {}, ["'retrieval_chunk_size' is gone", "--block-size"]),
+        (
+            {"rejection_sample_method": "block"},
+            {},
+            ["rejection_sample_method='block'", "Model Runner V1", "Leave it out"],
+        ),
+        ({"rejection_sample_method": "synthetic"}, {}, ["='synthetic'", "'standard' and 'block'"]),
     ],
 )
 def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named):

@@ -34,6 +34,20 @@ def check_selection(config: TriForceConfig) -> None:
         raise ValueError(f"selection={config.selection!r}: {error}") from error
 
 
+def check_rejection_sample_method(method, has_fixed_shapes: bool) -> None:
+    """Refuses tests of level 3 that bend the output, or that the model runner does not have."""
+    if method == "block" and not has_fixed_shapes:
+        raise ValueError(
+            "rejection_sample_method='block' is not supported with Model Runner V1: its rejection "
+            "sampler tests tokens one by one. Leave it out."
+        )
+    if method not in ("standard", "block"):
+        raise ValueError(
+            f"rejection_sample_method={method!r} is not supported with method='triforce': only "
+            "'standard' and 'block' keep the target's distribution. Use one of them."
+        )
+
+
 def check_target(model_config, parallel_config) -> None:
     """Refuses targets whose attention TriForce cannot make sparse."""
     name = model_config.model

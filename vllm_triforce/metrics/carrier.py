@@ -76,10 +76,13 @@ def _attach_later(output, added: dict[str, int]):
     return output
 
 
-def put(stats, added: dict[str, int]) -> None:
-    """Into a SchedulerStats, on its way to the front."""
-    carrier = getattr(stats, _FIELD)
-    carrier |= {_PREFIX + name: value for name, value in added.items()}
+def put(outputs, added: dict[str, int]) -> None:
+    """Put counters into the SchedulerStats that go to a front with a step's EngineCoreOutputs."""
+    for of_client in outputs.values():
+        if (stats := of_client.scheduler_stats) is not None:
+            carrier = getattr(stats, _FIELD)
+            carrier |= {_PREFIX + name: value for name, value in added.items()}
+            return
 
 
 def take(stats) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_triforce.config.asked import METHOD
+from vllm_triforce.scheduler.outcomes import CountsOutcomes
 
 
-class TriForceAsyncScheduler(AsyncScheduler):
+class TriForceAsyncScheduler(CountsOutcomes, AsyncScheduler):
     """vLLM's asynchronous scheduler, which runs ahead of the worker and so cannot know what is
     proposed: it has ``num_speculative_tokens`` of every request verified. Below ``min_context``
     nothing is ever proposed, and there, off costs nothing."""

@@ -3,10 +3,11 @@
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.scheduler.draft_carrier import TakesDrafts
+from vllm_triforce.scheduler.outcomes import CountsOutcomes
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 
 
-class TriForceScheduler(TakesDrafts, Scheduler):
+class TriForceScheduler(TakesDrafts, CountsOutcomes, Scheduler):
     """Has drafts verified that were proposed, and no placeholders."""
 
     def __init__(self, *args, **kwargs) -> None:

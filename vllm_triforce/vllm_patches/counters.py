@@ -9,10 +9,7 @@ def _into_scheduler_stats(original):
     def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         if added := carrier.attached(model_runner_output):
-            for engine_core_outputs in outputs.values():
-                if (stats := engine_core_outputs.scheduler_stats) is not None:
-                    carrier.put(stats, added)
-                    break
+            carrier.put(outputs, added)
         return outputs
 
     return update_from_output

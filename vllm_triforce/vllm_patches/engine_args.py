@@ -28,6 +28,9 @@ _DRAFT_KEYS = (
     "draft_load_config",
 )
 
+# One that says how level 3 tests; passed on as it is.
+_TEST_KEY = "rejection_sample_method"
+
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
@@ -43,7 +46,7 @@ _SCHEDULERS = {
 
 
 def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
-    """Our keys, validated, and the ones about the draft model, for vLLM."""
+    """Our keys, validated, and the ones about the draft model and level 3's test, for vLLM."""
     given = engine_args.speculative_config
     keys = {key.replace("-", "_"): value for key, value in given.items()}
     keys.pop("method")
@@ -58,8 +61,11 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
             f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given; "
             "name one or leave them out"
         )
-    config = TriForceConfig.from_speculative_config(keys)
     has_fixed_shapes = checks.has_fixed_shapes()
+    if _TEST_KEY in keys:
+        draft[_TEST_KEY] = keys.pop(_TEST_KEY)
+        checks.check_rejection_sample_method(draft[_TEST_KEY], has_fixed_shapes)
+    config = TriForceConfig.from_speculative_config(keys)
     # On Model Runner V2 it is our scheduler that chooses.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     asked = engine_args.max_num_seqs

@@ -1,0 +1,90 @@
+"""Promise: TriForce's counters of full passes count what vLLM's count, and every answer carries its
+own figures, however it ends."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+
+from vllm_triforce.metrics import carrier
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.scheduler.outcomes import CountsOutcomes
+from vllm_triforce.scheduler.scheduler import TriForceScheduler
+from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
+from vllm_triforce.vllm_patches.counters import _into_scheduler_stats
+
+
+class VLLMs:
+    """As vLLM's scheduler counts: a request that has left takes the step's tokens with it."""
+
+    num_spec_tokens, log_stats, spec_decode_metrics_level = 6, True, "summary"
+    make_spec_decoding_stats = Scheduler.make_spec_decoding_stats
+
+    def __init__(self, **stop: list[str]) -> None:
+        self.requests = {
+            name: SimpleNamespace(
+                spec_decode_metrics=RequestSpecDecodeMetrics.new(6),
+                sampling_params=SimpleNamespace(stop=strings),
+            )
+            for name, strings in stop.items()
+        }
+
+    @_into_scheduler_stats
+    def update_from_output(self, scheduler_output, model_runner_output):
+        stats, outputs = None, []
+        for name, (drafted, accepted) in scheduler_output.items():
+            if name in self.requests:
+                stats = self.make_spec_decoding_stats(stats, drafted, accepted, None, name)
+                outputs.append(EngineCoreOutput(name, [5] * (1 + accepted)))
+        sent = SchedulerStats(spec_decoding_stats=stats)
+        return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=sent)}
+
+
+class Ours(CountsOutcomes, VLLMs):
+    def step(self, **verified: tuple[int, int]):
+        """A step that the worker has counted whole."""
+        counters, result = LevelCounters(), SimpleNamespace(req_ids=list(verified))
+        sender = carrier.CounterSender(counters)
+        counters.add_proposal([[1, 2]])
+        for drafted, accepted in verified.values():
+            counters.add_full_pass(drafted, accepted)
+        return self.update_from_output(verified, sender.attach(result))[0]
+
+
+def test_a_step_of_a_request_that_has_left_is_counted_by_nobody():
+    scheduler = Ours(a=[])
+    stats = scheduler.step(a=(6, 2), gone=(6, 6)).scheduler_stats
+    vllms = stats.spec_decoding_stats
+    assert (vllms.num_drafts, vllms.num_draft_tokens, vllms.num_accepted_tokens) == (1, 6, 2)
+    assert carrier.take(stats) == {
+        "num_proposals": 1,
+        "num_proposed": 2,
+        "num_level3_steps": 1,
+        "num_level2_drafted": 6,
+        "num_level2_accepted": 2,
+        "num_level3_rejections": 1,
+    }
+    stats = scheduler.step(gone=(6, 6)).scheduler_stats
+    assert stats.spec_decoding_stats is None
+    assert carrier.take(stats).keys() == {"num_proposals", "num_proposed"}
+
+
+def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
+    """The front finds the string, and by then the last output is there."""
+    scheduler = Ours(a=["."], b=[])
+    by_name = {o.request_id: o for o in scheduler.step(a=(6, 2), b=(6, 2)).outputs}
+    assert by_name["a"].spec_decode_metrics is scheduler.requests["a"].spec_decode_metrics
+    assert by_name["b"].spec_decode_metrics is None
+    scheduler.spec_decode_metrics_level = "none"
+    assert scheduler.step(a=(6, 2)).outputs[0].spec_decode_metrics is None
+
+
+@pytest.mark.parametrize(
+    "scheduler", [TriForceScheduler, TriForceSchedulerV2, TriForceAsyncSchedulerV2]
+)
+def test_what_is_counted_is_what_is_left_of_the_padding(scheduler):
+    """Outcomes are counted last, right above vLLM's own."""
+    order = scheduler.__mro__
+    assert issubclass(order[order.index(CountsOutcomes) + 1], Scheduler)
