@@ -196,7 +196,7 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/draft_carrier.py"),
     has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/draft_carrier.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/scheduler.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "self.dynamic_sd_lookup is None < pad_spec_decode = < self._update_after_schedule(", LENDING),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", LENDING),
     overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),
@@ -207,7 +207,7 @@ RUNNER_V2: list[Surface] = [
     # Blocks for drafts: none where vLLM schedules, lent behind it, taken back before it.
     overrides("v1/core/sched/scheduler.py", "Scheduler.schedule", "self, throttle_prefills=", LENDING),
     overrides("v1/core/sched/scheduler.py", "Scheduler._request_remaining_blocks", "self, request", LENDING),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "num_lookahead_tokens=self.num_lookahead_tokens < SchedulerOutput( < self._build_kv_connector_meta( < self._update_after_schedule(", LENDING),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "self.kv_cache_manager.allocate_slots( < SchedulerOutput( < self._build_kv_connector_meta( < self._update_after_schedule(", LENDING),
     does("v1/core/sched/scheduler.py", "Scheduler.__init__", "self.num_lookahead_tokens = < self.dynamic_sd_lookup = < self._spec_decode_step_blocks =", LENDING),
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running waiting connector kv_cache_manager num_spec_tokens num_lookahead_tokens dynamic_sd_lookup _spec_decode_step_blocks max_num_running_reqs max_num_scheduled_tokens max_model_len vllm_config", LENDING),
     has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens num_output_placeholders max_tokens spec_token_ids", LENDING),
