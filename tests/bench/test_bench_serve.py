@@ -19,6 +19,7 @@ from vllm_triforce_bench.compare.serve import (
     server,
     store,
     summary,
+    terminal,
 )
 from vllm_triforce_bench.compare.serve import requests as requests_module
 from vllm_triforce_bench.compare.serve.cells import Cell
@@ -274,6 +275,8 @@ def record(role, speed, *, contest="triforce/stock", pair=0, half=0, cell_index=
         "role": role,
         "turn": turn if turn is not None else int(role == "challenger"),
         "requests": 4,
+        "steps": 10 + pair,
+        "preemptions": int(role == "challenger"),
         "idle_server_cpu_seconds": 0.01,
         "result": result,
     }
@@ -316,6 +319,8 @@ def test_rows_against_figures_computed_by_hand():
     assert ours["tpot_ratio"] == pytest.approx(1 / 1.5) and ours["ttft_ratio"] == 1
     assert (ours["throughput_ratio_half_0"], ours["throughput_ratio_half_1"]) == (2.0, 1.0)
     assert ours["mean_acceptance_length"] == 2.5 and control["mean_acceptance_length"] is None
+    assert (ours["steps_baseline"], ours["preemptions_challenger"]) == (11, 1)
+    assert "11 / 11" in terminal.counts(ours, "steps")
     assert ours["idle_server_cpu_share"] == pytest.approx(0.005)
     verdicts = [row["verdict"] for row in (ours, control, uncontrolled)]
     assert verdicts == ["faster", "even", "slower"]

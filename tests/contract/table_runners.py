@@ -23,6 +23,7 @@ LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_
 SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
 FIGURES = "vllm_triforce/scheduler/figures.py"
 OUTCOMES = "vllm_triforce/scheduler/outcomes.py"
+LENDING = "vllm_triforce/scheduler/lookahead.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -200,7 +201,7 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/draft_carrier.py"),
     has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/draft_carrier.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/scheduler.py"),
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", "vllm_triforce/scheduler/scheduler.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", LENDING),
     overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),
@@ -208,6 +209,22 @@ RUNNER_V2: list[Surface] = [
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/plans.py"),
     has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/plans.py"),
     has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/plans.py"),
+    # Blocks for drafts: none where vLLM schedules, lent behind it, taken back before it.
+    overrides("v1/core/sched/scheduler.py", "Scheduler.schedule", "self, throttle_prefills=", LENDING),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._request_remaining_blocks", "self, request", LENDING),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "self.kv_cache_manager.allocate_slots( < SchedulerOutput( < self._build_kv_connector_meta( < self._update_after_schedule(", LENDING),
+    does("v1/core/sched/scheduler.py", "Scheduler.__init__", "self.num_lookahead_tokens = < self.dynamic_sd_lookup = < self._spec_decode_step_blocks =", LENDING),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests running waiting connector kv_cache_manager num_spec_tokens num_lookahead_tokens dynamic_sd_lookup _spec_decode_step_blocks max_num_running_reqs max_num_scheduled_tokens max_model_len vllm_config", LENDING),
+    has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens num_output_placeholders max_tokens spec_token_ids", LENDING),
+    calls("v1/core/kv_cache_manager.py", "KVCacheManager.allocate_slots", "request, num_new_tokens, reserved_blocks=", LENDING),
+    has("v1/core/kv_cache_manager.py", "KVCacheManager", "coordinator block_pool watermark_blocks", LENDING),
+    has("v1/core/kv_cache_coordinator.py", "KVCacheCoordinator", "single_type_managers", LENDING),
+    has("v1/core/single_type_kv_cache_manager.py", "SingleTypeKVCacheManager", "req_to_blocks block_size", LENDING),
+    calls("v1/core/block_pool.py", "BlockPool.free_blocks", "ordered_blocks", LENDING),
+    has("v1/core/block_pool.py", "BlockPool", "get_num_free_blocks", LENDING),
+    has("config/vllm.py", "VllmConfig", "max_concurrent_batches", LENDING),
+    has("v1/worker/block_table.py", "BlockTable", "num_blocks_per_row", "vllm_triforce/worker/v1/batch.py"),
+    has("v1/worker/gpu/block_table.py", "BlockTables", "num_blocks", OURS2),
     # vLLM's figures: what it counts of a step, by this method and for each request.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", FIGURES),
     overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", FIGURES),

@@ -290,10 +290,12 @@ def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
     from tests.parity.dice import Dice
     from vllm_triforce.core.step_plan import StepPlan
+    from vllm_triforce.worker.v2.speculator import SpeculatorV2
 
     dice = Dice(speculator, seed)
 
     def begin_step(scheduler_output) -> None:
+        SpeculatorV2.begin_step(speculator, scheduler_output)
         most = speculator.num_speculative_steps
         able = {name: most for name in scheduler_output.num_scheduled_tokens}
         speculator._plan = StepPlan(0, dice.proposing(able))

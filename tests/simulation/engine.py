@@ -182,6 +182,7 @@ class Engine:
             scheduler.max_model_len,
             scheduler.block_size,
             self._measured,
+            is_short_of_memory=scheduler.kv_cache_config.num_blocks < 100,
         )
         self._queue: deque[tuple[object, Step, float]] = deque()
         self._free_at = self._last_output = 0.0
@@ -263,6 +264,10 @@ class Engine:
 
     def _submit(self, step) -> None:
         done = self.worker.execute(step)
+        for name in step.num_scheduled_tokens:
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            # A request that has ended meanwhile has none.
+            assert blocks in ([], self.worker.blocks_of(name)), "the worker has another block table"
         begun = max(self._free_at, self.now)
         self._free_at = begun + done.full + done.proposing
         self._queue.append((step, done, begun + done.full))

@@ -12,6 +12,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.core.eligibility import decodes_plainly, room
 from vllm_triforce.core.step_plan import Proposing, plan_of
+from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.worker.v2.reports import Reports
 
 TOKEN, STOP = 7, 3
@@ -25,7 +26,7 @@ class _State:
     prefill: int
     """Tokens to be read before it decodes."""
     computed: int
-    blocks: int
+    blocks: list[int]
     limit: int
     """Tokens at which it ends."""
     params: object
@@ -58,6 +59,7 @@ class Worker:
         config: ours; None for stock vLLM, without speculation.
         world: the machine and the text.
         is_asynchronous: whether as many tokens are verified as were planned.
+        is_short_of_memory: whether fewer may be, for lack of blocks.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Worker:
         max_model_len: int,
         block_size: int,
         measured=None,
+        is_short_of_memory: bool = False,
     ) -> None:
         self.world, self.config = world, config
         self.is_asynchronous = is_asynchronous
         self._max_model_len, self._block_size = max_model_len, block_size
+        self.is_short_of_memory = is_short_of_memory
         self._reports = Reports(torch.device("cpu"))
         self._reports.measured(measured)
         self._states: dict[str, _State] = {}
@@ -97,7 +101,9 @@ class Worker:
         for name in names:
             state, count = self._states[name], step.num_scheduled_tokens[name]
             drafts = len(step.scheduled_spec_decode_tokens.get(name, ()))
-            assert state.computed + count <= state.blocks * self._block_size, "no room for its KV"
+            assert state.computed + count <= len(state.blocks) * self._block_size, (
+                "no room for its KV"
+            )
             assert state.computed + count < self._max_model_len
             if state.computed + count - drafts < state.prefill:
                 assert not drafts
@@ -154,7 +160,14 @@ class Worker:
         tokens = [[TOKEN] * self._states[name].proposed for name in self._took]
         return DraftTokenIds(self._took, tokens)
 
+    def blocks_of(self, name: str) -> list[int]:
+        """A request's block table."""
+        return self._states[name].blocks
+
     def _hear(self, step) -> None:
+        for name, (count,) in blocks_kept(step).items():
+            if name in self._states:
+                del self._states[name].blocks[count:]
         for name in {*step.finished_req_ids, *(step.preempted_req_ids or ())}:
             self._states.pop(name, None)
             self._slots.discard(name)
@@ -165,14 +178,14 @@ class Worker:
             self._states[new.req_id] = _State(
                 len(new.prefill_token_ids),
                 new.num_computed_tokens,
-                len(new.block_ids[0]),
+                list(new.block_ids[0]),
                 min(self._max_model_len, prompt + new.sampling_params.max_tokens),
                 new.sampling_params,
             )
         cached = step.scheduled_cached_reqs
         assert not cached.resumed_req_ids, "Model Runner V2 takes them for new ones"
         for name, blocks in zip(cached.req_ids, cached.new_block_ids):
-            self._states[name].blocks += len(blocks[0]) if blocks else 0
+            self._states[name].blocks += blocks[0] if blocks else []
 
     def _check_placeholders(self, name: str, state: _State, drafts: int) -> None:
         if self.config is None:
@@ -182,10 +195,10 @@ class Worker:
             assert drafts <= state.proposed <= state.planned, (name, drafts, state)
             return
         # The scheduler cuts them where they would reach beyond max_model_len if all that is in
-        # flight were accepted.
+        # flight were accepted, and where blocks are short.
         reach = state.computed + 2 * (1 + self.config.num_speculative_tokens)
-        is_cut = drafts < state.planned and reach >= self._max_model_len - 1
-        assert drafts == state.planned or is_cut, (name, drafts, state)
+        may_be_cut = self.is_short_of_memory or reach >= self._max_model_len - 1
+        assert drafts == state.planned or (may_be_cut and drafts < state.planned), (name, state)
 
     def _verify(self, name: str, state: _State, num_tokens: int) -> int:
         text, route = self.world.text, state.route
@@ -222,7 +235,7 @@ class Worker:
             most = room(
                 state.computed,
                 its.num_tokens,
-                state.blocks * self._block_size,
+                len(state.blocks) * self._block_size,
                 state.limit,
                 self.config.min_context,
             )

@@ -15,6 +15,7 @@ def scheduler(monkeypatch):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from vllm_triforce.scheduler.async_scheduler import TriForceAsyncScheduler
+    from vllm_triforce.scheduler.lookahead import LendsBlocks
 
     def give_placeholders(self, output):
         for request_id in output.num_scheduled_tokens:
@@ -24,7 +25,8 @@ def scheduler(monkeypatch):
         self.vllm_config = vllm_config
 
     monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", give_placeholders)
-    monkeypatch.setattr(AsyncScheduler, "__init__", prepare)
+    monkeypatch.setattr(LendsBlocks, "__init__", prepare)
+    monkeypatch.setattr(LendsBlocks, "_lend", lambda self, output, wanted: dict(wanted))
     config = SimpleNamespace(additional_config={"triforce": {"min_context": 1000}})
     return TriForceAsyncScheduler(config)
 

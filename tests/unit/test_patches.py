@@ -293,6 +293,7 @@ BY_HAND = {
     "core/step_plan.py": {"scheduler_output"},
     "core/step_report.py": {"output.get_output", "output", "result"},
     "scheduler/plans.py": {"request.spec_token_ids"},
+    "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
     "scheduler/figures.py": {"figures.histogram", "figures.num_draft_tokens"},
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/draft_carrier.py": {"output"},

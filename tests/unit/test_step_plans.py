@@ -44,6 +44,8 @@ class Running:
 class VLLMs:
     """What is asked of vLLM's: it gives everybody who decodes placeholders."""
 
+    room = 100
+
     def __init__(self, vllm_config, max_num_running_reqs: int) -> None:
         self.vllm_config, self.max_num_running_reqs = vllm_config, max_num_running_reqs
         self.num_spec_tokens, self.max_model_len = 6, 4096
@@ -51,6 +53,9 @@ class VLLMs:
 
     def update_from_output(self, scheduler_output, output):
         return {}
+
+    def _lend(self, output, wanted):
+        return {name: min(count, self.room) for name, count in wanted.items()}
 
     def _update_after_schedule(self, output) -> None:
         for request_id in output.num_scheduled_tokens:
@@ -101,6 +106,13 @@ def test_who_decodes_plainly_proposes_nothing(scheduler):
     assert scheduler.step(named, Running("usual")) == {"usual": ALL}
     allowed = Running("allowed", allowed_token_ids=[1, 2])
     assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_nothing_is_planned_beyond_the_room(scheduler, room):
+    scheduler.room = room
+    found = {name: its.num_tokens for name, its in scheduler.step(Running("one")).items()}
+    assert found == ({"one": room} if room else {})
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])

@@ -131,6 +131,11 @@ class SpeculationBackoff:
         return self.step < self._until
 
     @property
+    def rests_next(self) -> bool:
+        """Whether the batch, if it stays as it is, rests in the next step too."""
+        return self.step + 1 < self._until
+
+    @property
     def is_reevaluation(self) -> bool:
         """Whether this step only interrupts a rest, for a decision."""
         return self._is_reevaluation and not self.is_resting

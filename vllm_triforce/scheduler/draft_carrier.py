@@ -7,15 +7,16 @@ back for each step. Model Runner V1 has made the drafts by the time it gives its
 along.
 """
 
-# Attribute of a ModelRunnerOutput; None where the step has no drafts.
+# Attribute of a ModelRunnerOutput: drafts, None where the step has none, and whether more may be
+# made behind the next step.
 _ATTRIBUTE = "triforce_drafts"
 
 
-def attach(output, runner):
+def attach(output, runner, expects_proposals: bool):
     """``output`` with the drafts that were made in its step."""
     # vLLM's empty output is one object for all.
     if output is not None and getattr(output, "req_ids", None):
-        setattr(output, _ATTRIBUTE, runner.take_draft_token_ids())
+        setattr(output, _ATTRIBUTE, (runner.take_draft_token_ids(), expects_proposals))
     return output
 
 
@@ -24,10 +25,14 @@ class TakesDrafts:
 
     has_drafts_of_step = False
     """Whether the step's drafts, or that it has none, are known already."""
+    expects_proposals = True
+    """Whether drafts may be made behind the next step."""
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.has_drafts_of_step = hasattr(model_runner_output, _ATTRIBUTE)
-        if (drafts := getattr(model_runner_output, _ATTRIBUTE, None)) is not None:
-            self.update_draft_token_ids(drafts)
+        if self.has_drafts_of_step:
+            drafts, self.expects_proposals = getattr(model_runner_output, _ATTRIBUTE)
+            if drafts is not None:
+                self.update_draft_token_ids(drafts)
         return outputs

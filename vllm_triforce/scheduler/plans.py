@@ -12,8 +12,8 @@ Of a request whose logits had a NaN the worker's report says so, and no more is 
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_triforce.config import ResolvedConfig
@@ -48,6 +48,8 @@ class PlansSteps:
     num_spec_tokens: int
     max_num_running_reqs: int
     max_model_len: int
+    _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
+    """As in ``lookahead.py``."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -80,13 +82,34 @@ class PlansSteps:
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
         names = scheduler_output.num_scheduled_tokens
         able = {name: most for name in names if (most := self._most(self.requests[name]))}
-        plan = self._plan(able, len(names) - len(able))
+        plan = self._with_room(scheduler_output, self._plan(able, len(names) - len(able)))
         attach(scheduler_output, plan)
         for name in names:
             request = self.requests[name]
             if request.spec_token_ids:
                 its = plan.proposing.get(name)
                 request.spec_token_ids = request.spec_token_ids[: its.num_tokens if its else 0]
+
+    def _with_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
+        """``plan``, as far as there are blocks for it: first for requests with a seed, which are to
+        propose as they would alone."""
+        has_seed = {
+            name: seed_of_draws(self.requests[name].sampling_params) is not None
+            for name in plan.proposing
+        }
+        wanted = {
+            name: plan.proposing[name].num_tokens
+            for name in sorted(has_seed, key=has_seed.__getitem__, reverse=True)
+        }
+        lent = self._lend(scheduler_output, wanted)
+        if lent == wanted:
+            return plan
+        proposing = {
+            name: replace(its, num_tokens=lent[name])
+            for name, its in plan.proposing.items()
+            if lent[name]
+        }
+        return replace(plan, proposing=proposing)
 
     def _plan(self, able: Mapping[str, int], num_plain: int) -> StepPlan:
         """

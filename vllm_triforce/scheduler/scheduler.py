@@ -2,22 +2,36 @@
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_triforce.config.asked import METHOD
+from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
 from vllm_triforce.scheduler.draft_carrier import TakesDrafts
+from vllm_triforce.scheduler.lookahead import LendsBlocks
 from vllm_triforce.scheduler.outcomes import CountsOutcomes
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 
 
-class TriForceScheduler(TakesDrafts, CountsOutcomes, Scheduler):
+class TriForceScheduler(LendsBlocks, TakesDrafts, CountsOutcomes, Scheduler):
     """Has drafts verified that were proposed, and no placeholders."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if self.dynamic_sd_lookup is None:
-            # By size of the batch, how much is proposed at most: with such a schedule vLLM pads
-            # nothing. Padded, a request may not fit into a step's budget, and wait for ever.
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._min_context = self.vllm_config.additional_config[METHOD]["min_context"]
 
     def _update_after_schedule(self, scheduler_output) -> None:
         # None are expected; a newer vLLM may have other reasons to make some.
         drop_placeholders(scheduler_output)
         super()._update_after_schedule(scheduler_output)
+        names = scheduler_output.num_scheduled_tokens
+        able = {name: self.num_spec_tokens for name in names if self._may_propose(name)}
+        self._lend(scheduler_output, able)
+
+    def _may_propose(self, name: str) -> bool:
+        """The worker chooses behind the step; which steps it chooses in it has said before. A
+        request with a seed waits for no such step."""
+        request = self.requests[name]
+        return (
+            (self.expects_proposals or seed_of_draws(request.sampling_params) is not None)
+            and not request.is_prefill_chunk
+            and request.num_computed_tokens >= self._min_context
+            and not decodes_plainly(request.sampling_params)
+        )

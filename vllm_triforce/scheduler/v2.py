@@ -4,13 +4,16 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.scheduler.figures import FiguresOfProposals
+from vllm_triforce.scheduler.lookahead import LendsBlocks
 from vllm_triforce.scheduler.outcomes import CountsOutcomes
 from vllm_triforce.scheduler.plans import PlansSteps
 
 
-class TriForceSchedulerV2(PlansSteps, CountsOutcomes, Scheduler):
+class TriForceSchedulerV2(PlansSteps, LendsBlocks, CountsOutcomes, Scheduler):
     """Waits for each step's proposals, and has those verified."""
 
 
-class TriForceAsyncSchedulerV2(PlansSteps, FiguresOfProposals, CountsOutcomes, AsyncScheduler):
+class TriForceAsyncSchedulerV2(
+    PlansSteps, LendsBlocks, FiguresOfProposals, CountsOutcomes, AsyncScheduler
+):
     """Has as many tokens verified as were planned, proposed or not."""

@@ -125,7 +125,7 @@ class TriForceWorkerMixin:
     def sample_tokens(self, *args, **kwargs):
         output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
         if self._sends_drafts:
-            draft_carrier.attach(output, self.model_runner)
+            draft_carrier.attach(output, self.model_runner, not self.triforce.backoff.rests_next)
         return self._with_counters(output)
 
     def _with_counters(self, output):

@@ -1,6 +1,6 @@
 """What Model Runner V1 knows of its batch, as the levels want it: who may propose how much."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -132,3 +132,20 @@ class RunnerBatch:
         left = self._runner.max_model_len - num_computed
         most = request.sampling_params.max_tokens
         return left if most is None else most - (num_computed + 1 - request.num_prompt_tokens)
+
+
+def forget_blocks(runner, kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Removes the last blocks of requests, which the scheduler has taken back.
+
+    Args:
+        kept: blocks that each has left, by KV cache group.
+    """
+    batch = runner.input_batch
+    for name, counts in kept.items():
+        if name not in runner.requests:
+            continue
+        for ids, count in zip(runner.requests[name].block_ids, counts):
+            del ids[count:]
+        if (row := batch.req_id_to_index.get(name)) is not None:
+            for table, count in zip(batch.block_table.block_tables, counts):
+                table.num_blocks_per_row[row] = count

@@ -98,6 +98,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             block_sizes=self._block_sizes,
             device=self.device,
         )
+        self.backoff = self._built.speculator.controller.backoff
         self._boundary = Boundary(self.counters.add_boundary_fault)
         self._reader = RunnerBatch(
             self._runner,

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.core.eligibility import seed_of_draws
+from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.worker.v1.batch import forget_blocks
 from vllm_triforce.worker.v1.top_p import FastTopP
 
 
@@ -91,6 +93,7 @@ class StockPath:
         self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
+        forget_blocks(self._runner, blocks_kept(scheduler_output))
         scheduler_output, self._dropped = without_placeholders(scheduler_output)
         self._scheduled = scheduler_output.scheduled_spec_decode_tokens
         backoff = self._controller.backoff

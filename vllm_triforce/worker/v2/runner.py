@@ -216,6 +216,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     def begin_step(self, scheduler_output) -> None:
         """A step begins: what is planned of it."""
+        super().begin_step(scheduler_output)
         self._plan = plan_of(scheduler_output)
         if self._built.adapters is not None:
             self._built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
+from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.adapter import RunnerAdapter
 from vllm_triforce.worker.draft_loading import loading_draft
@@ -57,6 +58,13 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
 
     def set_attn(self, *args, **kwargs) -> None:
         """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
+
+    def begin_step(self, scheduler_output) -> None:
+        """Removes the last blocks of requests, where the scheduler has taken them back."""
+        places, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
+        for name, counts in blocks_kept(scheduler_output).items():
+            if name in places:
+                tables.num_blocks.np[:, places[name]] = counts
 
     def propose_nothing(self, num_reqs: int) -> torch.Tensor:
         """Padding, [num_reqs, num_speculative_tokens], int64, and no word of it to the

@@ -101,6 +101,7 @@ class ServeMeasurement:
             )
             wait_until_at_rest(servers.values())
             busy_before, idle_before = server.cpu_seconds(), idle.cpu_seconds()
+            counts = server.engine_counts()
             found = self._load(server, servers, pair.cell_index, prompts)
             record = {
                 "contest": pair.contest.name,
@@ -118,6 +119,7 @@ class ServeMeasurement:
                 "ended_at": time.time(),
                 "server_cpu_seconds": server.cpu_seconds() - busy_before,
                 "idle_server_cpu_seconds": idle.cpu_seconds() - idle_before,
+                **{name: n - counts[name] for name, n in server.engine_counts().items()},
                 "load_average": os.getloadavg()[0],
                 "result": found,
             }

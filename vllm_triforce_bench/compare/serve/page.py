@@ -9,7 +9,8 @@ from vllm_triforce_bench.compare.page import card, document, short, stat_cards
 from vllm_triforce_bench.compare.page_table import shade
 from vllm_triforce_bench.compare.serve import figures
 from vllm_triforce_bench.compare.serve.settings import CONTROL, TRIFORCE
-from vllm_triforce_bench.compare.serve.summary import SHOWN, SLOWER, cell_of
+from vllm_triforce_bench.compare.serve.summary import COUNTS, SHOWN, SLOWER, cell_of
+from vllm_triforce_bench.compare.serve.terminal import counts
 
 _SECTION = ("text", "output_len", "request_rate")
 _NOTES = {
@@ -111,13 +112,15 @@ def _section(rows: list[dict], salt: str) -> str:
 def _table(rows: Sequence[dict]) -> str:
     numbers = [
         *(f"<th class=n>{name}</th><th class=n>ratio</th>" for name in SHOWN.values()),
-        "<th class=n>length</th><th class=n>pairs</th><th></th>",
+        "<th class=n>length</th>",
+        *(f"<th class=n>{name}</th>" for name in COUNTS),
+        "<th class=n>pairs</th><th></th>",
     ]
     lines, last = [], None
     for row in rows:
         if row["cell_index"] != last:
             name = html.escape(f"{row['cell_index'] + 1}. {cell_of(row).describe()}")
-            lines.append(f"<tr class=cell><th colspan=10>{name}</th></tr>")
+            lines.append(f"<tr class=cell><th colspan=12>{name}</th></tr>")
         last = row["cell_index"]
         lines.append("<tr>" + _line(row) + "</tr>")
     return (
@@ -140,6 +143,7 @@ def _line(row: dict) -> str:
         )
     length = row["mean_acceptance_length"]
     cells.append(f"<td class=n>{'' if length is None else f'{length:.2f}'}</td>")
+    cells += [f"<td class=n>{counts(row, name)}</td>" for name in COUNTS]
     cells.append(f"<td class=n>{row['pairs']}</td>")
     kind = {"slower": "different", "faster": "identical"}.get(row["verdict"], "")
     cells.append(f"<td class='{kind}'>{row['verdict']}</td>")

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,10 @@ _TAIL_CHARACTERS = 3000
 # is not waited for longer.
 _RESTING_SHARE, _RESTING_S, _REST_LIMIT_S = 0.1, 0.3, 10.0
 _PR_SET_PDEATHSIG = 1
+_COUNTS = {
+    "steps": "vllm:iteration_tokens_total_count",
+    "preemptions": "vllm:num_preemptions_total",
+}
 
 
 class ServerFailed(RuntimeError):
@@ -63,6 +68,15 @@ class Server:
                     times = process.cpu_times()
                     total += times.user + times.system
         return total
+
+    def engine_counts(self) -> dict[str, int]:
+        """Steps of its engine, and requests that lost their KV cache to others, since its start."""
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        return {
+            name: int(sum(map(float, re.findall(rf"^{metric}{{.*?}} (\S+)$", text, re.MULTILINE))))
+            for name, metric in _COUNTS.items()
+        }
 
 
 def wait_until_at_rest(servers: Iterable[Server]) -> None:

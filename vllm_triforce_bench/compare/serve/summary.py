@@ -23,6 +23,7 @@ SHOWN = {
     "ttft": "time to first token",
     "latency": "whole answer",
 }
+COUNTS = ("steps", "preemptions")
 FASTER, SLOWER, EVEN = "faster", "slower", "even"
 _UNCONTROLLED = 0.03
 """Without a control, by how much a ratio must differ from 1 to count."""
@@ -71,6 +72,11 @@ def _row(pairs: list[tuple[dict, dict]]) -> dict:
             f"{name}_baseline": float(numpy.median(before)),
             f"{name}_challenger": float(numpy.median(after)),
         }
+    for name in COUNTS:
+        for role, runs in zip(("baseline", "challenger"), zip(*pairs)):
+            # What was measured before runs had counts has none.
+            counts = [run[name] for run in runs if name in run]
+            row[f"{name}_{role}"] = float(numpy.median(counts)) if counts else None
     for half in (0, 1):
         ratios = [
             found["result"]["output_throughput"] / baseline["result"]["output_throughput"]

@@ -3,7 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from vllm_triforce_bench.compare.serve.summary import EVEN, FASTER, SHOWN, cell_of
+from vllm_triforce_bench.compare.serve.summary import COUNTS, EVEN, FASTER, SHOWN, cell_of
 
 _COLOURS = {EVEN: "default", FASTER: "green"}
 
@@ -15,6 +15,8 @@ def table(rows: list[dict]) -> Table:
     for title in SHOWN.values():
         found.add_column(title, justify="right")
     found.add_column("length", justify="right")
+    for title in COUNTS:
+        found.add_column(title, justify="right")
     found.add_column("")
     last = None
     for row in rows:
@@ -29,9 +31,16 @@ def table(rows: list[dict]) -> Table:
             f"  {row['challenger']} / {row['baseline']}",
             *(spread(row, name) for name in SHOWN),
             "" if length is None else f"{length:.2f}",
+            *(counts(row, name) for name in COUNTS),
             f"[{colour}]{row['verdict']}[/]",
         )
     return found
+
+
+def counts(row: dict, name: str) -> str:
+    """Medians over pairs, the challenger's first; empty where they were not counted."""
+    found = [row[f"{name}_{role}"] for role in ("challenger", "baseline")]
+    return "" if None in found else "{:g} / {:g}".format(*found)
 
 
 def spread(row: dict, name: str) -> str:

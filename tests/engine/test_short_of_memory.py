@@ -1,0 +1,174 @@
+"""Promise: a KV cache that just fits, and limits that leave hardly any room, change nothing: the
+tokens are stock vLLM's, and where nothing is speculated on, so is the number of steps."""
+
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import triforce
+from tests.generation import assert_same_tokens
+from tests.models import held_out_tokens
+from tests.outputs import assert_same_outputs, run
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+# Eight blocks of 32 tokens, beside vLLM's null block: the longest request needs them all.
+FULL = dict(max_model_len=256, num_gpu_blocks_override=9, max_num_batched_tokens=256)
+LONG = dict(num_speculative_tokens=32, gamma=8)
+
+
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"], disable_log_stats=False, **FULL)
+
+
+@pytest.fixture(scope="module")
+def text(stock):
+    return held_out_tokens(stock.get_tokenizer(), 3000)
+
+
+@pytest.fixture(scope="module")
+def loop(text):
+    return text[40:64] * 40
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def num_preempted(llm) -> int:
+    return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def answers(llm, prompts, params):
+    """Outputs, steps of the scheduler, and preemptions; all blocks are free afterwards."""
+    scheduler, steps, before = scheduler_of(llm), [], num_preempted(llm)
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda *args, **kwargs: steps.append(1) or schedule(*args, **kwargs)
+    try:
+        outputs = run(llm, prompts, params)
+    finally:
+        del scheduler.schedule
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    return outputs, len(steps), num_preempted(llm) - before
+
+
+def greedy(max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
+
+
+def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, stock, text):
+    """Eight requests of a block each fill the cache: room for drafts would halve the batch."""
+    llm = engines.get(pair["target"], {"method": "triforce"}, disable_log_stats=False, **FULL)
+    prompts = [text[50 * n : 50 * n + 20] for n in range(24)]
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12)
+    (_, wanted, _), (_, found, lost) = (answers(its, prompts, params) for its in (stock, llm))
+    assert found <= wanted / 0.98 and lost == 0, (wanted, found, lost)
+
+
+def fits_exactly(stock, llm, text, loop, length: int, is_drafting: bool = True) -> None:
+    """One request to the last token of the cache; several that cannot be there together."""
+    before, preempted = counters_of(llm), 0
+    for prompts in (
+        [loop[: 5 * length // 8]],
+        [loop[: 5 * length // 8], text[: 3 * length // 4], loop[: length - 10], text[:5]],
+        [text[: length // 2 - 40]] * 2 + [loop[: length // 2 - 20]],
+    ):
+        params = [greedy(length - len(prompt)) for prompt in prompts]
+        (wanted, *_, lost), (found, *_) = (answers(its, prompts, params) for its in (stock, llm))
+        assert_same_outputs(stock, wanted, found)
+        preempted += lost
+    assert preempted > 0, "stock vLLM had room for everything"
+    counted = counters_of(llm).since(before)
+    assert not is_drafting or counted.num_level2_accepted > 0, counted
+
+
+def test_a_kv_cache_that_exactly_fits(engines, pair, stock, text, loop):
+    llm = engines.get(
+        pair["target"],
+        triforce(retrieval_budget=128, model=pair["draft"], **LONG),
+        disable_log_stats=False,
+        **FULL,
+    )
+    fits_exactly(stock, llm, text, loop, FULL["max_model_len"])
+
+
+def test_a_context_smaller_than_a_block(engines, pair, stock, text, loop):
+    """All by default, but for a context of 100 tokens and one request at a time."""
+    limits = dict(max_model_len=100, max_num_seqs=1, max_num_batched_tokens=100, block_size=128)
+    keys = {"method": "triforce", "model": pair["draft"], "min_context": 0, "adaptive": False}
+    llm = engines.get(pair["target"], keys, **limits)
+    small(stock, llm, text, loop, 100)
+    assert counters_of(llm).num_proposals > 0
+
+
+def small(stock, llm, text, loop, length: int) -> None:
+    """Prompts of all lengths at which something ends, to the last token of the context."""
+    sizes = sorted({1, 2, length // 2, length - 3, length - 2, length - 1})
+    for prompts in ([text[:size] for size in sizes], [loop[:size] for size in sizes]):
+        found = run(llm, prompts, greedy(None))
+        wanted = run(stock, prompts, [greedy(length - size) for size in sizes])
+        for prompt, a, b in zip(prompts, wanted, found):
+            assert b.outputs[0].finish_reason == a.outputs[0].finish_reason == "length"
+            tokens = [list(its.outputs[0].token_ids) for its in (a, b)]
+            assert_same_tokens(stock, prompt, *tokens)
+
+
+def with_model(keys: dict, pair, with_draft: bool) -> dict:
+    return {**keys, "model": pair["draft"]} if with_draft else keys
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    "keys",
+    [triforce(**LONG), {"method": "triforce", "num_speculative_tokens": 32}],
+    ids=["always", "choosing"],
+)
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+@pytest.mark.parametrize("num_blocks", [26, 27])
+def test_800_tokens_in_25_blocks(engines, pair, text, loop, num_blocks, with_draft, keys, caching):
+    limits = dict(
+        max_model_len=800,
+        num_gpu_blocks_override=num_blocks,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=256,
+        max_num_seqs=4,
+        disable_log_stats=False,
+    )
+    stock = engines.get(pair["target"], **limits)
+    llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)
+    fits_exactly(stock, llm, text, loop, 800, is_drafting=with_draft and "adaptive" in keys)
+
+
+@pytest.mark.thorough
+def test_a_kv_cache_that_is_too_small_is_refused_as_by_stock(engines, pair):
+    limits = dict(max_model_len=800, num_gpu_blocks_override=24)
+    for keys in (None, triforce(**LONG)):
+        with pytest.raises(Exception, match="KV cache"):
+            engines.get(pair["target"], keys, **limits)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "keys",
+    [{"method": "triforce"}, {"method": "triforce", "min_context": 0}, triforce()],
+    ids=["default", "from-the-start", "always"],
+)
+@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+@pytest.mark.parametrize(
+    "length, seqs, batched, block",
+    [(100, 8, 128, 128), (129, 1, 129, 128), (64, 1, 64, 32), (256, 2, 64, 32), (16, 1, 16, 16)],
+)
+def test_very_small_limits(
+    engines, pair, stock, text, loop, length, seqs, batched, block, with_draft, keys
+):
+    limits = dict(
+        max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=batched, block_size=block
+    )
+    llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)
+    small(stock, llm, text, loop, length)
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=None)
+    for output in run(llm, [loop[: length // 2]] * 3, params):
+        assert all(len(its.token_ids) <= length - length // 2 for its in output.outputs)
