@@ -2,11 +2,12 @@
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
 from vllm_triforce.scheduler.draft_carrier import TakesDrafts
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 
 
-class TriForceScheduler(TakesDrafts, Scheduler):
+class TriForceScheduler(TakesDrafts, CachesAcceptedBlocks, Scheduler):
     """Has drafts verified that were proposed, and no placeholders."""
 
     def __init__(self, *args, **kwargs) -> None:
