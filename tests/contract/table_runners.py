@@ -24,6 +24,7 @@ SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
 FIGURES = "vllm_triforce/scheduler/figures.py"
 OUTCOMES = "vllm_triforce/scheduler/outcomes.py"
 LENDING = "vllm_triforce/scheduler/lookahead.py"
+ACCEPTED = "vllm_triforce/scheduler/accepted_blocks.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -202,6 +203,10 @@ RUNNER_V2: list[Surface] = [
     has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/draft_carrier.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/scheduler.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", LENDING),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._update_request_with_output", "self, request, new_token_ids, is_stale=", ACCEPTED),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self._update_request_with_output( < self._free_request(", ACCEPTED),
+    calls("v1/core/kv_cache_manager.py", "KVCacheManager.cache_blocks", "request, num_computed_tokens", ACCEPTED),
+    has("v1/request.py", "Request", "num_computed_tokens num_tokens", ACCEPTED),
     overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),

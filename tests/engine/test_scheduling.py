@@ -15,6 +15,8 @@ from tests.conftest import triforce
 from tests.engine.test_level2 import built
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
+from tests.parity.checks import ACCEPTANCE
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 
@@ -107,18 +109,62 @@ def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):
     assert_nothing_is_kept(llm)
 
 
-def test_second_turn_of_a_conversation(stock, llm, text):
-    """A prompt that continues an answered one finds its blocks, and their means, in the cache."""
-    assert llm.reset_prefix_cache()
-    prompt = text[500:1000]
-    first = run(llm, [prompt], [greedy(40, ignore_eos=True)])[0]
-    second = prompt + list(first.outputs[0].token_ids) + text[2000:2030]
-    wanted = run(stock, [second], [greedy(60, ignore_eos=True)])
-    with speculating(llm, rejections=False), means_checked(llm) as checked:
-        found = run(llm, [second], [greedy(60, ignore_eos=True)])
-    assert found[0].num_cached_tokens >= len(prompt) // 32 * 32
+def counted_run(llm, prompts, params):
+    before = counters_of(llm)
+    outputs = run(llm, prompts, params)
+    return outputs, counters_of(llm).since(before)
+
+
+def test_turns_of_a_conversation(stock, llm, text):
+    """A prompt that continues an answered one finds its blocks, and their means, in the cache: as
+    many as stock vLLM finds, also where accepted tokens of the last step fill a block. Asked again,
+    a turn is answered by the same proposals."""
+    assert llm.reset_prefix_cache() and stock.reset_prefix_cache()
+    found_before = metric(llm, "prefix_cache_hits"), metric(llm, "prefix_cache_queries")
+    prompt, num_hits, num_queries = text[500:1000], 0, 0
+    with means_checked(llm) as checked:
+        for turn, behind_a_block in enumerate((1, 2, 1, 4, 3)):
+            # The answer's last token, which is not computed, is so many behind a block.
+            params = [greedy((behind_a_block - len(prompt)) % 32 + 32, ignore_eos=True)]
+            wanted = run(stock, [prompt], params)
+            found, counted = counted_run(llm, [prompt], params)
+            again, counted_again = counted_run(llm, [prompt], params)
+            assert assert_same_outputs(stock, wanted * 2, found + again) == 2
+            assert found[0].num_cached_tokens == wanted[0].num_cached_tokens
+            assert again[0].num_cached_tokens == (len(prompt) - 1) // 32 * 32
+            assert [getattr(counted_again, name) for name in ACCEPTANCE] == [
+                getattr(counted, name) for name in ACCEPTANCE
+            ]
+            assert counted.num_level2_accepted > 10
+            num_hits += found[0].num_cached_tokens + again[0].num_cached_tokens
+            num_queries += 2 * len(prompt)
+            prompt += [*wanted[0].outputs[0].token_ids, *text[2000 + 40 * turn :][:30]]
     assert checked
-    assert_same_outputs(stock, wanted, found)
+    assert metric(llm, "prefix_cache_hits") - found_before[0] == num_hits
+    assert metric(llm, "prefix_cache_queries") - found_before[1] == num_queries
+
+
+@pytest.mark.thorough
+def test_as_much_is_accepted_of_preempted_requests(stock, llm, text):
+    """Two conversations that do not fit together, turn by turn: alone, and side by side."""
+    params = [greedy(90, ignore_eos=True)]
+    talks = [text[3000:3500], text[5000:5500]]
+    before = num_preempted = metric(llm, "num_preemptions")
+    sums = [LevelCounters(), LevelCounters()]
+    for turn in range(3):
+        assert llm.reset_prefix_cache()
+        for talk in talks:
+            sums[0] = sums[0].plus(counted_run(llm, [talk], params)[1])
+        assert metric(llm, "num_preemptions") == num_preempted
+        outputs, counted = counted_run(llm, talks, params * 2)
+        num_preempted = metric(llm, "num_preemptions")
+        sums[1] = sums[1].plus(counted)
+        assert_same_outputs(stock, run(stock, talks, params * 2), outputs)
+        new = text[7000 + 90 * turn :][:30]
+        talks = [[*talk, *o.outputs[0].token_ids, *new] for talk, o in zip(talks, outputs)]
+    for rate in ("level1_acceptance_rate", "level2_acceptance_rate"):
+        assert abs(getattr(sums[0], rate) - getattr(sums[1], rate)) < 0.05, rate
+    assert sums[1].num_level2_drafted > 100 and num_preempted > before
 
 
 def test_abort_between_proposal_and_full_pass(stock, llm, text):

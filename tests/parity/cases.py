@@ -30,6 +30,8 @@ class Request:
     makes them of stock vLLM's usual completion."""
     adapter: int = 0
     """One of the model's LoRA adapters; 0 is none."""
+    turn_after: "Request | None" = None
+    """Before its stretch come that request's prompt and stock vLLM's answer."""
 
 
 Round = tuple[Request, ...]
@@ -341,15 +343,19 @@ def _reasoning() -> list[Case]:
 
 
 def _scheduling() -> list[Case]:
-    turn = {"max_tokens": 12}
+    turn = {"max_tokens": 10}
+    told = Request(2000, 340, {"max_tokens": 13})
     return [
+        # Of 353 tokens the last is not computed, and the others fill eleven blocks, the last of
+        # them within the tokens that the last step accepts.
         Case(
             "prefix caching",
-            "Requests whose prompts are cached, their own or another's beginning, answer as stock "
-            "vLLM does.",
+            "A cached prompt is answered as a cold one, and as much is accepted; of a "
+            "conversation's turn as much is found in the cache as without speculation.",
             (
-                (Request(2000, 330, turn),),
-                (Request(2000, 330, turn), Request(2000, 290, turn), Request(2000, 401, turn)),
+                (told,),
+                (told,),
+                (Request(2000, 290, turn), Request(3000, 48, turn, turn_after=told)),
             ),
             ("stock", "prefix"),
             **_small("draft_model"),

@@ -4,6 +4,7 @@ A check gets the case's job, what was seen, and ``By``, which knows the right an
 vLLM's own, or an oracle's.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ from tests.parity.running import Job, Seen
 from tests.parity.stock import Stock, has_one_answer
 from tests.penalties import penalized
 
+ACCEPTANCE = (
+    "num_level1_drafted",
+    "num_level1_accepted",
+    "num_level2_drafted",
+    "num_level2_accepted",
+    "num_proposals",
+)
 # Of a right distribution, once in ten thousand runs; the runs are seeded, so it is never or ever.
 LEAST_P_VALUE = 1e-4
 
@@ -174,9 +182,19 @@ def _nothing_kept(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 @check("prefix")
 def _prefix(case: Case, job: Job, seen: Seen, by: By) -> None:
-    for output in seen.batches[1].outputs:
-        assert output.num_cached_tokens >= min(330, len(output.prompt_token_ids)) // 32 * 32 - 32
-    assert all(output.num_cached_tokens == 0 for output in seen.batches[0].outputs)
+    """The first request is cold, and again as the second."""
+    cold, cached, _ = seen.batches
+    (first,) = cold.outputs
+    assert first.num_cached_tokens == 0
+    known = [*first.prompt_token_ids, *first.outputs[0].token_ids[:-1]]
+    for batch in seen.batches[1:]:
+        for output in batch.outputs:
+            pairs = zip(known, output.prompt_token_ids[:-1])
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            assert output.num_cached_tokens == common // 32 * 32
+    assert output.num_cached_tokens > len(first.prompt_token_ids), "of the answer too"
+    for name in ACCEPTANCE:
+        assert getattr(cached.counted, name) == getattr(cold.counted, name) > 0, name
 
 
 @check("read together")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tests.parity.cases import Case
+from tests.parity.cases import Case, Request
 from tests.parity.disturbing import watch
 from vllm_triforce.config.draft_sources import SOURCES
 
@@ -163,10 +163,10 @@ def _num_preempted(llm, job: Job) -> int | None:
     return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
-def make_job(case: Case, models, usual) -> Job:
+def make_job(case: Case, models, stock) -> Job:
     """
     Args:
-        usual: gives what stock vLLM says to a prompt of a model.
+        stock: gives what stock vLLM says to a prompt of a model.
     """
     from tests.conftest import triforce
 
@@ -178,21 +178,7 @@ def make_job(case: Case, models, usual) -> Job:
         keys["draft_sources"] = case.source
         if SOURCES[case.source].needs_model:
             keys["model"] = model.target if case.drafts_by_target else model.draft
-    completion = None
-    rounds = []
-    for batch in case.rounds:
-        requests = []
-        for request in batch:
-            prompt = model.text[request.start : request.start + request.length]
-            assert len(prompt) == request.length, case.name
-            params = request.params
-            if callable(params):
-                completion = completion or usual(model)
-                params = params(completion)
-            if request.adapter:
-                params = {**params, "adapter": model.adapters[request.adapter - 1]}
-            requests.append((prompt, {"detokenize": model.has_tokenizer, **params}))
-        rounds.append(requests)
+    rounds = [[_asked(request, model, stock) for request in batch] for batch in case.rounds]
     return Job(
         case.name,
         model.target,
@@ -203,3 +189,18 @@ def make_job(case: Case, models, usual) -> Job:
         case.disturbance,
         case.dice,
     )
+
+
+def _asked(request: Request, model, stock) -> tuple[list[int], dict]:
+    """A request's prompt and parameters."""
+    prompt = model.text[request.start : request.start + request.length]
+    assert len(prompt) == request.length, request
+    if request.turn_after:
+        before, params = _asked(request.turn_after, model, stock)
+        prompt = before + list(stock.completion(model, before, params).token_ids) + prompt
+    params = request.params
+    if callable(params):
+        params = params(stock.usual(model))
+    if request.adapter:
+        params = {**params, "adapter": model.adapters[request.adapter - 1]}
+    return prompt, {"detokenize": model.has_tokenizer, **params}

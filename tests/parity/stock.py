@@ -30,7 +30,10 @@ class Stock:
 
     def usual(self, model):
         """The completion of the text's beginning, for parameters that depend on it."""
-        job = Job("", model.target, {}, {}, [[(model.text[:700], USUAL)]], 0, ())
+        return self.completion(model, model.text[:700], USUAL)
+
+    def completion(self, model, prompt: list[int], params: dict):
+        job = Job("", model.target, {}, {}, [[(prompt, params)]], 0, ())
         return self.answers(job)[0][0].outputs[0]
 
     def answers(self, job: Job) -> list[list]:

@@ -16,7 +16,7 @@ def jobs(request, parity_models, by) -> dict:
     """Of the cases that were asked for."""
     return {
         item.callspec.params["name"]: make_job(
-            CASES[item.callspec.params["name"]], parity_models, by.stock.usual
+            CASES[item.callspec.params["name"]], parity_models, by.stock
         )
         for item in request.session.items
         if item.path == request.path and not any(item.iter_markers("skip"))

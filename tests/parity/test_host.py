@@ -13,5 +13,5 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "host" not in case.skip])
 def test_promise(engines, parity_models, by, name):
     case = CASES[name]
-    job = make_job(case, parity_models, by.stock.usual)
+    job = make_job(case, parity_models, by.stock)
     check_all(case, job, Host(engines).outcome(job), by)

@@ -3,13 +3,14 @@
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
 from vllm_triforce.scheduler.figures import FiguresOfProposals
 from vllm_triforce.scheduler.lookahead import LendsBlocks
 from vllm_triforce.scheduler.outcomes import CountsOutcomes
 from vllm_triforce.scheduler.plans import PlansSteps
 
 
-class TriForceSchedulerV2(PlansSteps, LendsBlocks, CountsOutcomes, Scheduler):
+class TriForceSchedulerV2(PlansSteps, LendsBlocks, CachesAcceptedBlocks, CountsOutcomes, Scheduler):
     """Waits for each step's proposals, and has those verified."""
 
 
