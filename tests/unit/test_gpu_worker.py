@@ -253,6 +253,7 @@ def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
         ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8'.*8\.9.*kv_cache_dtype='auto'"),
         ({"model_type": "gpt_oss"}, r"'a model'.*sinks in every layer.*another method"),
         ({"use_v2": False}, "use_v2_model_runner=False"),
+        ({"sleeps": True}, "enable_sleep_mode=True is not supported with TriForce"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, monkeypatch):
@@ -264,6 +265,7 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, mon
         model="a model",
         hf_text_config=SimpleNamespace(model_type=changed.get("model_type", "llama")),
         uses_mrope=False,
+        enable_sleep_mode=changed.get("sleeps", False),
     )
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False),

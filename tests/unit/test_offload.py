@@ -177,9 +177,7 @@ def engine(**changes) -> SimpleNamespace:
         compilation_config=SimpleNamespace(
             pass_config=SimpleNamespace(fuse_rope_kvcache=False, fuse_qk_norm_rope_kvcache=False)
         ),
-        model_config=SimpleNamespace(
-            model="target", enable_sleep_mode=False, hf_text_config=SimpleNamespace()
-        ),
+        model_config=SimpleNamespace(model="target", hf_text_config=SimpleNamespace()),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1, use_ubatching=False
         ),
@@ -203,7 +201,6 @@ def engine(**changes) -> SimpleNamespace:
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Some")}, "KV connector 'Some'"),
         ({"cache_config__kv_offloading_size": 7.0}, "kv_offloading_size=7"),
         ({"parallel_config__use_ubatching": True}, "microbatches"),
-        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode=True"),
         ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FLASHINFER"),
         (
             {"compilation_config__pass_config__fuse_rope_kvcache": True},

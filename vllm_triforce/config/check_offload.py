@@ -34,11 +34,6 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             f"{asked} with kv_offloading_size={size:g}: that keeps the prefix cache's KV in host "
             "memory, where this one has it already; use one of the two"
         )
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ValueError(
-            f"{asked} with enable_sleep_mode=True: sleeping does not know of KV in host memory; "
-            "use one of the two"
-        )
     if vllm_config.parallel_config.use_ubatching:
         raise ValueError(
             f"{asked} with microbatches (enable_dbo, ubatch_size): both would be staged in the "

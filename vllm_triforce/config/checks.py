@@ -120,6 +120,12 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
             "use_v2_model_runner=False: on a GPU TriForce runs on Model Runner V2 only; unset "
             "VLLM_USE_V2_MODEL_RUNNER, or, where this model needs V1, use another method"
         )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "enable_sleep_mode=True is not supported with TriForce: its buffers lie outside the "
+            "memory that vLLM gives back, and nothing reloads the draft. Leave it out, or use "
+            "another method."
+        )
     if config.kv_offload_gib is not None:
         check_offload(vllm_config, config)
     if vllm_config.lora_config is not None:

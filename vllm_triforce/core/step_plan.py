@@ -32,10 +32,12 @@ class StepPlan:
     Args:
         number: of the step, as the scheduler counts.
         proposing: by request; those that are not in it propose nothing.
+        disabled: requests that are not speculated on again: every rank releases their slots now.
     """
 
     number: int
     proposing: Mapping[str, Proposing]
+    disabled: tuple[str, ...] = ()
 
     @property
     def routes(self) -> set[str]:

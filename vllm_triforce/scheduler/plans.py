@@ -120,7 +120,8 @@ class PlansSteps:
         if self._decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
             fixed = {most: fixed_proposing(self._config, most) for most in set(able.values())}
-            return StepPlan(number, {name: fixed[most] for name, most in able.items()})
+            proposing = {name: fixed[most] for name, most in able.items()}
+            return StepPlan(number, proposing, tuple(self._disabled))
         for name in self._decided_on - self.requests.keys():
             self._decisions.release(name)
         self._decided_on &= self.requests.keys()
@@ -132,7 +133,7 @@ class PlansSteps:
             name: Proposing(choice.route, choice.num_tokens, rounds)
             for name, (choice, rounds) in chosen.items()
         }
-        return StepPlan(number, proposing)
+        return StepPlan(number, proposing, tuple(self._disabled))
 
     def _most(self, request) -> int:
         """Tokens that a request may propose behind the step that was just scheduled."""

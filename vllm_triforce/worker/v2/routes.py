@@ -20,19 +20,21 @@ class Routes:
         self._facts = facts
 
     def of_batch(
-        self, input_batch, plan: StepPlan | None, most: int, disabled
+        self, input_batch, plan: StepPlan | None, most: int
     ) -> dict[str, dict[int, Proposing]]:
         """For each route that is taken, the rows that take it and their parts in the plan.
+
+        Tensor parallel ranks must find the same: nothing here may depend on when a rank's own
+        device is done.
 
         Args:
             plan: None where the scheduler makes none: then all that can do the same.
             most: tokens of a proposal at most.
-            disabled: requests that are not speculated on any more.
         """
         fixed = fixed_proposing(self._config, most) if most else None
         routes: dict[str, dict[int, Proposing]] = {}
         windowed = set()
-        for row, its in self._with_slots(self._able(input_batch, plan, fixed, disabled)):
+        for row, its in self._with_slots(self._able(input_batch, plan, fixed)):
             name = input_batch.req_ids[row]
             routes.setdefault(its.route, {})[row] = replace(
                 its, num_tokens=min(its.num_tokens, most)
@@ -43,7 +45,7 @@ class Routes:
         return routes
 
     def _able(
-        self, input_batch, plan: StepPlan | None, fixed: Proposing | None, disabled
+        self, input_batch, plan: StepPlan | None, fixed: Proposing | None
     ) -> list[tuple[int, str, Proposing]]:
         """Rows that decode, are long enough and have something to propose, and whose they are.
 
@@ -63,7 +65,7 @@ class Routes:
         for row in np.flatnonzero(is_able).tolist():
             name = input_batch.req_ids[row]
             its = fixed if plan is None else plan.proposing.get(name)
-            if its is not None and name not in disabled:
+            if its is not None:
                 found.append((row, name, its))
         return found
 

@@ -160,7 +160,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         most = self.num_speculative_steps
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
-        routes = self._routes.of_batch(input_batch, self._plan, most, self._disabled_requests)
+        routes = self._routes.of_batch(input_batch, self._plan, most)
         hosted_states = input_batch.idx_mapping_np[:num_reqs]
         if not routes and not self._has_proposal[hosted_states].any():
             # Nothing was proposed before, nothing is now: all is padding already.
@@ -190,15 +190,18 @@ class TriForceSpeculatorV2(SpeculatorV2):
         triforce.end(states)
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:
-            self._put_aside(triforce.known_counters.num_nan_requests)
+            self._report_faults(triforce.known_counters.num_nan_requests)
         self._report.log_if_due(lambda: triforce.counters, logger)
         self._handler.proposed(draft_tokens, triforce.num_proposed[states])
         return draft_tokens
 
-    def _put_aside(self, num_faults: int) -> None:
-        """The device has stopped to speculate on them by itself; now the host does.
+    def _report_faults(self, num_faults: int) -> None:
+        """Tells the scheduler whose logits had a NaN; the device has stopped to speculate on them
+        by itself.
 
-        It waits for the device here, as often as there is a NaN.
+        Nothing else follows here: each rank sees it at a time of its own, and ranks that launch
+        different rows wait for each other for ever. The host waits for the device, as often as
+        there is a NaN.
         """
         self._num_faults = num_faults
         slots = self._built.slots
@@ -207,7 +210,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
-            slots.release(request_id)
         self._reports.disabled(owners)
 
     def _warm_up(self, is_profile: bool) -> None:
@@ -218,6 +220,9 @@ class TriForceSpeculatorV2(SpeculatorV2):
         """A step begins: what is planned of it."""
         super().begin_step(scheduler_output)
         self._plan = plan_of(scheduler_output)
+        for request_id in () if self._plan is None else self._plan.disabled:
+            self._disabled_requests.add(request_id, "level 1's or level 2's")
+            self._built.slots.release(request_id)
         if self._built.adapters is not None:
             self._built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         # Only level 2 selects, and by the queries of the full pass that it follows.
