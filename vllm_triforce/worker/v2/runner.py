@@ -30,11 +30,9 @@ class TriForceSpeculatorV2(SpeculatorV2):
     """TriForce in the place of vLLM's draft model.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
-    nothing of the proposals and has as many verified as were planned. What was not
-    proposed is therefore PAD_TOKEN, *drawn with certainty*: its draft logits are one-hot, so the
-    outer test accepts it with the probability that the target gives it and otherwise draws from
-    the rest, which is exact. V2's own placeholder, -1, will not do: the full pass would look up
-    its embedding.
+    nothing of the proposals and has as many verified as were planned. What was not proposed is
+    PAD_TOKEN, a token of the vocabulary, as the full pass looks up its embedding. The outer test
+    is told -1 instead (``kernels/export_proposal.py``): it refuses that and draws from the target.
 
     ``propose()`` never waits for the device: who proposes how much by how many rounds is planned
     before the step. A scheduler that is not asynchronous waits once, for the tokens.
@@ -67,7 +65,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Builds the levels, once the target's KV cache exists."""
-        self._facts = hear_of_requests(self._runner)
         self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
@@ -80,10 +77,11 @@ class TriForceSpeculatorV2(SpeculatorV2):
             draft=self.model,
             draft_layers=draft_layers,
             kv_cache_config=kv_cache_config,
-            draft_logits=self.draft_logits,
+            vocab_size=self.vocab_size,
             device=self.device,
             offload=offload,
         )
+        self._facts = hear_of_requests(self._runner, self._built.triforce.handed_up)
         self._routes = Routes(self.config, self._built, self._facts)
 
     def capture(self) -> None:
@@ -187,7 +185,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
                     triforce.propose_directly(route, batch, draft_tokens)
             self._has_proposal[hosted_states[rows]] = True
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
-        triforce.end(states)
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:
             self._put_aside(triforce.known_counters.num_nan_requests)
