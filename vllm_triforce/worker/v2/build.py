@@ -100,7 +100,6 @@ class DeviceBuild:
             self.recorder.queries,
             first.kv_cache.shape[0],
             first.num_kv_heads,
-            dtype,
             rows,
             self.num_slots,
             device,

@@ -5,6 +5,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
@@ -13,10 +14,12 @@ from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.step_plan import StepPlan, plan_of
+from vllm_triforce.device.graph_sizes import num_graphs
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.worker.draft_loading import warm_up
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
+from vllm_triforce.worker.v2.decode_graphs import record_nothing_in_plain_graphs
 from vllm_triforce.worker.v2.reports import Reports
 from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
 from vllm_triforce.worker.v2.routes import Routes
@@ -58,6 +61,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Level 1 and level 2 are captured wherever vLLM captures anything: they call kernels of
         their own, so what the backend's can be captured for is no matter."""
+        super().init_cudagraph_manager(cudagraph_mode)
         if cudagraph_mode != CUDAGraphMode.NONE:
             self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         else:
@@ -82,12 +86,33 @@ class TriForceSpeculatorV2(SpeculatorV2):
             offload=offload,
         )
         self._facts = hear_of_requests(self._runner, self._built.triforce.handed_up)
+        record_nothing_in_plain_graphs(self._runner, self.recorder)
         self._routes = Routes(self.config, self._built, self._facts)
 
     def capture(self) -> None:
-        # vLLM also captures while it measures memory, before there is a KV cache of full size.
-        if self._built is not None and self._graph_mode != CUDAGraphMode.NONE:
+        if self._graph_mode == CUDAGraphMode.NONE:
+            return
+        if self._built is None:
+            # vLLM measures a few of its graphs, before there is a KV cache of full size.
+            self.graph_bytes = self._estimated_graph_bytes()
+        else:
             self._built.capture(self._graph_mode)
+
+    def _estimated_graph_bytes(self) -> int:
+        """As many as vLLM reckons for as many graphs more of its own."""
+        runner = self._runner
+        number = sum(
+            num_graphs(
+                self.config,
+                min(self.max_num_reqs, self.config.max_speculating_seqs),
+                self.vllm_config.compilation_config.max_cudagraph_capture_size,
+                self.model is not None,
+                len(runner.lora_capture_cases) if runner.lora_config else 0,
+            ).values()
+        )
+        samples = runner.cudagraph_manager._capture_mem_samples
+        measured = _extrapolate_full_graph_memory(samples, 1)
+        return _extrapolate_full_graph_memory(samples, 1 + number) - measured
 
     @property
     def recorder(self) -> StaticQueryRecorder:

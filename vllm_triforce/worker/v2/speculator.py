@@ -11,6 +11,7 @@ from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.adapter import RunnerAdapter
 from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.worker.v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
 
 
@@ -24,6 +25,8 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     """
 
     num_extra_query_per_req = 0
+    graph_bytes = 0
+    """Of CUDA graphs of proposals, as far as vLLM has measured its own."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device)
@@ -51,6 +54,9 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
 
     def set_attn(self, *args, **kwargs) -> None:
         """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        choose_decode_graphs(self._runner, self.target_layers)
 
     def propose_nothing(self, num_reqs: int) -> torch.Tensor:
         """Padding, [num_reqs, num_speculative_tokens], int64, and no word of it to the
