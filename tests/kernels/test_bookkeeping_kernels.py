@@ -14,7 +14,7 @@ from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import outcomes, row_metadata
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
+from vllm_triforce.kernels.export_proposal import HandedUp
 from vllm_triforce.kernels.feeding import PassInputs
 from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
@@ -219,8 +219,9 @@ def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
     tokens = integers([[PAD_TOKEN] * 6] * 4, torch.int64)
-    proposed, counters = integers([9] * 8), new_counters()
-    rows.finish(tokens, proposed, counters, is_direct)
+    handed_up, counters = HandedUp.allocate(torch.zeros(5, 6, 1, device=DEVICE), 8), new_counters()
+    proposed = handed_up.num_proposed.fill_(9)
+    rows.finish(tokens, handed_up, counters, is_direct)
     pad = PAD_TOKEN
     assert tokens.tolist() == [
         [pad] * 6,
@@ -229,23 +230,14 @@ def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
         [pad] * 6,
     ]
     assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 9], "others' proposals are another's to say"
+    states = rows.column(RowColumn.STATE).tolist()
+    slots = rows.column(RowColumn.SLOT).tolist()
+    assert handed_up.slot_of_state[states].tolist() == slots
+    assert handed_up.state_of_slot[slots].tolist() == states
     assert rows.outcomes[:3, OutcomeColumn.NUM_PROPOSED].tolist() == [6, 0, 2]
     counts = {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
     direct = {DeviceCounter.NUM_DIRECT_PROPOSALS: 2} if is_direct else {}
     assert counted(counters) == counts | direct
-
-
-def test_padding_is_certain_again_where_nothing_is_proposed():
-    logits = torch.full((4, 3, 5000), 2.0, device=DEVICE)
-    is_stale = torch.ones(4, 3, dtype=torch.int8, device=DEVICE)
-    is_stale[1, 2] = 0
-    clear_distributions(HandedUp(logits, is_stale), integers([1, 3]), integers([0, 1, 0, 3]))
-    certain = torch.full((5000,), -torch.inf, device=DEVICE)
-    certain[PAD_TOKEN] = 0
-    assert torch.equal(logits[1, 1], certain)
-    for state, place in ((0, 0), (1, 0), (1, 2), (2, 1), (3, 2)):
-        assert (logits[state, place] == 2).all()
-    assert is_stale[1].tolist() == [1, 0, 0]
 
 
 def test_full_passes_are_counted_without_padding():

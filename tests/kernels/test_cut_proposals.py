@@ -36,13 +36,12 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
     drafted = torch.multinomial(q, NUM_REQS, replacement=True, generator=draw)
     states = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE)
     draft_logits = torch.full((NUM_REQS, 1, 3), -torch.inf, device=DEVICE)
-    is_stale = torch.zeros(NUM_REQS, 1, dtype=torch.int8, device=DEVICE)
     rows = some_rows(NUM_REQS, 1, 1, length=1, num_emitted=1, proposal=drafted[:, None])
     rows.temperature.fill_(1)
-    rows.row_metadata[:NUM_REQS, RowColumn.STATE] = states
+    rows.row_metadata[:NUM_REQS, RowColumn.SLOT] = states
     rows.row_metadata[:NUM_REQS, RowColumn.IS_CERTAIN] = int(is_certain)
     export_distributions(
-        HandedUp(draft_logits, is_stale),
+        HandedUp.allocate(draft_logits, NUM_REQS),
         rows,
         q.log().expand(NUM_REQS, 2, 3).contiguous().to(DEVICE),
     )

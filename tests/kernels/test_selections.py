@@ -54,7 +54,7 @@ def world():
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()
     made = selections.DeviceSelections(
-        config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, torch.float32, rows, 4, DEVICE
+        config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows, 4, DEVICE
     )
     return made, rows, attention, Slots(4)
 

@@ -339,10 +339,7 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
 @pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0]])
 @pytest.mark.parametrize("vocab_size", [19, 5000])
 def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
-    handed_up = HandedUp(
-        torch.full((5, 6, vocab_size), -3.0, device=DEVICE),
-        torch.zeros(5, 6, dtype=torch.int8, device=DEVICE),
-    )
+    handed_up = HandedUp.allocate(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
     rows = some_rows(
         3,
@@ -352,7 +349,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         temperature=[1.0, 0.0, 0.5],
         proposal=[[3] * 6, [1] * 6, [0] * 6],
     )
-    rows.row_metadata[:3, RowColumn.STATE] = integers([4, 0, 2])
+    rows.row_metadata[:3, RowColumn.SLOT] = integers([4, 0, 2])
     rows.row_metadata[:3, RowColumn.IS_CERTAIN] = integers(certain)
     export_distributions(handed_up, rows, target)
     expected = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
@@ -362,22 +359,17 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         expected[4, 0:2, 3] = 0
     expected[2, 5] = target[2, 0]
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
-    assert handed_up.is_stale.nonzero().tolist() == [[2, 5], [4, 0], [4, 1]]
 
 
 def test_what_nobody_drew_is_handed_up_as_certain():
     """Of rows of which none has logits, as prompt lookup's."""
-    handed_up = HandedUp(
-        torch.full((3, 4, 5000), -3.0, device=DEVICE),
-        torch.zeros(3, 4, dtype=torch.int8, device=DEVICE),
-    )
+    handed_up = HandedUp.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
     rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
-    rows.row_metadata[:2, RowColumn.STATE] = integers([2, 0])
+    rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
     rows.temperature[0] = 1
     export_distributions(handed_up, rows, None)
     expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
     expected[2, 1:3] = -torch.inf
     expected[2, 1, 8] = expected[2, 2, 4999] = 0
     assert torch.equal(handed_up.logits, expected)
-    assert handed_up.is_stale.nonzero().tolist() == [[2, 1], [2, 2]]

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def made(monkeypatch):
             calls.append((rows.num_rows, its.is_inlined))
             return (rows.num_rows,)
 
-        made = RowWork(work, CAPTURED, rows, [its], None, torch.device("cpu"), "round")
+        config = SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64))
+        made = RowWork(work, CAPTURED, rows, [its], config, torch.device("cpu"), "round")
         return made, rows, calls, replayed
 
     return make
@@ -62,20 +64,20 @@ def test_each_size_is_captured_with_its_passes_within_and_replayed_for_fewer_row
     rows.num_rows = 2
     rows.count.fill_(2)
     work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
-    assert calls == [(5, True), (4, True), (2, True), (1, True)]
+    assert calls == [(5, True), (4, True), (1, True)]
     assert rows.num_rows == 2, "as it was before"
     assert rows.count.item() == 0, "the warm-up writes nothing for anybody"
-    for num_rows, size in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 5)):
+    for num_rows, size in ((1, 1), (2, 4), (3, 4), (4, 4), (5, 5)):
         rows.num_rows = num_rows
         assert work(PRESENT) == (size,), "what that graph makes"
         assert replayed.pop().num_reqs == size
-    assert len(calls) == 4 and not replayed
+    assert len(calls) == 3 and not replayed
 
 
 def test_large_batches_launch_pass_by_pass(made):
     work, rows, calls, replayed = made(max_rows=40)
     work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
-    assert [size for size, _ in calls] == [16, 8, 4, 2, 1]
+    assert [size for size, _ in calls] == [16, 4, 1]
     rows.num_rows = 17
     assert work(PRESENT) == (17,) and calls[-1] == (17, False) and not replayed
 
@@ -83,14 +85,15 @@ def test_large_batches_launch_pass_by_pass(made):
 def test_rounds_of_every_kind_are_captured():
     """And what is captured does whatever a batch of its kind asks for."""
     captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
-    assert list(captured) == ["greedy", "sampled", "masked", "shaped, greedy", "shaped"]
+    assert list(captured) == ["greedy", "any"]
     for asked in itertools.product((False, True), repeat=3):
         batch = DeviceSampling(*asked)
         its = captured[batch.kind]
-        assert its.is_shaped == batch.is_shaped
-        assert its.all_greedy == batch.all_greedy, "a graph of greedy rows draws nothing"
+        assert its.is_shaped >= batch.is_shaped
+        assert its.all_greedy <= batch.all_greedy
         # Masks leave the best token.
         assert batch.all_greedy or its.has_masks >= batch.has_masks
+    assert DeviceSampling(True, has_masks=True).kind == "greedy", "which draws nothing"
 
 
 def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):

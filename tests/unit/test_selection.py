@@ -115,7 +115,7 @@ def test_scores_of_another_shape_are_refused_by_both_loops(wrong):
     assert told.format(found, 3) in str(refused.value)
     config = TriForceConfig(retrieval_budget=10 * BLOCK).resolve(BLOCK)
     rows = Rows(1, 6, 2, 3, 100, CPU)
-    device = DeviceSelections(config, None, query[:, None], 20, 2, torch.float32, rows, 1, CPU)
+    device = DeviceSelections(config, None, query[:, None], 20, 2, rows, 1, CPU)
     device._policy = policy
     tables, first_row = torch.arange(13)[None], torch.tensor([0])
     with pytest.raises(ValueError) as refused:
@@ -349,11 +349,10 @@ def test_both_loops_select_alike(policy, group):
     keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
     queries = torch.randn(num_layers, 5, num_heads * group, dim)
     rows = Rows(3, 6, 2, 3, 100, CPU)
-    found = DeviceSelections(
-        config, None, queries, num_blocks, num_heads, torch.float32, rows, 3, CPU
-    )
+    found = DeviceSelections(config, None, queries, num_blocks, num_heads, rows, 3, CPU)
     for kind, summaries in found.summaries.items():
-        summaries.copy_(kind.of(keys, 3).transpose(1, 2))
+        for layer, vectors in enumerate(kind.of(keys, 3).transpose(1, 2)):
+            summaries.write(layer, torch.arange(num_blocks), vectors)
     counts = torch.tensor([60, 9, 25], dtype=torch.int32)
     rows.tail[:3] = counts
     tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in counts]).to(torch.int32)
@@ -366,7 +365,7 @@ def test_both_loops_select_alike(policy, group):
         num_selected = min(6, count - 1)
         wanted = policy().select(
             queries[:, query_rows[row]],
-            {kind: summaries[:, :, candidates] for kind, summaries in found.summaries.items()},
+            {kind: kept.of_blocks(candidates) for kind, kept in found.summaries.items()},
             num_heads,
             count - 1,
             num_selected,

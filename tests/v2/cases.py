@@ -123,7 +123,8 @@ def _grammar(llm, prompts) -> dict:
             state = input_batch.idx_mapping_np[row]
             length = int(speculator._built.triforce.num_proposed[state])
             if length and runner.sampler.sampling_states.temperature.np[state] > 0:
-                probs = speculator.draft_logits[state, :length].float().softmax(-1)
+                table = speculator._built.triforce.handed_up
+                probs = table.logits[table.slot_of_state[state], :length].float().softmax(-1)
                 own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
                 handed_up.setdefault(int(name.split("-")[0]), []).extend(own)
         return tokens

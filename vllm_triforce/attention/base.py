@@ -14,7 +14,8 @@ import torch
 
 from vllm_triforce.attention.layer_offload import LayerOffload
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.chunk_summaries import BlockSummaries, summarise
+from vllm_triforce.cache.chunk_summaries import BlockSummaries
+from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
 
@@ -102,7 +103,7 @@ class RetrievalAttention(ABC):
     @abstractmethod
     def update_summaries(
         self,
-        summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, dim]
+        summaries: Mapping[Summary, QuantizedSummaries],
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
@@ -143,7 +144,7 @@ class RaggedRetrievalAttention(RetrievalAttention):
 
     def update_summaries(
         self,
-        summaries: Mapping[Summary, torch.Tensor],
+        summaries: Mapping[Summary, QuantizedSummaries],
         tables: torch.Tensor,
         first: torch.Tensor,
         last: torch.Tensor,
@@ -151,7 +152,9 @@ class RaggedRetrievalAttention(RetrievalAttention):
     ) -> None:
         ranges = zip(tables, first.tolist(), last.tolist())
         block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        summarise(summaries, self.block_summaries(), block_ids)
+        for kind, written in summaries.items():
+            for layer, of_blocks in enumerate(self.block_summaries()):
+                written.write(layer, block_ids, of_blocks(block_ids, kind).transpose(0, 1))
 
 
 class DraftAttention(ABC):

@@ -1,6 +1,6 @@
 """Level 2's summaries of retrieval chunks, kept by block id (paper, section 4.2: mean keys)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -8,18 +8,6 @@ from vllm_triforce.selection import Summary
 
 BlockSummaries = Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]]
 """For each layer, a function from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
-
-
-def summarise(
-    written: Mapping[Summary, torch.Tensor],  # by kind [num_layers, num_kv_heads, num_blocks, dim]
-    block_summaries: BlockSummaries,
-    block_ids: torch.Tensor,  # [n], int64, full blocks
-) -> None:
-    """Writes the summaries of these blocks."""
-    for kind, keys in written.items():
-        for layer, of_blocks in zip(keys, block_summaries):
-            found = of_blocks(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
-            layer.index_copy_(1, block_ids, found.to(layer.dtype))
 
 
 class ChunkSummaries:
@@ -63,7 +51,10 @@ class ChunkSummaries:
         block_ids: torch.Tensor,  # [n], int64, full blocks
     ) -> None:
         """Summarises blocks that became full."""
-        summarise(self.keys, self._block_summaries, block_ids)
+        for kind, keys in self.keys.items():
+            for layer, of_blocks in zip(keys, self._block_summaries):
+                found = of_blocks(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
+                layer.index_copy_(1, block_ids, found.to(layer.dtype))
 
     def gather(
         self,

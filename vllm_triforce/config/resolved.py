@@ -53,6 +53,11 @@ class ResolvedConfig:
         return "2" in self.levels.split(",")
 
     @property
+    def policy(self) -> str:
+        """By which blocks are selected: by one that keeps no summaries where nothing retrieves."""
+        return self.selection if self.uses_level2 else "streaming"
+
+    @property
     def choices(self) -> frozenset[str]:
         """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, self.adapts.split(",")))

@@ -75,5 +75,5 @@ def begin_rows(
         selections.max_selected,
         selections.width,
     )
-    if batch.sampling.is_shaped:
+    if batch.sampling.kind != "greedy":  # a graph shapes them all
         parts.shaping.begin()

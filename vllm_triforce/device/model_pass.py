@@ -1,7 +1,8 @@
-"""A model's pass over rows of a fixed number of tokens: one CUDA graph per number of rows."""
+"""A model's pass over rows of a fixed number of tokens, as CUDA graphs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -9,18 +10,23 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.device.adapters import PassAdapters
+from vllm_triforce.device.graph_sizes import (
+    MAX_ROWS,
+    capture_stream,
+    on_capture_stream,
+    pass_sizes,
+    round_sizes,
+)
 from vllm_triforce.kernels.feeding import PassInputs
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 
 class PassGraphs(CudaGraphManager):
-    """vLLM's manager, for uniform batches of 1, 2, 4, 8, 16, 24, ... rows.
-
-    vLLM's own sizes are counted in tokens and, with speculation, rounded to the full pass's; ours
-    are counted in rows, and the largest of vLLM's limits them.
+    """vLLM's manager, for uniform batches of the given numbers of rows.
 
     Args:
-        max_rows: larger batches do not occur.
+        sizes: in rows, the smallest first.
+        above: batches of so many rows, or fewer, take none of them.
         adapters: None where the model has none; otherwise there are graphs without and with them.
     """
 
@@ -30,22 +36,22 @@ class PassGraphs(CudaGraphManager):
         device,
         mode: CUDAGraphMode,
         query_len: int,
-        max_rows: int,
+        sizes: Sequence[int],
+        above: int = 0,
         adapters: PassAdapters | None = None,
     ):
-        self._max_rows = max_rows
+        self._sizes = sizes
+        self._above = above
         self._adapters = adapters
         cases = None if adapters is None else adapters.capture_cases
         super().__init__(vllm_config, device, mode, query_len, lora_capture_cases=cases)
 
     def _init_candidates(self) -> None:
-        largest = self.compilation_config.max_cudagraph_capture_size or 0
-        length, most = self.decode_query_len, self._max_rows
         if not self.cudagraph_mode:
             return
-        sizes = {1, 2, 4, *range(8, most, 8), most}
-        descs, smallest = [], 1
-        for rows in sorted(size for size in sizes if size <= min(most, largest)):
+        length = self.decode_query_len
+        descs, smallest = [], self._above * length + 1
+        for rows in self._sizes:
             for active in self.lora_capture_cases:
                 desc = BatchExecutionDescriptor(
                     CUDAGraphMode.FULL, rows * length, rows, length, num_active_loras=active
@@ -57,6 +63,9 @@ class PassGraphs(CudaGraphManager):
         # The largest first: its activations hold those of the others.
         self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
 
+    def _capture_stream(self, desc) -> torch.cuda.Stream:
+        return capture_stream(self.device)
+
     def capture_pass(self, forward: Callable[[int], None], description: str) -> None:
         """Captures ``forward(num_rows)`` for each size."""
 
@@ -64,6 +73,9 @@ class PassGraphs(CudaGraphManager):
             if self._adapters is not None:
                 length = desc.uniform_token_count
                 self._adapters.begin_capture(desc.num_active_loras, desc.num_reqs, length)
+            if warmup:
+                run = partial(forward, desc.num_reqs)
+                return lambda mode: on_capture_stream(self.device, run)
             return lambda mode: forward(desc.num_reqs)
 
         self.capture(create, progress_bar_desc=description)
@@ -118,13 +130,26 @@ class ModelPass:
         finally:
             self._is_inlined = False
 
-    def capture(self, mode: CUDAGraphMode) -> None:
+    def capture(self, mode: CUDAGraphMode, has_rounds: bool = True) -> None:
+        """
+        Args:
+            has_rounds: the rounds of few rows are graphs of their own.
+        """
+        largest = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        sizes = pass_sizes(self.max_rows, largest)
+        if not has_rounds:
+            sizes = round_sizes(self.max_rows, largest) + sizes
+        if not sizes:
+            return
+        # What a capture's warm-up computes is written nowhere.
+        self.inputs.slot_mapping.fill_(-1)
         graphs = PassGraphs(
             self._vllm_config,
             self._device,
             mode,
             self.inputs.query_len,
-            self.max_rows,
+            sizes,
+            MAX_ROWS * has_rounds,
             self._adapters,
         )
         graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")

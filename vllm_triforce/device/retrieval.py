@@ -129,7 +129,9 @@ class DeviceRetrieval:
     def capture(self, mode) -> None:
         if not self.can_capture:
             return
-        self._pass.capture(mode)
+        if self._pool is not None:
+            self._pool.slot_mapping.fill_(-1)
+        self._pass.capture(mode, has_rounds=not self._has_adapters)
         if not self._has_adapters:  # whose layers are told before each pass what to launch
             for its in self._rounds.values():
                 its.capture(mode)
@@ -146,7 +148,8 @@ class DeviceRetrieval:
         places; valid until the next pass."""
         sampling = self._batch.sampling
         best, top, *drawn = self._rounds[sampling.kind](sampling)
-        return LevelLogits(best, top, Distributions(*drawn) if drawn else None)
+        distributions = None if sampling.all_greedy else Distributions(*drawn)
+        return LevelLogits(best, top, distributions)
 
     def _forward(self, sampling: DeviceSampling) -> tuple[torch.Tensor, ...]:
         """The fields of ``LevelLogits`` and of its distributions, if any."""

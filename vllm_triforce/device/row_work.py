@@ -9,12 +9,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import weak_ref_tensor
 
 from vllm_triforce.device.batch import DeviceSampling
+from vllm_triforce.device.graph_sizes import round_sizes
 from vllm_triforce.device.model_pass import ModelPass, PassGraphs
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.verification.masked_logits import kernel_scratch
-
-# Larger batches launch pass by pass: theirs take long, and each size of a graph its memory.
-MAX_ROWS = 16
 
 
 class RowWork:
@@ -33,7 +31,7 @@ class RowWork:
 
     def __init__(
         self,
-        work: Callable[[DeviceSampling], tuple[torch.Tensor, ...]],
+        work: Callable[..., tuple[torch.Tensor, ...]],
         sampling: DeviceSampling,
         rows: Rows,
         passes: Sequence[ModelPass],
@@ -53,21 +51,28 @@ class RowWork:
         self._scratch: list[torch.Tensor] = []
 
     def capture(self, mode: CUDAGraphMode) -> None:
-        most = min(self._rows.max_rows, MAX_ROWS)
-        graphs = PassGraphs(self._vllm_config, self._device, mode, 1, most)
+        largest = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        if not largest:
+            return
+        sizes = round_sizes(self._rows.max_rows, largest)
+        graphs = PassGraphs(self._vllm_config, self._device, mode, 1, sizes)
         # What is launched in a capture's warm-up finds no row to write anything for.
         self._rows.count.zero_()
         graphs.capture_pass(self._capture, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
         self._scratch = kernel_scratch()  # it lives as long as the graphs that write to it
 
-    def __call__(self, sampling: DeviceSampling) -> tuple[torch.Tensor, ...]:
+    def __call__(self, sampling: DeviceSampling, *args) -> tuple[torch.Tensor, ...]:
+        """
+        Args:
+            args: of ``work``, of which a graph needs none.
+        """
         num_rows = self._rows.num_rows
         if self._graphs is not None:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 return self._replay(desc)
-        return self._work(sampling)
+        return self._work(sampling, *args)
 
     def _replay(self, desc) -> tuple[torch.Tensor, ...]:
         assert self._graphs is not None

@@ -9,6 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.attention.base import RetrievalAttention
+from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.device.batch import DeviceBatch
 from vllm_triforce.device.slots import Slot
@@ -41,7 +42,6 @@ class DeviceSelections:
         queries: torch.Tensor,
         num_blocks: int,
         num_kv_heads: int,
-        dtype: torch.dtype,
         rows: Rows,
         num_slots: int,
         device: torch.device,
@@ -51,7 +51,7 @@ class DeviceSelections:
         self.recent_blocks = config.recent_blocks
         self.max_selected = config.budget_blocks - self.recent_blocks
         self._refresh_interval = config.refresh_interval
-        self._policy = POLICIES[config.selection]()
+        self._policy = POLICIES[config.policy]()
         self._attention = attention
         self._queries = queries
         self._rows = rows
@@ -60,7 +60,7 @@ class DeviceSelections:
         # Head-major, so that one head's lie together.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.summaries = {
-            kind: torch.zeros(shape, dtype=dtype, device=device) for kind in self._policy.summaries
+            kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
         }
         self._selected = torch.zeros(
             num_slots,
@@ -80,8 +80,8 @@ class DeviceSelections:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.summaries.values(), self._selected, self.tables)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        of_summaries = sum(summaries.num_bytes for summaries in self.summaries.values())
+        return of_summaries + self._selected.nbytes + self.tables.nbytes
 
     def due(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """For each row, whether its selection is due."""
@@ -187,7 +187,7 @@ class DeviceSelections:
         votes = [
             self._layers_votes(
                 queries[start : start + step, query_rows],
-                {kind: keys[start : start + step] for kind, keys in summaries.items()},
+                {kind: keys.of_layers(start, start + step) for kind, keys in summaries.items()},
                 blocks,
                 outside,
             )
@@ -200,8 +200,7 @@ class DeviceSelections:
         num_kv_heads, max_chunks = self._selected.shape[2], blocks.shape[1]
         grouped = queries.transpose(0, 1).unflatten(2, (num_kv_heads, -1))
         gathered = {
-            kind: keys[:, :, blocks].permute(2, 0, 1, 3, 4).float()
-            for kind, keys in summaries.items()
+            kind: keys.of_blocks(blocks).permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
         }
         scores = self._policy.checked_score(grouped.float(), gathered, max_chunks)
         scores = scores.masked_fill(outside[:, :, :, None], float("-inf"))

@@ -15,7 +15,7 @@ from vllm_triforce.device.retrieval import DeviceRetrieval
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSource
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
-from vllm_triforce.kernels.export_proposal import HandedUp, clear_distributions
+from vllm_triforce.kernels.export_proposal import HandedUp
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import LevelCounters
@@ -29,9 +29,8 @@ class DeviceTriForce:
     Args:
         sources: of level 1, by their names.
         level1: of them the one that drafts for level 2; None where level 2 proposes by itself.
-        draft_logits: [max_num_reqs, num_speculative_tokens, vocab], where the outer test reads
-            level 2's distributions; its dtype is that of all logits here, so that what is drawn
-            from and what is handed up are the same numbers.
+        handed_up: where the outer test reads level 2's distributions; its dtype is that of all
+            logits here, so that what is drawn from and what is handed up are the same numbers.
         counts: what kernels count.
     """
 
@@ -43,7 +42,7 @@ class DeviceTriForce:
         level2: DeviceRetrieval,
         rows: Rows,
         slots: Slots,
-        draft_logits: torch.Tensor,
+        handed_up: HandedUp,
         race: Race,
         shaping: LogitShaping,
         counts: DeviceCounters,
@@ -52,12 +51,10 @@ class DeviceTriForce:
         self.level1 = level1
         self.level2 = level2
         self.slots = slots
-        self.times = PartTimes(draft_logits.device)
-        device, shape = draft_logits.device, draft_logits.shape[:2]
-        is_stale = torch.zeros(shape, dtype=torch.int8, device=device)
-        self.num_proposed = torch.zeros(shape[0], dtype=torch.int32, device=device)
+        self.handed_up = handed_up
+        self.num_proposed = handed_up.num_proposed
+        self.times = PartTimes(handed_up.logits.device)
         self._counts = counts
-        handed_up = HandedUp(draft_logits, is_stale)
         self._parts = LevelParts(
             config, level1, level2, rows, slots, handed_up, counts.sums, race, shaping
         )
@@ -123,15 +120,7 @@ class DeviceTriForce:
         self._finish(draft_tokens, is_direct=True)
 
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        self._parts.rows.finish(draft_tokens, self.num_proposed, self._counts.sums, is_direct)
-
-    def end(self, states: torch.Tensor) -> None:
-        """What a row of the batch had proposed before, and has not now, is forgotten.
-
-        Args:
-            states: [batch size], int.
-        """
-        clear_distributions(self._parts.handed_up, states, self.num_proposed)
+        self._parts.rows.finish(draft_tokens, self.handed_up, self._counts.sums, is_direct)
 
     def count_full_pass(
         self,

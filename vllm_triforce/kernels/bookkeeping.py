@@ -161,6 +161,8 @@ def finish_rows_kernel(
     proposal_ptr,  # [num_rows, num_speculative_tokens]
     length_ptr,  # [num_rows]
     num_proposed_ptr,  # [max_num_reqs], by state, written
+    slot_of_state_ptr,  # [max_num_reqs], written
+    state_of_slot_ptr,  # [num_slots], written
     outcomes_ptr,  # [num_rows, NUM_OUTCOMES], written
     counters_ptr,  # [num_counters], added to
     num_speculative_tokens,
@@ -178,7 +180,11 @@ def finish_rows_kernel(
     token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
     out = draft_tokens_ptr + row_value(row_metadata_ptr, row, BATCH_ROW) * num_speculative_tokens
     tl.store(out + places, token, mask=places < length)
-    tl.store(num_proposed_ptr + row_value(row_metadata_ptr, row, STATE), length)
+    state = row_value(row_metadata_ptr, row, STATE)
+    slot = row_value(row_metadata_ptr, row, SLOT)
+    tl.store(num_proposed_ptr + state, length)
+    tl.store(slot_of_state_ptr + state, slot)
+    tl.store(state_of_slot_ptr + slot, state)
     tl.store(outcomes_ptr + row * _NUM_OUTCOMES + _NUM_PROPOSED, length)
 
 

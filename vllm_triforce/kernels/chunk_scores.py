@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 _CHUNKS_PER_PROGRAM = 64
@@ -17,6 +18,7 @@ def _chunk_scores_kernel(
     query_row_stride,
     query_rows_ptr,  # [num_reqs]
     means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
     means_layer_stride,
     means_head_stride,
     tables_ptr,  # [num_reqs, width]
@@ -40,15 +42,13 @@ def _chunk_scores_kernel(
     is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
     blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
     dims = tl.arange(0, PADDED_DIM)
+    places = layer * means_layer_stride + kv_head * means_head_stride + blocks.to(tl.int64)
     means = tl.load(
-        means_ptr
-        + layer * means_layer_stride
-        + kv_head * means_head_stride
-        + blocks[:, None].to(tl.int64) * HEAD_DIM
-        + dims[None, :],
+        means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
         mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
-        other=0.0,
+        other=0,
     ).to(tl.float32)
+    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0) * scale
     query_row = tl.load(query_rows_ptr + row).to(tl.int64)
     for member in tl.static_range(GROUP):
         head = kv_head * GROUP + member
@@ -61,7 +61,7 @@ def _chunk_scores_kernel(
             mask=dims < HEAD_DIM,
             other=0.0,
         ).to(tl.float32)
-        score = tl.sum(means * query[None, :], axis=1) * scale
+        score = tl.sum(means * query[None, :], axis=1) * scales
         score = tl.where(is_candidate, score, float("-inf"))
         place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
         tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
@@ -70,7 +70,7 @@ def _chunk_scores_kernel(
 def score_chunks(
     queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
     query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
-    summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    summaries: Mapping[Summary, QuantizedSummaries],
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
     max_chunks: int,  # columns of the result
@@ -82,7 +82,7 @@ def score_chunks(
     """
     means = summaries[Summary.MEAN]
     num_layers, _, num_heads, head_dim = queries.shape
-    num_kv_heads, num_reqs = means.shape[1], len(tables)
+    num_kv_heads, num_reqs = means.values.shape[1], len(tables)
     group = num_heads // num_kv_heads
     scores = torch.empty(
         (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
@@ -93,9 +93,10 @@ def score_chunks(
         queries.stride(0),
         queries.stride(1),
         query_rows,
-        means,
-        means.stride(0),
-        means.stride(1),
+        means.values,
+        means.scales,
+        means.scales.stride(0),
+        means.scales.stride(1),
         tables,
         tables.stride(0),
         num_chunks,

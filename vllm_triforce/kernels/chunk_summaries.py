@@ -3,6 +3,7 @@
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 
@@ -11,7 +12,8 @@ def _chunk_summaries_kernel(
     layer_key_ptrs,  # [num_layers], uint64
     key_like,  # any tensor of the keys' dtype
     key_scales,  # [num_layers]
-    summaries_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    values_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+    scales_ptr,  # [num_layers, num_kv_heads, num_blocks], written
     tables_ptr,  # [num_reqs, width]
     table_stride,
     first_ptr,  # [num_reqs]
@@ -20,8 +22,8 @@ def _chunk_summaries_kernel(
     block_stride,
     token_stride,
     head_stride,
-    summaries_layer_stride,
-    summaries_head_stride,
+    scales_layer_stride,
+    scales_head_stride,
     KIND: tl.constexpr,  # of Summary
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,9 +53,13 @@ def _chunk_summaries_kernel(
     else:
         found = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
     found = found * tl.load(key_scales + layer)
-    place = layer * summaries_layer_stride + head * summaries_head_stride + block * HEAD_DIM
-    out = summaries_ptr + place + dims
-    tl.store(out, found.to(summaries_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    found = tl.where(dims < HEAD_DIM, found, 0.0)
+    scale = tl.max(tl.abs(found), axis=0) / 127
+    steps = tl.floor(found / tl.where(scale > 0, scale, 1.0) + 0.5)
+    place = layer * scales_layer_stride + head * scales_head_stride + block
+    tl.store(scales_ptr + place, scale)
+    out = values_ptr + place * HEAD_DIM + dims
+    tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
 
 
 class KeyPointers:
@@ -80,7 +86,7 @@ class KeyPointers:
 def update_chunk_summaries(
     keys: KeyPointers,
     kind: Summary,
-    summaries: torch.Tensor,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    summaries: QuantizedSummaries,
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
     last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
@@ -94,7 +100,8 @@ def update_chunk_summaries(
         keys.pointers,
         keys.like,
         keys.scales,
-        summaries,
+        summaries.values,
+        summaries.scales,
         tables,
         tables.stride(0),
         first,
@@ -103,8 +110,8 @@ def update_chunk_summaries(
         block_stride,
         token_stride,
         head_stride,
-        summaries.stride(0),
-        summaries.stride(1),
+        summaries.scales.stride(0),
+        summaries.scales.stride(1),
         KIND=kind.value,
         BLOCK_SIZE=keys.block_size,
         HEAD_DIM=keys.head_dim,

@@ -1,13 +1,11 @@
-"""The distributions that vLLM's outer test reads: level 2's own, or certainty where nothing is
-proposed."""
+"""Level 2's distributions as vLLM's outer test reads them: by slot, for those who may propose."""
 
 from dataclasses import dataclass
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
-from vllm_triforce.kernels.row_metadata import IS_CERTAIN, STATE, row_value
+from vllm_triforce.kernels.row_metadata import IS_CERTAIN, SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 4096
@@ -15,18 +13,40 @@ _BLOCK = 4096
 
 @dataclass
 class HandedUp:
-    """Where the outer test reads level 2's distributions."""
+    """Proposals that the outer test has yet to read."""
 
-    logits: torch.Tensor  # [max_num_reqs, num_speculative_tokens, vocab_size], by state
-    is_stale: torch.Tensor  # [max_num_reqs, num_speculative_tokens], int8; 0: PAD_TOKEN is certain
+    logits: torch.Tensor
+    """[num_slots, num_speculative_tokens, vocab_size], level 2's, by slot."""
+    num_proposed: torch.Tensor  # [max_num_reqs], int32, by state
+    slot_of_state: torch.Tensor  # [max_num_reqs], int32
+    state_of_slot: torch.Tensor  # [num_slots], int32; -1 for none
+
+    @classmethod
+    def allocate(cls, logits: torch.Tensor, max_num_reqs: int) -> "HandedUp":
+        """Nobody has a proposal."""
+        device = logits.device
+        num_proposed, slot_of_state = torch.zeros(2, max_num_reqs, dtype=torch.int32, device=device)
+        state_of_slot = torch.full((len(logits),), -1, dtype=torch.int32, device=device)
+        return cls(logits, num_proposed, slot_of_state, state_of_slot)
+
+
+@dataclass
+class OuterTestRows:
+    """What vLLM's outer test is called with, in the place of its own arguments."""
+
+    owners: torch.Tensor
+    """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""
+    places: torch.Tensor  # [num_logits], int32
+    draft_tokens: torch.Tensor  # [num_logits]; -1 where nothing was proposed
+    temperature: torch.Tensor  # [num_slots + max_num_reqs], by owner
+    seeds: torch.Tensor  # [num_slots + max_num_reqs], int64, by owner
 
 
 @triton.jit
 def _export_kernel(
-    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab_stride], written
-    state_stride,
+    draft_logits_ptr,  # [num_slots, num_speculative_tokens, vocab_stride], written
+    slot_stride,
     place_stride,
-    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens], written
     row_metadata_ptr,  # [num_reqs, NUM_COLUMNS]
     logits_ptr,  # [num_reqs, places, vocab_size]; not read where ALL_CERTAIN
     length_ptr,  # [num_reqs], after emission
@@ -43,7 +63,7 @@ def _export_kernel(
     place = tl.program_id(1)
     if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
         return
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    slot = row_value(row_metadata_ptr, row, SLOT).to(tl.int64)
     to = tl.load(length_ptr + row) - emitted + place
     tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
@@ -56,36 +76,54 @@ def _export_kernel(
         if row_value(row_metadata_ptr, row, IS_CERTAIN) != 0:
             token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
             logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
-    out = draft_logits_ptr + state * state_stride + to * place_stride
+    out = draft_logits_ptr + slot * slot_stride + to * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
-    tl.store(is_stale_ptr + state * num_speculative_tokens + to, 1)
 
 
-@triton.jit
-def _clear_distributions_kernel(
-    draft_logits_ptr,  # [max_num_reqs, num_speculative_tokens, vocab], written
-    state_stride,
-    place_stride,
-    is_stale_ptr,  # [max_num_reqs, num_speculative_tokens]
-    states_ptr,  # [batch size]
+@triton.jit(do_not_specialize=["num_logits", "num_owners"])
+def _outer_test_kernel(
+    owners_ptr,  # [num_logits], written
+    places_ptr,  # [num_logits], written
+    tested_ptr,  # [num_logits], written
+    temperatures_ptr,  # [num_owners], written
+    seeds_ptr,  # [num_owners], written
+    states_ptr,  # [num_logits]
+    local_places_ptr,  # [num_logits]
+    draft_tokens_ptr,  # [num_logits]
+    state_temperature_ptr,  # [max_num_reqs]
+    state_seeds_ptr,  # [max_num_reqs]
     num_proposed_ptr,  # [max_num_reqs]
+    slot_of_state_ptr,  # [max_num_reqs]
+    state_of_slot_ptr,  # [num_slots]
+    num_logits,
+    num_owners,
+    num_slots,
     num_speculative_tokens,
-    vocab_width,
-    PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    state = tl.load(states_ptr + tl.program_id(0)).to(tl.int64)
-    place = tl.program_id(1)
-    if place < tl.load(num_proposed_ptr + state):
-        return
-    if tl.load(is_stale_ptr + state * num_speculative_tokens + place) == 0:
-        return
-    out = draft_logits_ptr + state * state_stride + place * place_stride
-    for start in range(0, vocab_width, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        certain = tl.where(tokens == PAD, 0.0, float("-inf"))
-        tl.store(out + tokens, certain, mask=tokens < vocab_width)
-    tl.store(is_stale_ptr + state * num_speculative_tokens + place, 0)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < num_logits
+    state = tl.load(states_ptr + here, mask=mask, other=0)
+    slot = tl.load(slot_of_state_ptr + state, mask=mask, other=0)
+    # A slot that has a new owner has the new owner's distributions.
+    is_owner = tl.load(state_of_slot_ptr + slot, mask=mask, other=-1) == state
+    proposed = tl.where(is_owner, tl.load(num_proposed_ptr + state, mask=mask, other=0), 0)
+    place = tl.load(local_places_ptr + here, mask=mask, other=0)
+    token = tl.load(draft_tokens_ptr + here, mask=mask, other=0)
+    is_greedy = tl.load(state_temperature_ptr + state, mask=mask, other=0.0) == 0.0
+    tl.store(owners_ptr + here, tl.where(proposed > 0, slot, num_slots + state), mask=mask)
+    # Of a place that is none, the test reads no distribution.
+    place_read = tl.where(is_greedy | (place < proposed), place, num_speculative_tokens)
+    tl.store(places_ptr + here, place_read, mask=mask)
+    # The token of place n - 1 is fed in row n.
+    tl.store(tested_ptr + here, tl.where(place <= proposed, token, -1), mask=mask)
+
+    mask = here < num_owners
+    own = tl.load(state_of_slot_ptr + here, mask=here < num_slots, other=0)
+    state = tl.where(here < num_slots, tl.maximum(own, 0), here - num_slots)
+    temperature = tl.load(state_temperature_ptr + state, mask=mask)
+    tl.store(temperatures_ptr + here, temperature, mask=mask)
+    tl.store(seeds_ptr + here, tl.load(state_seeds_ptr + state, mask=mask), mask=mask)
 
 
 def export_distributions(
@@ -105,7 +143,6 @@ def export_distributions(
         handed_up.logits,
         handed_up.logits.stride(0),
         handed_up.logits.stride(1),
-        handed_up.is_stale,
         rows.row_metadata,
         handed_up.logits if logits is None else logits,
         rows.length,
@@ -119,22 +156,46 @@ def export_distributions(
     )
 
 
-def clear_distributions(
-    handed_up: HandedUp,  # written
-    states: torch.Tensor,  # [batch size], int
-    num_proposed: torch.Tensor,  # [max_num_reqs], int32
-) -> None:
-    """Where nothing is proposed any more, PAD_TOKEN is certain again."""
-    _, num_places, vocab_size = handed_up.logits.shape
-    _clear_distributions_kernel[(len(states), num_places)](
-        handed_up.logits,
-        handed_up.logits.stride(0),
-        handed_up.logits.stride(1),
-        handed_up.is_stale,
-        states,
-        num_proposed,
-        num_places,
-        vocab_size,
-        PAD=PAD_TOKEN,
-        BLOCK=_BLOCK,
+def outer_test_rows(
+    handed_up: HandedUp,
+    states: torch.Tensor,  # [num_logits], int32, each row's request
+    places: torch.Tensor,  # [num_logits], int32, its place among the request's rows
+    draft_tokens: torch.Tensor,  # [num_logits], the tokens that were fed
+    temperature: torch.Tensor,  # [max_num_reqs], float32, by state
+    seeds: torch.Tensor,  # [max_num_reqs], int64, by state
+) -> OuterTestRows:
+    """Tell the outer test where each row's distribution lies, and which rows have none.
+
+    What was not proposed is tested as -1, a token that is refused before it is looked at: what
+    comes in its place is drawn from the target alone, which is exact.
+    """
+    num_logits, num_slots = len(states), len(handed_up.state_of_slot)
+    num_owners = num_slots + len(temperature)
+    found = OuterTestRows(
+        torch.empty_like(states),
+        torch.empty_like(places),
+        torch.empty_like(draft_tokens),
+        torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
+        torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
     )
+    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), 1024),)](
+        found.owners,
+        found.places,
+        found.draft_tokens,
+        found.temperature,
+        found.seeds,
+        states,
+        places,
+        draft_tokens,
+        temperature,
+        seeds,
+        handed_up.num_proposed,
+        handed_up.slot_of_state,
+        handed_up.state_of_slot,
+        num_logits,
+        num_owners,
+        num_slots,
+        handed_up.logits.shape[1],
+        BLOCK=1024,
+    )
+    return found

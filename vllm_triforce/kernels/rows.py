@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.triton_utils import triton
@@ -17,6 +18,9 @@ from vllm_triforce.kernels.feeding import (
 )
 from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import RowColumn
+
+if TYPE_CHECKING:
+    from vllm_triforce.kernels.export_proposal import HandedUp
 
 
 class Rows:
@@ -273,7 +277,7 @@ class Rows:
     def finish(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        num_proposed: torch.Tensor,  # [max_num_reqs], int32, by state, written
+        handed_up: "HandedUp",  # whose proposals there are, written
         counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
         is_direct: bool,
     ) -> None:
@@ -287,7 +291,9 @@ class Rows:
             self.row_metadata,
             self.proposal,
             self.length,
-            num_proposed,
+            handed_up.num_proposed,
+            handed_up.slot_of_state,
+            handed_up.state_of_slot,
             self.outcomes,
             counters,
             self.num_speculative_tokens,

@@ -208,6 +208,10 @@ def _finish(vllm_config, config: TriForceConfig):
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
     _choose_scheduler(vllm_config)
+    if vllm_config.use_v2_model_runner:
+        # "probabilistic" has vLLM keep a distribution for every place of max_num_seqs requests;
+        # the speculator keeps those of max_speculating_seqs.
+        vllm_config.speculative_config.draft_sample_method = "greedy"
     if resolved.uses_level2:
         drafts_alone = resolved.levels == "2,3"
         logger.info(

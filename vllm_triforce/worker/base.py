@@ -10,7 +10,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler import draft_carrier
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.memory import beside_kv_cache
+from vllm_triforce.worker.memory import buffers, share_of_kv_cache
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -72,18 +72,18 @@ class TriForceWorkerMixin:
         specs = super().get_kv_cache_spec()
         return {name: spec for name, spec in specs.items() if name not in draft_layers}
 
-    def beside_kv_cache(self) -> tuple[int, float]:
-        """Bytes that TriForce takes beside vLLM's KV cache, and for each byte of it."""
+    def beside_kv_cache(self) -> tuple[dict[str, int], float]:
+        """Bytes that TriForce takes beside the KV cache, by what for, and for each byte of it."""
         config, _ = read_config(self.vllm_config)
         if config.is_plain:
-            return 0, 0.0
+            return {}, 0.0
         drafts = self.triforce.draft_layer_names
         layers = attention_layers(self.vllm_config)
-        return beside_kv_cache(
-            self.triforce.target_layers,
-            {name: layer for name, layer in layers.items() if name in drafts},
-            config,
-            self.vllm_config,
+        draft_layers = {name: layer for name, layer in layers.items() if name in drafts}
+        targets = self.triforce.target_layers
+        return (
+            buffers(targets, draft_layers, config, self.vllm_config),
+            share_of_kv_cache(targets, config, self.vllm_config),
         )
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:

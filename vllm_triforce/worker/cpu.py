@@ -20,4 +20,4 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
         if config.kv_offload_gib is None:
             return available
         fixed, share = self.beside_kv_cache()
-        return self.plan_offload(available - fixed, share)
+        return self.plan_offload(available - sum(fixed.values()), share)

@@ -1,18 +1,11 @@
 """TriForce on vLLM's GPU worker."""
 
-from typing import Any
-
+from vllm import envs
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
-from vllm_triforce.worker.memory import room_for_kv_cache
-from vllm_triforce.worker.v2.decode_graphs import (
-    add_plain_decode_graphs,
-    record_nothing_in_plain_graphs,
-    serve_any_mix,
-)
+from vllm_triforce.worker.memory import logits_in_flight, room_for_kv_cache
 
 logger = init_logger("vllm.triforce")
 
@@ -23,32 +16,29 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)
-        fixed, share = self.beside_kv_cache()
+        parts, share = self.beside_kv_cache()
+        if parts:
+            parts |= self._beside_estimate(config)
+        fixed = sum(parts.values())
         if config.kv_offload_gib is not None:
             return self.plan_offload(available - fixed, share)
         left = room_for_kv_cache(available, fixed, share, config)
+        parts |= {"chunk summaries": int(left * share)}
         logger.info_once(
-            "TriForce leaves %.2f of %.2f GiB to the KV cache; chunk summaries, selections, the "
-            "draft's windows and logits need the rest.",
+            "TriForce leaves %.2f of %.2f GiB to the KV cache. The rest in GiB: %s.",
             left / 2**30,
             available / 2**30,
+            ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size),
         )
         return left
 
-    def initialize_from_config(self, kv_cache_config) -> None:
-        super().initialize_from_config(kv_cache_config)
-        runner: Any = self.model_runner  # of V2: config/checks.py refuses V1 on a GPU
-        manager = runner.cudagraph_manager
-        if manager is None:
-            return
-        unsupported = get_varlen_cudagraph_unsupported_backend(
-            runner.attn_groups,
-            self.vllm_config,
-            manager.decode_query_len,
-            checked_layer_names=set(self.triforce.target_layers),
-        )
-        if unsupported is None:
-            serve_any_mix(manager)
-        config, _ = read_config(self.vllm_config)
-        if add_plain_decode_graphs(manager) and not config.is_plain:
-            record_nothing_in_plain_graphs(runner, self.triforce.recorder)
+    def _beside_estimate(self, config) -> dict[str, int]:
+        """Bytes that vLLM's estimate of what its own passes need does not cover."""
+        # A proposal is made when the full pass's activations are gone; vLLM leaves room for them.
+        has_estimate = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        activations = getattr(self, "peak_activation_memory", 0)
+        activations -= getattr(self, "cudagraph_memory_estimate", 0) * has_estimate
+        return {
+            "CUDA graphs": self.triforce.graph_bytes * has_estimate,
+            "logits in flight": max(0, logits_in_flight(config, self.vllm_config) - activations),
+        }

@@ -2,24 +2,22 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_triforce.cache.quantized_summaries import SCALE_BYTES
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.device.row_work import MAX_ROWS
+from vllm_triforce.device.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
 
 # Copies in float32 of level 2's logits that a proposal with top-k or top-p makes.
 _LOGIT_COPIES = 4
 
 
-def beside_kv_cache(
+def buffers(
     layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
-) -> tuple[int, float]:
-    """Bytes that are taken whatever the KV cache's size, and for each of its bytes.
+) -> dict[str, int]:
+    """Bytes that are taken whatever the KV cache's size, by what for.
 
-    Chunk summaries grow with the KV cache: of each kind one key per block, layer and KV head, where
-    the cache has ``2 * block_size`` vectors. The rest is fixed: for ``max_speculating_seqs``
-    requests selections and block tables, the draft's windows, and logits of levels 1 and 2, those
-    in CUDA graphs apart; and one query per request and layer. What CUDA itself takes for a graph is
-    not counted.
+    They are for ``max_speculating_seqs`` requests, but for the queries. What CUDA itself takes for
+    a graph is not among them (``SpeculatorV2.graph_bytes``).
 
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.
@@ -30,21 +28,58 @@ def beside_kv_cache(
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
     itemsize = vllm_config.model_config.dtype.itemsize
     cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
-    fixed = 2 * 4 * seqs * num_layers * heads * (config.budget_blocks + 16)
-    fixed += scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize
-    blocks = -(-config.window_tokens // config.block_size)
-    for layer in draft_layers.values():
-        window = 2 * blocks * config.block_size * layer.num_kv_heads * layer.head_size
-        fixed += seqs * window * cache_itemsize
     vocab_size = vllm_config.model_config.get_vocab_size()
-    of_level1 = config.gamma * itemsize if draft_layers else 0
-    logits = 4 * seqs * vocab_size * (config.gamma + 1)
-    fixed += seqs * vocab_size * of_level1 + _LOGIT_COPIES * logits
+    of_a_place = seqs * vocab_size * vllm_config.model_config.head_dtype.itemsize
+    blocks = -(-config.window_tokens // config.block_size)
+    windows = sum(
+        2 * seqs * blocks * config.block_size * its.num_kv_heads * its.head_size * cache_itemsize
+        for its in draft_layers.values()
+    )
+    selected = config.budget_blocks - config.recent_blocks
+    found = {
+        "proposals' distributions": of_a_place * config.num_speculative_tokens,
+        "selections": 4 * seqs * num_layers * heads * (selected + config.table_width),
+        "queries": scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize,
+        "the draft's windows": windows,
+        "the draft's distributions": of_a_place * config.gamma if draft_layers else 0,
+    }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        fixed += _LOGIT_COPIES * logits * min(seqs, MAX_ROWS) // seqs  # graphs keep their memory
-    kinds = len(POLICIES[config.selection].summaries)
-    share = kinds * itemsize / (2 * config.block_size * cache_itemsize)
-    return fixed, share
+        found["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
+    return found
+
+
+def _logits(config: ResolvedConfig, vllm_config, num_rows: int) -> int:
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    return _LOGIT_COPIES * 4 * num_rows * vocab_size * (config.gamma + 1)
+
+
+def logits_in_flight(config: ResolvedConfig, vllm_config) -> int:
+    """Bytes of level 2's logits while a proposal is made, beside those in graphs."""
+    seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
+    has_graphs = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+    return 0 if has_graphs and seqs <= MAX_ROWS else _logits(config, vllm_config, seqs)
+
+
+def share_of_kv_cache(layers: dict, config: ResolvedConfig, vllm_config) -> float:
+    """Bytes of chunk summaries for each byte of KV cache: of each kind one key per block, layer and
+    KV head, where the cache has ``2 * block_size`` vectors."""
+    itemsize = vllm_config.model_config.dtype.itemsize
+    cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
+    dim = next(iter(layers.values())).head_size
+    kinds = len(POLICIES[config.policy].summaries)
+    return kinds * (dim + SCALE_BYTES) / (2 * config.block_size * dim * cache_itemsize)
+
+
+def beside_kv_cache(
+    layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
+) -> tuple[int, float]:
+    """Bytes that are taken whatever the KV cache's size, and for each of its bytes.
+
+    Args:
+        layers, draft_layers: attention layers of the target and of the draft, by name.
+    """
+    fixed = buffers(layers, draft_layers, config, vllm_config)
+    return sum(fixed.values()), share_of_kv_cache(layers, config, vllm_config)
 
 
 def room_for_kv_cache(available_bytes: int, fixed: int, share: float, config) -> int:

@@ -14,6 +14,7 @@ from vllm_triforce.attention.gpu.impl import (
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
 from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
 
@@ -73,7 +74,7 @@ class GPURetrievalAttention(RetrievalAttention):
 
     def update_summaries(
         self,
-        summaries: Mapping[Summary, torch.Tensor],  # [num_layers, num_kv_heads, num_blocks, dim]
+        summaries: Mapping[Summary, QuantizedSummaries],
         tables: torch.Tensor,  # [num_reqs, width], int32, block tables
         first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before

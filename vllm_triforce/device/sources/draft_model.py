@@ -1,7 +1,6 @@
 """``host/sources/draft_model.py`` on the device (paper, section 4.1)."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -124,19 +123,17 @@ class DeviceDraftModel(DeviceSource):
         passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
-            (is_first, sampling.kind): RowWork(
-                partial(self._draft, is_first),
+            sampling.kind: RowWork(
+                self._draft,
                 sampling,
                 rows,
                 self._passes,
                 vllm_config,
                 device,
-                f"level 1 {'first ' * is_first}round, {sampling.kind}",
+                f"level 1 round, {sampling.kind}",
             )
-            for is_first in (True, False)
             for sampling in CAPTURED_SAMPLING
         }
-        """By whether it is a proposal's first, and how rows are sampled."""
 
     def capture(self, mode) -> None:
         for model_pass in self._passes:
@@ -167,9 +164,14 @@ class DeviceDraftModel(DeviceSource):
 
     def draft(self, batch, rows, is_first) -> None:
         self._all_greedy = batch.sampling.all_greedy
-        self._rounds[is_first, batch.sampling.kind](batch.sampling)
+        self._rounds[batch.sampling.kind](batch.sampling, is_first)
 
-    def _draft(self, is_first: bool, sampling: DeviceSampling) -> tuple[()]:
+    def _draft(self, sampling: DeviceSampling, is_first: bool = True) -> tuple[()]:
+        """
+        Args:
+            is_first: feeds all that a full pass can have added. Graphs always do: some tokens more
+                of a few rows take as long, and there are half as many graphs.
+        """
         rows, first = self._rows, self._catch_up if is_first else self._first
         if is_first:
             slots = rows.column(RowColumn.SLOT)

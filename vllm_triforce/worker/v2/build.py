@@ -16,6 +16,7 @@ from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.device.sources.source import DeviceSourceParts
 from vllm_triforce.device.triforce import DeviceTriForce
+from vllm_triforce.kernels.export_proposal import HandedUp
 from vllm_triforce.kernels.race import Race
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.device_counters import DeviceCounters
@@ -31,7 +32,7 @@ class DeviceBuild:
 
     Args:
         target_layers, draft_layers: attention layers by name.
-        draft_logits: [max_num_reqs, num_speculative_tokens, vocab], for the outer test.
+        vocab_size: of the draft's logits, which the outer test compares with the target's.
         offload: where some layers' KV cache lies in host memory.
     """
 
@@ -45,7 +46,7 @@ class DeviceBuild:
         draft,
         draft_layers: dict,
         kv_cache_config,
-        draft_logits: torch.Tensor,
+        vocab_size: int,
         device: torch.device,
         offload: "OffloadedCache | None" = None,
     ) -> None:
@@ -62,14 +63,14 @@ class DeviceBuild:
             config,
         )
         first = layers[0]
-        dtype = vllm_config.model_config.dtype
+        dtype, logits_dtype = vllm_config.model_config.dtype, vllm_config.model_config.head_dtype
         self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.rows = rows = Rows(
             self.num_slots,
             config.num_speculative_tokens,
             config.gamma,
             self.num_slots,
-            draft_logits.shape[2],
+            vocab_size,
             device,
         )
         self.recorder = StaticQueryRecorder(
@@ -99,7 +100,6 @@ class DeviceBuild:
             self.recorder.queries,
             first.kv_cache.shape[0],
             first.num_kv_heads,
-            dtype,
             rows,
             self.num_slots,
             device,
@@ -136,13 +136,13 @@ class DeviceBuild:
             rows,
             vllm_config.model_config.max_model_len - 1,
             self.tables,
-            draft_logits.dtype,
+            logits_dtype,
             self.shaping,
             device,
             self.adapters,
             pool,
         )
-        race = Race(self.num_slots, draft_logits.shape[2], device)
+        race = Race(self.num_slots, vocab_size, device)
         parts = DeviceSourceParts(
             vllm_config,
             config,
@@ -151,8 +151,8 @@ class DeviceBuild:
             backend.draft(),
             rows,
             self.num_slots,
-            draft_logits.shape[2],
-            draft_logits.dtype,
+            vocab_size,
+            logits_dtype,
             race,
             runner.req_states.all_token_ids.gpu,
             self.shaping,
@@ -161,6 +161,14 @@ class DeviceBuild:
         sources = {name: DEVICE_SOURCES[name].build(parts) for name in config.sources}
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         self.slots = Slots(self.num_slots)
+        # Rounded to this before anything is drawn from them.
+        draft_logits = torch.zeros(
+            self.num_slots,
+            config.num_speculative_tokens,
+            vocab_size,
+            dtype=logits_dtype,
+            device=device,
+        )
         self.triforce = DeviceTriForce(
             config,
             sources,
@@ -168,7 +176,7 @@ class DeviceBuild:
             level2,
             rows,
             self.slots,
-            draft_logits,
+            HandedUp.allocate(draft_logits, vllm_config.scheduler_config.max_num_seqs),
             race,
             self.shaping,
             counts,

@@ -187,7 +187,6 @@ class CalibrationV2:
         else:
             triforce.propose_directly(route, batch, draft_tokens)
         triforce.begin(draft_tokens, states)
-        triforce.end(states)
         self._batches.forget(batch)
 
     def _timed(self, run: Callable[[], None]) -> float:

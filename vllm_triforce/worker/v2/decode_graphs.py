@@ -6,7 +6,11 @@ at a time, as without TriForce, and proposals are as long as was planned: both m
 well, or a step takes longer than stock vLLM's.
 """
 
+from collections.abc import Iterable
+
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.math_utils import next_power_of_2, round_up
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     CudaGraphManager,
@@ -15,6 +19,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.vllm_patches import swaps
+
+# Tokens of passes that verify drafts. Up to the second a pass takes as long as reading the weights
+# does, so that twice as many tokens take no longer; past it the sizes lie the third apart.
+_FEWEST, _WEIGHT_BOUND, _STEP = 16, 128, 64
 
 
 def _captures_decode_passes(manager: CudaGraphManager) -> bool:
@@ -38,6 +46,41 @@ def serve_any_mix(manager: CudaGraphManager) -> bool:
     manager._capture_descs.clear()
     manager._init_candidates()
     return True
+
+
+def thin_decode_graphs(manager: CudaGraphManager) -> None:
+    """Keep few of the graphs for passes that verify drafts: beside those for plain decoding, which
+    are as many as stock vLLM's, there would be as many again."""
+    if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
+        return
+    captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    # Of the sizes that a coarser one covers, the largest.
+    kept = {
+        (*_kind(desc), _coarse_size(desc.num_tokens)): desc
+        for desc in sorted(captured, key=lambda desc: desc.num_tokens)
+    }
+    manager._capture_descs[CUDAGraphMode.FULL] = [d for d in captured if d in kept.values()]
+    for (num_tokens, _), candidates in manager._candidates.items():
+        own = [desc for desc in candidates if desc in captured]
+        holding = [
+            next(
+                desc
+                for desc in kept.values()
+                if desc.num_tokens >= num_tokens and kind == _kind(desc)
+            )
+            for kind in dict.fromkeys(map(_kind, own))
+        ]
+        candidates[:] = [*holding, *(desc for desc in candidates if desc not in own)]
+
+
+def _kind(desc: BatchExecutionDescriptor) -> tuple[int, int]:
+    return desc.num_active_loras, desc.num_ubatches
+
+
+def _coarse_size(num_tokens: int) -> int:
+    if num_tokens <= _WEIGHT_BOUND:
+        return max(_FEWEST, next_power_of_2(num_tokens))
+    return round_up(num_tokens, _STEP)
 
 
 def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
@@ -80,6 +123,27 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
     return len(added)
 
 
+def choose_decode_graphs(runner, target_layers: Iterable[str]) -> None:
+    """Change which graphs the runner's new manager captures.
+
+    vLLM makes a manager twice, the first time to measure what its graphs take: both times it
+    has to know of all of them.
+    """
+    manager = runner.cudagraph_manager
+    if manager is None or not _captures_decode_passes(manager):
+        return
+    unsupported = get_varlen_cudagraph_unsupported_backend(
+        runner.attn_groups,
+        runner.vllm_config,
+        manager.decode_query_len,
+        checked_layer_names=set(target_layers),
+    )
+    if unsupported is None:
+        serve_any_mix(manager)
+    thin_decode_graphs(manager)
+    add_plain_decode_graphs(manager)
+
+
 class _Quiet(CudaGraphManager):
     """Between vLLM's two classes, where each graph's pass is known."""
 
@@ -119,6 +183,9 @@ class QuietPlainGraphs(ModelCudaGraphManager, _Quiet):
 
 def record_nothing_in_plain_graphs(runner, recorder: StaticQueryRecorder) -> None:
     """Before graphs are captured."""
+    manager = runner.cudagraph_manager
+    if manager is None or manager.decode_query_len == 1 or not _captures_decode_passes(manager):
+        return
     quiet = QuietPlainGraphs.__new__(QuietPlainGraphs)
     # The same state: whoever else holds the manager sees the graphs that are captured.
     quiet.__dict__ = swaps.CUDAGRAPH_MANAGER.set(runner, quiet).__dict__

@@ -14,9 +14,6 @@ from vllm_triforce.worker.v2.speculator import SpeculatorV2
 class PlainSpeculatorV2(SpeculatorV2):
     """Proposes nothing, ever: it has layers in host memory staged, and keeps nothing beside."""
 
-    def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        """Nothing to capture."""
-
     def capture(self) -> None:
         """Nothing."""
 

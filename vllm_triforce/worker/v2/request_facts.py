@@ -6,8 +6,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.kernels.export_proposal import HandedUp, outer_test_rows
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -27,26 +29,90 @@ class RequestFacts(LogitsProcessor):
         return logits
 
 
-def hear_of_requests(runner) -> RequestFacts:
-    """Gives a runner's sampler the listener, and its rejection sampler ``logprob_token_ids``."""
+def hear_of_requests(runner, handed_up: HandedUp) -> RequestFacts:
+    """Give a runner's sampler the listener, and its rejection sampler what it lacks.
+
+    Raises:
+        RuntimeError: the model has a rejection sampler of its own.
+    """
     facts = RequestFacts(runner.max_num_reqs)
     runner.sampler.logits_processors.append(facts)
+    if type(runner.rejection_sampler) is not RejectionSampler:
+        raise RuntimeError(
+            f"method='triforce' is not supported with {type(runner.rejection_sampler).__name__}: "
+            "it tests drafts in its own way. Use another method"
+        )
+    complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
+    complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
+    complete.handed_up = handed_up
     # Where sampling is spread over ranks, what they gather has no place for named tokens.
-    if type(runner.rejection_sampler) is RejectionSampler and runner.batch_sharder is None:
-        complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
-        complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
+    complete.names_tokens = runner.batch_sharder is None
     return facts
 
 
 class CompleteRejectionSamplerV2(RejectionSampler):
-    """vLLM's, which returns no ``logprob_token_ids`` as soon as anybody in the batch has drafts."""
+    """Read distributions by slot, and return ``logprob_token_ids``.
 
-    def _verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
-        idx_mapping_np, self._owners = rest[:2]
-        self._num_named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
-        return super()._verify(
-            logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest
+    vLLM's own reads a distribution for each of ``max_num_seqs`` requests, and returns no
+    ``logprob_token_ids`` as soon as anybody in the batch has drafts.
+    """
+
+    handed_up: HandedUp
+    names_tokens: bool
+
+    def _verify(
+        self,
+        logits,
+        draft_logits,
+        draft_sampled,
+        pos,
+        cu_num_logits,
+        idx_mapping,
+        idx_mapping_np,
+        expanded_idx_mapping,
+        expanded_local_pos,
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,
+    ):
+        """As vLLM's, whose two calls these are; the second is told of slots."""
+        named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
+        self._num_named, self._owners = named * self.names_tokens, expanded_idx_mapping
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
         )
+        states = self.sampler.sampling_states
+        rows = outer_test_rows(
+            self.handed_up,
+            expanded_idx_mapping,
+            expanded_local_pos,
+            verify_draft_sampled,
+            states.temperature.gpu,
+            states.seeds.gpu,
+        )
+        sampled, num_sampled = rejection_sample(
+            processed,
+            self.handed_up.logits,
+            rows.draft_tokens,
+            cu_num_logits,
+            pos,
+            rows.owners[cu_num_logits[:-1]],
+            rows.owners,
+            rows.places,
+            rows.temperature,
+            rows.seeds,
+            self.num_speculative_steps,
+            self.synthetic_conditional_rates,
+            use_fp64=self.sampler.use_fp64_gumbel,
+            use_block_verification=self.use_block_verification,
+        )
+        return processed, sampled, num_sampled
 
     def _get_logprobs_tensors(
         self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs

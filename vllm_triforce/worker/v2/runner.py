@@ -5,6 +5,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
@@ -13,10 +14,12 @@ from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.step_plan import StepPlan, plan_of
+from vllm_triforce.device.graph_sizes import num_graphs
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.worker.draft_loading import warm_up
 from vllm_triforce.worker.v2.batch import read_batch
 from vllm_triforce.worker.v2.build import DeviceBuild
+from vllm_triforce.worker.v2.decode_graphs import record_nothing_in_plain_graphs
 from vllm_triforce.worker.v2.reports import Reports
 from vllm_triforce.worker.v2.request_facts import RequestFacts, hear_of_requests
 from vllm_triforce.worker.v2.routes import Routes
@@ -30,11 +33,9 @@ class TriForceSpeculatorV2(SpeculatorV2):
     """TriForce in the place of vLLM's draft model.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
-    nothing of the proposals and has as many verified as were planned. What was not
-    proposed is therefore PAD_TOKEN, *drawn with certainty*: its draft logits are one-hot, so the
-    outer test accepts it with the probability that the target gives it and otherwise draws from
-    the rest, which is exact. V2's own placeholder, -1, will not do: the full pass would look up
-    its embedding.
+    nothing of the proposals and has as many verified as were planned. What was not proposed is
+    PAD_TOKEN, a token of the vocabulary, as the full pass looks up its embedding. The outer test
+    is told -1 instead (``kernels/export_proposal.py``): it refuses that and draws from the target.
 
     ``propose()`` never waits for the device: who proposes how much by how many rounds is planned
     before the step. A scheduler that is not asynchronous waits once, for the tokens.
@@ -60,6 +61,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Level 1 and level 2 are captured wherever vLLM captures anything: they call kernels of
         their own, so what the backend's can be captured for is no matter."""
+        super().init_cudagraph_manager(cudagraph_mode)
         if cudagraph_mode != CUDAGraphMode.NONE:
             self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         else:
@@ -67,7 +69,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Builds the levels, once the target's KV cache exists."""
-        self._facts = hear_of_requests(self._runner)
         self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
@@ -80,16 +81,38 @@ class TriForceSpeculatorV2(SpeculatorV2):
             draft=self.model,
             draft_layers=draft_layers,
             kv_cache_config=kv_cache_config,
-            draft_logits=self.draft_logits,
+            vocab_size=self.vocab_size,
             device=self.device,
             offload=offload,
         )
+        self._facts = hear_of_requests(self._runner, self._built.triforce.handed_up)
+        record_nothing_in_plain_graphs(self._runner, self.recorder)
         self._routes = Routes(self.config, self._built, self._facts)
 
     def capture(self) -> None:
-        # vLLM also captures while it measures memory, before there is a KV cache of full size.
-        if self._built is not None and self._graph_mode != CUDAGraphMode.NONE:
+        if self._graph_mode == CUDAGraphMode.NONE:
+            return
+        if self._built is None:
+            # vLLM measures a few of its graphs, before there is a KV cache of full size.
+            self.graph_bytes = self._estimated_graph_bytes()
+        else:
             self._built.capture(self._graph_mode)
+
+    def _estimated_graph_bytes(self) -> int:
+        """As many as vLLM reckons for as many graphs more of its own."""
+        runner = self._runner
+        number = sum(
+            num_graphs(
+                self.config,
+                min(self.max_num_reqs, self.config.max_speculating_seqs),
+                self.vllm_config.compilation_config.max_cudagraph_capture_size,
+                self.model is not None,
+                len(runner.lora_capture_cases) if runner.lora_config else 0,
+            ).values()
+        )
+        samples = runner.cudagraph_manager._capture_mem_samples
+        measured = _extrapolate_full_graph_memory(samples, 1)
+        return _extrapolate_full_graph_memory(samples, 1 + number) - measured
 
     @property
     def recorder(self) -> StaticQueryRecorder:
@@ -187,7 +210,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
                     triforce.propose_directly(route, batch, draft_tokens)
             self._has_proposal[hosted_states[rows]] = True
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
-        triforce.end(states)
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:
             self._report_faults(triforce.known_counters.num_nan_requests)

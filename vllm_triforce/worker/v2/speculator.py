@@ -12,6 +12,7 @@ from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.adapter import RunnerAdapter
 from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.worker.v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
 
 
@@ -19,12 +20,14 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     """Of vLLM's class it keeps how a draft model is loaded and the buffers that the runner reads.
 
     The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` after the outcome of a full
-    pass is in its request states, writes what it returns to ``req_states.draft_tokens``, reads
-    ``draft_logits`` in the next rejection test, and lets its ``draft_tokens_handler`` report to the
-    scheduler.
+    pass is in its request states, writes what it returns to ``req_states.draft_tokens``, and lets
+    its ``draft_tokens_handler`` report to the scheduler. The next rejection test reads level 2's
+    distributions (``request_facts.py``), not this class's ``draft_logits``, which are None.
     """
 
     num_extra_query_per_req = 0
+    graph_bytes = 0
+    """Of CUDA graphs of proposals, as far as vLLM has measured its own."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device)
@@ -34,16 +37,10 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self.attn_groups: list = []
         self._runner = runner
         self._draft_model = draft_model
-        assert self.draft_logits is not None
-        self.draft_logits[..., PAD_TOKEN] = 0
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
 
     # Start-up, in the order of the calls.
-
-    def draft_logits_spec(self, vllm_config) -> tuple[torch.dtype, float]:
-        """Level 2's logits are rounded to this before anything is drawn from them."""
-        return vllm_config.model_config.head_dtype, float("-inf")
 
     def load_model(self, target_model) -> None:
         self._target = target_model
@@ -65,6 +62,9 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         for name, counts in blocks_kept(scheduler_output).items():
             if name in places:
                 tables.num_blocks.np[:, places[name]] = counts
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        choose_decode_graphs(self._runner, self.target_layers)
 
     def propose_nothing(self, num_reqs: int) -> torch.Tensor:
         """Padding, [num_reqs, num_speculative_tokens], int64, and no word of it to the

@@ -1,0 +1,93 @@
+"""vLLM's outer test with level 2's distributions by slot: as with one for every request."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from tests.kernels.tensors import integers
+from vllm_triforce.kernels.export_proposal import HandedUp, outer_test_rows
+
+MAX_REQS, NUM_SLOTS, PLACES, VOCAB = 12, 4, 3, 50
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
+    """Of a batch with proposals of all lengths, some of whose slots have a new owner, with greedy
+    requests and without drafts: vLLM's own test of a table by state, with -1 for what was not
+    proposed, draws the same."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*shape):
+        return torch.randn(shape, generator=draw).to(DEVICE)
+
+    states = torch.randperm(MAX_REQS, generator=draw)[:7]
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.3])[
+        torch.randint(4, (MAX_REQS,), generator=draw)
+    ].to(DEVICE)
+    seeds = torch.arange(MAX_REQS, dtype=torch.int64, device=DEVICE) * 7919 + seed
+    handed_up = HandedUp.allocate(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
+    by_state = torch.full((MAX_REQS, PLACES, VOCAB), torch.nan, device=DEVICE)
+    proposed = [0] * MAX_REQS
+    # More have had a slot than there are: the earlier owners' distributions are gone.
+    for turn, state in enumerate(states[:6].tolist()):
+        slot, length = turn % NUM_SLOTS, int(torch.randint(PLACES + 1, (1,), generator=draw))
+        handed_up.slot_of_state[state], handed_up.state_of_slot[slot] = slot, state
+        handed_up.num_proposed[state] = length
+        proposed[state] = length if turn + NUM_SLOTS >= 6 else 0
+        by_state[state, : proposed[state]] = handed_up.logits[slot, : proposed[state]]
+    num_drafts = [int(n) for n in torch.randint(PLACES + 1, (7,), generator=draw)]
+    owners, places, tokens, tested = [], [], [], []
+    for state, drafts in zip(states.tolist(), num_drafts):
+        for place in range(drafts + 1):
+            token = int(torch.randint(VOCAB, (1,), generator=draw))
+            owners.append(state)
+            places.append(place)
+            tokens.append(token)
+            tested.append(token if place <= proposed[state] else -1)
+    starts = torch.tensor([0, *num_drafts]) + torch.tensor([0] + [1] * 7)
+    starts = integers(starts.cumsum(0).tolist())
+    target, pos = some(len(owners), VOCAB), integers([p + 10 for p in places])
+    # A place that is none has no distribution: NaN shows where one is read.
+    stock = by_state.clone()
+    stock[by_state.isnan()] = 0
+
+    def outcome(logits, drafted, states, owners, places, temperature, seeds):
+        sampled, number = rejection_sample(
+            target,
+            logits,
+            drafted,
+            starts,
+            pos,
+            states,
+            owners,
+            places,
+            temperature,
+            seeds,
+            PLACES,
+            use_block_verification=block,
+        )
+        return [row[:n] for row, n in zip(sampled.tolist(), number.tolist())]
+
+    owners, places = integers(owners), integers(places)
+    expected = outcome(
+        stock, integers(tested), integers(states.tolist()), owners, places, temperature, seeds
+    )
+    rows = outer_test_rows(handed_up, owners, places, integers(tokens), temperature, seeds)
+    found = outcome(
+        handed_up.logits,
+        rows.draft_tokens,
+        rows.owners[starts[:-1]],
+        rows.owners,
+        rows.places,
+        rows.temperature,
+        rows.seeds,
+    )
+    assert found == expected
+    assert rows.draft_tokens.tolist() == tested
