@@ -4,7 +4,7 @@ from tests.generation import NOISE
 from tests.hunt.drive import Answer, sampling_params
 from tests.hunt.engines import adapters, start_stock
 from tests.hunt.models import tokens_of
-from tests.outputs import _assert_close_tables
+from tests.outputs import assert_close_tables
 
 
 class Stock:
@@ -64,7 +64,7 @@ class Stock:
                     f"TriForce {ours.finish_reasons}"
                 )
             try:
-                _assert_close_tables(stocks.logprobs, ours.logprobs)
+                assert_close_tables(stocks.logprobs, ours.logprobs)
             except AssertionError as error:
                 found.append(f"logprobs: request {i}: {error}")
         return found
