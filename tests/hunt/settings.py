@@ -7,7 +7,7 @@ from vllm_triforce.selection import POLICIES
 MAX_MODEL_LEN = 768
 MAX_TOKENS = 48
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+BACKENDS = ("auto", "guidance", "outlines")
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
 UNCHUNKED = 8192
 
