@@ -84,8 +84,12 @@ def run(job: Job, driver: Driver) -> Seen:
     for number, requests in enumerate(job.rounds):
         kind = job.disturbance if number == 0 else ()
         before, preempted = _counters(llm), _num_preempted(llm, job)
+        if kind[:1] == ("reset",):
+            disturbed = _resetting(llm, *kind[1:])
+        else:
+            disturbed = driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({})
         with (
-            driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({}) as said,
+            disturbed as said,
             watch(scheduler.structured_output_manager, "accept_tokens") as accepted,
         ):
             outputs = _outputs(llm, requests, job.every)
@@ -132,6 +136,27 @@ def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
         use_tqdm=False,
         lora_request=[lora_request(params) for _, params in requests],
     )
+
+
+@contextmanager
+def _resetting(llm, *steps: int) -> Iterator[dict]:
+    """Take the KV cache from all running requests before these steps, as for new weights."""
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    original, said, number = engine.step, {"running": []}, 0
+
+    def step():
+        nonlocal number
+        number += 1
+        if number in steps:
+            said["running"].append(len(scheduler.running))
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        return original()
+
+    engine.step = step
+    try:
+        yield said
+    finally:
+        engine.step = original
 
 
 def _outputs(llm, requests, every: int) -> list:

@@ -24,7 +24,7 @@ class Stock:
             for prompt, params in batch
         )
         own = {"max_model_len": limit} if limit and (reached or is_small) else {}
-        its = ("lora", "reasoning")
+        its = ("lora", "reasoning", "logprobs_mode")
         own |= {k: v for k, v in job.engine.items() if any(name in k for name in its)}
         return self._engines.get(job.target, **own)
 
