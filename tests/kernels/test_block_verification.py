@@ -15,6 +15,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 
+pytestmark = pytest.mark.thorough
+
 VOCAB, NUM_REQUESTS = 4, 800
 TEMPERATURE = 0.8
 
