@@ -17,7 +17,7 @@ from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 
 pytestmark = pytest.mark.thorough
 
-VOCAB, NUM_REQUESTS = 4, 800
+VOCAB, NUM_REQUESTS = 4, 400
 TEMPERATURE = 0.8
 
 
