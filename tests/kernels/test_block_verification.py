@@ -15,7 +15,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
 
-VOCAB, NUM_REQUESTS = 4, 800
+pytestmark = pytest.mark.thorough
+
+VOCAB, NUM_REQUESTS = 4, 400
 TEMPERATURE = 0.8
 
 

@@ -465,7 +465,7 @@ def _ends() -> list[Case]:
         lambda u: {"max_tokens": 14, "stop": [u.text[30:34]], "stop_token_ids": [u.token_ids[5]]},
         end(max_tokens=9, include_stop_str_in_output=True),
         end(min_tokens=9, logprobs=2),
-        end(n=2, temperature=1.0, top_k=1),
+        end(**ONE_ANSWER),
         lambda u: {"max_tokens": 14, "repetition_detection": detection},
         lambda u: {"max_tokens": 14, "ignore_eos": False, "logit_bias": {EOS: 14}},
     )

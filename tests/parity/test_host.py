@@ -10,7 +10,14 @@ from tests.parity.running import make_job
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "host" not in case.skip])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * case.thorough)
+        for name, case in CASES.items()
+        if "host" not in case.skip
+    ],
+)
 def test_promise(engines, parity_models, by, name):
     case = CASES[name]
     job = make_job(case, parity_models, by.stock)
