@@ -16,7 +16,6 @@ from tests.engine.test_level2 import built
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.checks import ACCEPTANCE
-from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 
@@ -142,29 +141,6 @@ def test_turns_of_a_conversation(stock, llm, text):
     assert checked
     assert metric(llm, "prefix_cache_hits") - found_before[0] == num_hits
     assert metric(llm, "prefix_cache_queries") - found_before[1] == num_queries
-
-
-@pytest.mark.thorough
-def test_as_much_is_accepted_of_preempted_requests(stock, llm, text):
-    """Two conversations that do not fit together, turn by turn: alone, and side by side."""
-    params = [greedy(90, ignore_eos=True)]
-    talks = [text[3000:3500], text[5000:5500]]
-    before = num_preempted = metric(llm, "num_preemptions")
-    sums = [LevelCounters(), LevelCounters()]
-    for turn in range(3):
-        assert llm.reset_prefix_cache()
-        for talk in talks:
-            sums[0] = sums[0].plus(counted_run(llm, [talk], params)[1])
-        assert metric(llm, "num_preemptions") == num_preempted
-        outputs, counted = counted_run(llm, talks, params * 2)
-        num_preempted = metric(llm, "num_preemptions")
-        sums[1] = sums[1].plus(counted)
-        assert_same_outputs(stock, run(stock, talks, params * 2), outputs)
-        new = text[7000 + 90 * turn :][:30]
-        talks = [[*talk, *o.outputs[0].token_ids, *new] for talk, o in zip(talks, outputs)]
-    for rate in ("level1_acceptance_rate", "level2_acceptance_rate"):
-        assert abs(getattr(sums[0], rate) - getattr(sums[1], rate)) < 0.05, rate
-    assert sums[1].num_level2_drafted > 100 and num_preempted > before
 
 
 def test_abort_between_proposal_and_full_pass(stock, llm, text):

@@ -77,3 +77,33 @@ def test_what_a_grammar_sees(is_asynchronous, expected):
     handler._copied = None
     nothing = [[0, 0, 0]] * 2 if is_asynchronous else [[], []]
     assert handler.get_draft_tokens().draft_token_ids == nothing
+
+
+@pytest.mark.parametrize(
+    "accepted, computed, is_stale, cached",
+    [
+        ([7, 8, 9], 102, False, 102),
+        ([7, 8], 104, False, 101),  # two more were accepted behind a stop
+        ([7], 100, False, None),
+        ([7, 8, 9], 0, True, None),
+    ],
+    ids=["accepted", "stopped", "one token", "preempted"],
+)
+def test_blocks_that_accepted_tokens_fill_are_cached(accepted, computed, is_stale, cached):
+    """Of a request that had a hundred tokens, all but the last of which were computed."""
+    from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
+
+    class Base:
+        def _update_request_with_output(self, request, new_token_ids, is_stale):
+            request.num_tokens += len(new_token_ids)
+            return new_token_ids, False
+
+    class Scheduler(CachesAcceptedBlocks, Base):
+        pass
+
+    calls = []
+    scheduler = Scheduler()
+    scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda _, count: calls.append(count))
+    request = SimpleNamespace(num_tokens=100, num_computed_tokens=computed)
+    assert scheduler._update_request_with_output(request, accepted, is_stale) == (accepted, False)
+    assert calls == ([] if cached is None else [cached])
