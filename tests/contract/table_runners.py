@@ -107,10 +107,9 @@ RUNNER_V2: list[Surface] = [
     overrides(SPEC2, "BaseSpeculator.init_cudagraph_manager", "self, cudagraph_mode", V2),
     overrides(SPEC2, "BaseSpeculator.capture", "self", V2),
     overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", OURS2),
-    overrides(SPEC2, "DraftModelSpeculator.draft_logits_spec", "self, vllm_config", OURS2),
     overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", OURS2),
     has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", OURS2),
-    has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
+    has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits vocab_size num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
     # Start-up: speculator and handler are made, and may be replaced; then this order.
     does(RUNNER2, "GPUModelRunner.__init__", "self.req_states = < self.speculator = < self.draft_tokens_handler =", V2),
     does(RUNNER2, "GPUModelRunner.load_model", "isinstance(self.speculator, DraftModelSpeculator) < self.speculator.load_model(", V2),
@@ -160,6 +159,11 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.apply", "self, logits, ctx", FACTS),
     has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder max_num_reqs", FACTS),
     overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", FACTS),
+    # Its two calls, made by us with slots in the place of states.
+    does(REJECT2, "RejectionSampler._verify", "self.sampler.apply_sampling_params( < rejection_sample(", FACTS),
+    calls(REJECT2.replace("sampler.py", "sampler_utils.py"), "rejection_sample", "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, num_speculative_steps, synthetic_conditional_rates, use_fp64=, use_block_verification=", FACTS),
+    calls("v1/worker/gpu/sample/sampler.py", "Sampler.apply_sampling_params", "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np", FACTS),
+    has(REJECT2, "RejectionSampler", "sampler num_speculative_steps synthetic_conditional_rates use_block_verification", FACTS),
     overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", FACTS),
     does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", FACTS),
     calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
