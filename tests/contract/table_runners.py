@@ -234,6 +234,12 @@ BUILDING: list[Surface] = [
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", CACHE),
     # The KV cache in host memory.
     overrides(WORKER, "Worker.determine_available_memory", "self", "vllm_triforce/worker/gpu.py"),
+    overrides(WORKER, "Worker._maybe_activate_jit_monitor", "self", "vllm_triforce/worker/gpu.py"),
+    has(WORKER, "Worker", "peak_activation_memory cudagraph_memory_estimate", "vllm_triforce/worker/gpu.py"),
+    # What vLLM measures of its graphs is there when the speculator is asked to capture its own.
+    does("v1/worker/gpu/cudagraph_utils.py", "profile_cudagraph_memory", "manager._capture_mem_samples = < runner.capture_model(", V2),
+    calls("v1/worker/gpu/cudagraph_utils.py", "_extrapolate_full_graph_memory", "mem_samples, total_graphs", V2),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager._capture_stream", "self, desc", GRAPHS),
     overrides(CPU_WORKER, "CPUWorker.determine_available_memory", "self", "vllm_triforce/worker/cpu.py"),
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", OFFLOAD),
     calls("v1/kv_cache_interface.py", "create_kv_cache_views", "raw, spec, num_blocks, layout, kv_cache_tensor, kernel_block_size=", OFFLOAD),
