@@ -110,10 +110,9 @@ RUNNER_V2: list[Surface] = [
     overrides(SPEC2, "BaseSpeculator.init_cudagraph_manager", "self, cudagraph_mode", V2),
     overrides(SPEC2, "BaseSpeculator.capture", "self", V2),
     overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", OURS2),
-    overrides(SPEC2, "DraftModelSpeculator.draft_logits_spec", "self, vllm_config", OURS2),
     overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", OURS2),
     has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", OURS2),
-    has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
+    has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits vocab_size num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
     # Start-up: speculator and handler are made, and may be replaced; then this order.
     does(RUNNER2, "GPUModelRunner.__init__", "self.req_states = < self.speculator = < self.draft_tokens_handler =", V2),
     does(RUNNER2, "GPUModelRunner.load_model", "isinstance(self.speculator, DraftModelSpeculator) < self.speculator.load_model(", V2),
@@ -166,6 +165,11 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.apply", "self, logits, ctx", FACTS),
     has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder max_num_reqs", FACTS),
     overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", FACTS),
+    # Its two calls, made by us with slots in the place of states.
+    does(REJECT2, "RejectionSampler._verify", "self.sampler.apply_sampling_params( < rejection_sample(", FACTS),
+    calls(REJECT2.replace("sampler.py", "sampler_utils.py"), "rejection_sample", "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, num_speculative_steps, synthetic_conditional_rates, use_fp64=, use_block_verification=", FACTS),
+    calls("v1/worker/gpu/sample/sampler.py", "Sampler.apply_sampling_params", "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np", FACTS),
+    has(REJECT2, "RejectionSampler", "sampler num_speculative_steps synthetic_conditional_rates use_block_verification", FACTS),
     overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", FACTS),
     has(REJECT2, "RejectionSampler", "use_block_verification", "vllm_triforce/config/checks.py"),
     does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", FACTS),
@@ -266,6 +270,12 @@ BUILDING: list[Surface] = [
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", CACHE),
     # The KV cache in host memory.
     overrides(WORKER, "Worker.determine_available_memory", "self", "vllm_triforce/worker/gpu.py"),
+    overrides(WORKER, "Worker._maybe_activate_jit_monitor", "self", "vllm_triforce/worker/gpu.py"),
+    has(WORKER, "Worker", "peak_activation_memory cudagraph_memory_estimate", "vllm_triforce/worker/gpu.py"),
+    # What vLLM measures of its graphs is there when the speculator is asked to capture its own.
+    does("v1/worker/gpu/cudagraph_utils.py", "profile_cudagraph_memory", "manager._capture_mem_samples = < runner.capture_model(", V2),
+    calls("v1/worker/gpu/cudagraph_utils.py", "_extrapolate_full_graph_memory", "mem_samples, total_graphs", V2),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager._capture_stream", "self, desc", GRAPHS),
     overrides(CPU_WORKER, "CPUWorker.determine_available_memory", "self", "vllm_triforce/worker/cpu.py"),
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", OFFLOAD),
     calls("v1/kv_cache_interface.py", "create_kv_cache_views", "raw, spec, num_blocks, layout, kv_cache_tensor, kernel_block_size=", OFFLOAD),

@@ -133,3 +133,19 @@ def test_a_cut_at_a_forbidden_token_is_exact_for_certain_tokens_only():
     assert torch.allclose(by_q, torch.tensor([0.65, 0.35, 0.0])), "this is the fault"
     for certain in range(3):
         assert torch.allclose(outcome(certain, torch.eye(3)[certain]), p)
+
+
+def test_as_many_are_speculated_on_at_a_time_as_asked_for():
+    """Those that were before go first; the others decode plainly."""
+    from types import SimpleNamespace
+
+    from vllm_triforce.worker.v1.runner import TriForceProposer
+
+    proposer = object.__new__(TriForceProposer)
+    proposer.config = SimpleNamespace(max_speculating_seqs=2)
+    names = SimpleNamespace(req_ids=["a", "b", "c", "d"])
+    proposer._runner, proposer._requests = SimpleNamespace(input_batch=names), {"d": None}
+    assert proposer._at_a_time([1, 3]) == [1, 3]
+    assert proposer._at_a_time([0, 1, 2, 3]) == [0, 3]
+    proposer._requests = {"b": None, "d": None, "c": None}
+    assert proposer._at_a_time([0, 1, 2, 3]) == [1, 2]

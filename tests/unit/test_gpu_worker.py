@@ -144,7 +144,9 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
 
     serve_any_mix(manager)
     add_plain_decode_graphs(manager)
-    recorder = StaticQueryRecorder(1, torch.zeros(5, dtype=torch.int32), 2, 8, 7, 10, torch.float32)
+    recorder = StaticQueryRecorder(
+        1, torch.zeros(5, dtype=torch.int32), 4, 2, 8, 7, 10, torch.float32
+    )
     runner = SimpleNamespace(cudagraph_manager=manager)
     record_nothing_in_plain_graphs(runner, recorder)
     heard = {}
@@ -285,3 +287,74 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, mon
     config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
     with pytest.raises(ValueError, match=named):
         checks.check_vllm_config(vllm_config, config)
+
+
+@pytest.mark.parametrize("has_jit_warmup", [True, False])
+def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmup, monkeypatch):
+    """With ``jit_monitor_mode="error"`` a kernel that compiles later ends the engine."""
+    from vllm.utils import jit_monitor
+
+    from vllm_triforce.worker.gpu import TriForceGPUWorker
+
+    calls = []
+    monkeypatch.setattr(jit_monitor, "activate", lambda **_: calls.append("watched"))
+    worker = object.__new__(TriForceGPUWorker)
+    worker.triforce = SimpleNamespace(warm_up=lambda: calls.append("warm"))
+    worker.vllm_config = SimpleNamespace(
+        kernel_config=SimpleNamespace(enable_jit_warmup=has_jit_warmup)
+    )
+    worker.observability_config = SimpleNamespace(
+        jit_monitor_mode="error", jit_monitor_verbose=False
+    )
+    worker._maybe_activate_jit_monitor()
+    assert calls == ["warm", "watched"][: 1 + has_jit_warmup]
+
+
+def test_graphs_are_at_most_a_third_more_than_stock_vllms():
+    """Of an 8B model at defaults, without a draft; and those for single tokens are all there."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from tools import memory_table as table
+    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs
+
+    config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    for seqs in (256, 1024):
+        counts = table.graphs(seqs, config, has_draft=False)
+        assert sum(counts.values()) <= 1.3 * table.num_stock_graphs(seqs)
+        stock, _ = table.captured(seqs, 0)
+        ours, _ = table.captured(seqs, config.num_speculative_tokens)
+        add_plain_decode_graphs(ours)
+        for desc in stock._capture_descs[CUDAGraphMode.FULL]:
+            found = ours._candidates[desc.num_tokens, 0][0]
+            assert (found.num_tokens, found.uniform_token_count) == (desc.num_tokens, 1)
+
+
+def test_memory_is_at_most_three_hundredths_of_the_kv_cache():
+    from tools import memory_table as table
+
+    assert float(table.column(1024, False)["**of the KV cache**"].strip("*%")) <= 3.0
+
+
+@pytest.mark.parametrize("any_mix", [True, False])
+def test_fewer_graphs_hold_what_all_held(any_mix):
+    from vllm.config.compilation import CUDAGraphMode
+
+    from tools import memory_table as table
+    from vllm_triforce.worker.v2.decode_graphs import serve_any_mix, thin_decode_graphs
+
+    before, _ = table.captured(256, 12)
+    if any_mix:
+        serve_any_mix(before)
+    full = before._capture_descs[CUDAGraphMode.FULL]
+    held = {key: [d for d in found if d in full] for key, found in before._candidates.items()}
+    thin_decode_graphs(before)
+    kept = before._capture_descs[CUDAGraphMode.FULL]
+    assert set(kept) < set(full) and len(kept) <= 10
+    for (num_tokens, _), old in held.items():
+        found = [d for d in before._candidates[num_tokens, 0] if d.cg_mode == CUDAGraphMode.FULL]
+        assert len(found) == len(old) <= 1
+        if found:
+            assert found[0] in kept
+            assert found[0].num_tokens >= num_tokens and found[0].num_reqs >= old[0].num_reqs
+            # Half as many more at most, where the tokens take time.
+            assert num_tokens <= 128 or found[0].num_tokens < num_tokens + 64 + 13

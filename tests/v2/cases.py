@@ -21,6 +21,7 @@ def run(asked: dict) -> dict:
     llm = make_engine(target, DRAFT | {"model": draft}, skip_tokenizer_init=False)
     results = {"draft": _verified(llm, asked["mixed"])}
     results["draft"] |= _draft_layers(llm)
+    results["memory"] = _memory(llm)
     results["grammar"] = _grammar(llm, asked["third"])
     results["modules"] = sorted(name for name in sys.modules if name.startswith("vllm_triforce."))
     results["invented"] = _invented(llm, asked["third"][0][:321])
@@ -70,6 +71,24 @@ def _verified(llm, prompts) -> dict:
     with uninformed_scheduler(llm):
         padded = generate(llm, prompts, max_tokens=NUM_TOKENS)
     return {"informed": informed, "padded": padded, "announced": by_age}
+
+
+def _memory(llm) -> dict:
+    """Bytes that are reserved for what is kept, and that it takes."""
+    speculator, (parts, share) = speculator_of(llm), worker_of(llm).beside_kv_cache()
+    built = speculator._built
+    selections, draft = built.triforce.level2.selections, built.triforce.sources["draft_model"]
+    layers = speculator.vllm_config.compilation_config.static_forward_context
+    kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
+    summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
+    kept = {
+        "proposals' distributions": built.triforce.handed_up.logits.nbytes,
+        "selections": selections.num_bytes - summaries,
+        "queries": built.recorder.queries.nbytes,
+        "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
+        "the draft's distributions": draft._logits.nbytes,
+    }
+    return {"reserved": [parts, share], "kept": [kept, summaries / kv_bytes]}
 
 
 def _draft_layers(llm) -> dict:

@@ -103,6 +103,11 @@ def test_what_a_grammar_may_cut_is_handed_up_as_certain(found):
         assert set(found["grammar"]["texts"][row]) <= set(" abcdefghijklm")
 
 
+def test_what_is_kept_is_what_is_reserved(found):
+    """On a GPU, before the KV cache is sized."""
+    assert found["memory"]["kept"] == found["memory"]["reserved"]
+
+
 def test_what_passes_take_is_told(found):
     """Where lengths are given nothing is measured at start-up; asked to, the worker measures."""
     assert found["measured"]["at start"] is None

@@ -122,6 +122,7 @@ class StaticQueryRecorder(_Pausable):
 
     Args:
         query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.
+        max_reqs: first requests of a batch whose queries are kept.
         num_heads: query heads of a layer.
         max_decode_tokens: ``num_speculative_tokens + 1``.
     """
@@ -130,6 +131,7 @@ class StaticQueryRecorder(_Pausable):
         self,
         num_layers: int,
         query_start_loc: torch.Tensor,
+        max_reqs: int,
         num_heads: int,
         head_dim: int,
         max_decode_tokens: int,
@@ -139,7 +141,8 @@ class StaticQueryRecorder(_Pausable):
         self.min_context = min_context
         self._starts = query_start_loc
         self._max_decode_tokens = max_decode_tokens
-        num_reqs, device = len(query_start_loc) - 1, query_start_loc.device
+        device = query_start_loc.device
+        num_reqs = min(max_reqs, len(query_start_loc) - 1)
         self._rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         self.queries = torch.zeros(
             num_layers, num_reqs, num_heads, head_dim, dtype=dtype, device=device

@@ -53,6 +53,12 @@ class ResolvedConfig:
         return "2" in self.levels.split(",")
 
     @property
+    def max_batch(self) -> int:
+        """Requests of a step behind which anybody is speculated on, on Runner V2: larger batches
+        are bound by arithmetic, and the queries of all their requests take memory."""
+        return max(256, 4 * self.max_speculating_seqs)
+
+    @property
     def policy(self) -> str:
         """By which blocks are selected: by one that keeps no summaries where nothing retrieves."""
         return self.selection if self.uses_level2 else "streaming"

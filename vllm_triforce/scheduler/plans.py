@@ -81,7 +81,9 @@ class PlansSteps:
         self._disabled &= self.requests.keys()
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
         names = scheduler_output.num_scheduled_tokens
-        able = {name: most for name in names if (most := self._most(self.requests[name]))}
+        able = {}
+        if len(names) <= self._config.max_batch:
+            able = {name: most for name in names if (most := self._most(self.requests[name]))}
         plan = self._with_room(scheduler_output, self._plan(able, len(names) - len(able)))
         attach(scheduler_output, plan)
         for name in names:

@@ -138,6 +138,7 @@ class Boundary:
                 dense[place, token] = 1.0
             else:
                 dense[place] = row
+                rows[place] = None  # its memory is free as soon as it is copied
         return dense
 
     def _belongs(self, dense: torch.Tensor, token_ids: list[int]) -> bool:

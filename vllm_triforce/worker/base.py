@@ -111,9 +111,7 @@ class TriForceWorkerMixin:
     def compile_or_warm_up_model(self):
         # Before vLLM sets the seed anew, which it does last.
         self.triforce.calibrate()
-        seconds = super().compile_or_warm_up_model()
-        self.triforce.warm_up()
-        return seconds
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         if self._offload is not None:

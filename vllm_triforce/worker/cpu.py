@@ -14,6 +14,11 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
             fix_expand_kernel()
         super().init_device()
 
+    def compile_or_warm_up_model(self):
+        seconds = super().compile_or_warm_up_model()
+        self.triforce.warm_up()
+        return seconds
+
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)

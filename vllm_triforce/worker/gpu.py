@@ -32,6 +32,11 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
         )
         return left
 
+    def _maybe_activate_jit_monitor(self) -> None:
+        # What compiles from here on ends an engine with jit_monitor_mode="error".
+        self.triforce.warm_up()
+        super()._maybe_activate_jit_monitor()
+
     def _beside_estimate(self, config) -> dict[str, int]:
         """Bytes that vLLM's estimate of what its own passes need does not cover."""
         # A proposal is made when the full pass's activations are gone; vLLM leaves room for them.

@@ -39,7 +39,11 @@ def buffers(
     found = {
         "proposals' distributions": of_a_place * config.num_speculative_tokens,
         "selections": 4 * seqs * num_layers * heads * (selected + config.table_width),
-        "queries": scheduler.max_num_seqs * num_layers * some.num_heads * dim * itemsize,
+        "queries": min(scheduler.max_num_seqs, config.max_batch)
+        * num_layers
+        * some.num_heads
+        * dim
+        * itemsize,
         "the draft's windows": windows,
         "the draft's distributions": of_a_place * config.gamma if draft_layers else 0,
     }

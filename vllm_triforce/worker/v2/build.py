@@ -76,6 +76,7 @@ class DeviceBuild:
         self.recorder = StaticQueryRecorder(
             len(layers),
             runner.input_buffers.query_start_loc,
+            config.max_batch,
             first.num_heads,
             first.head_size,
             config.num_speculative_tokens + 1,

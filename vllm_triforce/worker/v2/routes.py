@@ -65,7 +65,7 @@ class Routes:
         for row in np.flatnonzero(is_able).tolist():
             name = input_batch.req_ids[row]
             its = fixed if plan is None else plan.proposing.get(name)
-            if its is not None:
+            if its is not None and row < self._config.max_batch:
                 found.append((row, name, its))
         return found
 
