@@ -26,7 +26,10 @@ TABLE: list[Surface] = [
     overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "vllm_triforce/vllm_patches/drafting_slots.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "vllm_triforce/vllm_patches/drafting_slots.py"),
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),
-    has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
+    has("config/vllm.py", "VllmConfig", "additional_config cache_config parallel_config lora_config structured_outputs_config watermark_config model_config scheduler_config use_v2_model_runner", OURS),
+    has("config/structured_outputs.py", "StructuredOutputsConfig", "backend", CHECK),
+    # Where it no longer does, the backend need not be refused.
+    does("v1/structured_output/backend_lm_format_enforcer.py", "LMFormatEnforcerBackend.compile_grammar", "max_rollback_tokens =", CHECK),
     has("config/parallel.py", "ParallelConfig", "worker_cls data_parallel_index pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size is_moe_model", CHECK),
     calls("utils/cpu_resource_utils.py", "get_cgroup_memory_limit", "", CHECK_OFFLOAD),
     has("config/parallel.py", "ParallelConfig", "tensor_parallel_size nnodes data_parallel_size_local", CHECK_OFFLOAD),

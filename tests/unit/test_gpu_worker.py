@@ -255,6 +255,7 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, mon
         use_v2_model_runner=changed.get("use_v2", True),
         lora_config=None,
         watermark_config=None,
+        structured_outputs_config=SimpleNamespace(backend="auto"),
         model_config=model_config,
     )
     config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)

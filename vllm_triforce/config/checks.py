@@ -206,6 +206,12 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         )
     if not vllm_config.use_v2_model_runner:
         _check_logits_processors(vllm_config.model_config)
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        raise ValueError(
+            "structured_outputs_config.backend='lm-format-enforcer' is not supported with "
+            "method='triforce': vLLM compiles its grammars only without speculation. Use "
+            "'auto', 'xgrammar', 'guidance' or 'outlines'"
+        )
     if vllm_config.watermark_config is not None:
         raise ValueError(
             "watermark_config: level 2 draws its tokens without the watermark; drop it or "
