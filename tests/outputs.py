@@ -40,7 +40,7 @@ def assert_same_outputs(stock, wanted, found) -> int:
         assert f.prompt_token_ids == w.prompt_token_ids
         assert f.finished and w.finished
         assert len(f.outputs) == len(w.outputs)
-        _assert_close_tables(w.prompt_logprobs, f.prompt_logprobs)
+        assert_close_tables(w.prompt_logprobs, f.prompt_logprobs)
         for a, b in zip(w.outputs, f.outputs):
             wanted_ids, found_ids = list(a.token_ids), list(b.token_ids)
             if wanted_ids != found_ids:
@@ -50,7 +50,7 @@ def assert_same_outputs(stock, wanted, found) -> int:
             identical += 1
             assert b.text == a.text
             assert (b.finish_reason, b.stop_reason) == (a.finish_reason, a.stop_reason)
-            _assert_close_tables(a.logprobs, b.logprobs)
+            assert_close_tables(a.logprobs, b.logprobs)
             if a.logprobs is not None:
                 assert len(b.logprobs) == len(b.token_ids)
                 assert math.isclose(
@@ -59,8 +59,8 @@ def assert_same_outputs(stock, wanted, found) -> int:
     return identical
 
 
-def _assert_close_tables(wanted, found) -> None:
-    """Of a sequence of {token: Logprob}, None where there is none."""
+def assert_close_tables(wanted, found) -> None:
+    """Compare sequences of {token: Logprob}; None where there is none."""
     assert (wanted is None) == (found is None)
     for place, (w, f) in enumerate(zip(wanted or [], found or [])):
         assert (w is None) == (f is None)
@@ -68,10 +68,31 @@ def _assert_close_tables(wanted, found) -> None:
             continue
         # Tokens at the end of a top-k list may change places where they are as likely.
         for token in w.keys() & f.keys():
-            a, b = w[token].logprob, f[token].logprob
-            assert a == b or abs(a - b) < LOGPROB_TOLERANCE, (place, token, w, f)
+            a, b = w[token], f[token]
+            assert _is_close(a.logprob, b.logprob), (place, token, w, f)
+            assert _is_close_rank(token, w, b.rank), (place, token, w, f)
+            assert a.decoded_token == b.decoded_token, (place, token, w, f)
         for only, table in ((w.keys() - f.keys(), w), (f.keys() - w.keys(), f)):
             lowest = min(entry.logprob for entry in table.values())
             for token in only:
-                assert table[token].logprob - lowest < NOISE + LOGPROB_TOLERANCE, (place, w, f)
+                # Both are -inf where a mask leaves fewer tokens than are listed.
+                logprob = table[token].logprob
+                assert logprob == lowest or logprob - lowest < NOISE + LOGPROB_TOLERANCE, (w, f)
         assert len(w) == len(f)
+
+
+def _is_close(wanted: float, found: float) -> bool:
+    return wanted == found or abs(wanted - found) < LOGPROB_TOLERANCE
+
+
+def _is_close_rank(token: int, table, found: int | None) -> bool:
+    """True if a rank is the table's, or noise may have exchanged it with neighbours."""
+    wanted, logprob = table[token].rank, table[token].logprob
+    if wanted == found or wanted is None or found is None:
+        return wanted == found
+    by_rank = {entry.rank: entry.logprob for entry in table.values()}
+    between = range(min(wanted, found), max(wanted, found) + 1)
+    if all(rank in by_rank for rank in between):
+        return all(_is_close(logprob, by_rank[rank]) for rank in between)
+    # Below the listed tokens many are nearly as likely as their neighbours.
+    return abs(wanted - found) <= 1 + wanted // 50

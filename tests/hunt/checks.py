@@ -29,7 +29,9 @@ def badly_answered(model: str, stream: list[dict], answers: list[Answer]) -> lis
 def _wrong(params: dict, choice, room: int) -> list[str]:
     length, most = len(choice.token_ids), min(params["max_tokens"], room)
     reasons = choice.finish_reasons
-    if reasons not in (["length"], ["stop"]):
+    if reasons not in (["length"], ["stop"]) and not (
+        reasons == ["repetition"] and "repetition" in params
+    ):
         return [f"reason {reasons}"]
     if reasons == ["length"] and length != most:
         return [f"length: {length} tokens of {most}"]

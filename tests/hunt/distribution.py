@@ -89,6 +89,11 @@ def asked_for(
     return probs / probs.sum(-1, keepdim=True)
 
 
+def _is_near_a_cut(params: dict) -> bool:
+    """True if rounding may let in a token, which changes the probabilities of all others."""
+    return any(name in params for name in ("top_p", "min_p"))
+
+
 def _only(logits: torch.Tensor, allowed: list[int]) -> torch.Tensor:
     masked = torch.full_like(logits, -math.inf)
     masked[..., allowed] = logits[..., allowed]
@@ -178,8 +183,14 @@ class Distribution:
         self.pools = {"without seed": Pool(), "with seed": Pool()}
         self._seeds: set[int] = set()
 
-    def add(self, model: str, stream: list[dict], answers: list[Answer]) -> list[str]:
-        """Adds a stream's sampled tokens; a line for each token that its request excludes."""
+    def add(
+        self, model: str, stream: list[dict], answers: list[Answer], mode: str = "raw_logprobs"
+    ) -> list[str]:
+        """Adds a stream's sampled tokens; a line for each token that its request excludes.
+
+        Args:
+            mode: the engine's ``logprobs_mode``.
+        """
         found = []
         for i, (request, answer) in enumerate(zip(stream, answers)):
             params = request["params"]
@@ -193,10 +204,12 @@ class Distribution:
             self._seeds |= {seed} - {None}
             for choice in answer.choices.values():
                 if choice.token_ids:
-                    found += self._add(model, request, choice, pool if is_new else Pool(), i)
+                    found += self._add(model, request, choice, pool if is_new else Pool(), i, mode)
         return found
 
-    def _add(self, model: str, request: dict, choice, pool: Pool, number: int) -> list[str]:
+    def _add(
+        self, model: str, request: dict, choice, pool: Pool, number: int, mode: str
+    ) -> list[str]:
         params, new = request["params"], choice.token_ids
         prompt = tokens_of(model, request["prompt"])
         logits = target_logits(model, prompt, new)
@@ -212,10 +225,18 @@ class Distribution:
         pool.add(probs, tokens, torch.tensor(choice.places))
         if model == "small":
             pool.add_frequencies(probs, tokens)
-        # A grammar's mask is in stock vLLM's log-probabilities too; penalties and biases are not.
+        # A grammar's mask is in stock vLLM's log-probabilities too; penalties and biases are not,
+        # but where they are asked for. Processed logits are not compared: a shift changes nothing.
         if choice.logprobs and "structured" not in params and not found:
-            raw = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-            for place, (table, wanted) in enumerate(zip(choice.logprobs, raw)):
+            asked = {
+                "raw_logprobs": lambda: logits.log_softmax(-1),
+                "raw_logits": lambda: logits,
+                "processed_logprobs": lambda: probs.log(),
+            }.get(mode)
+            scores = asked().gather(1, tokens[:, None])[:, 0].tolist() if asked else []
+            for place, (table, wanted) in enumerate(zip(choice.logprobs, scores)):
+                if mode == "processed_logprobs" and _is_near_a_cut(params):
+                    break
                 if abs(table[new[place]].logprob - wanted) > 2e-3:
                     found.append(
                         f"logprobs: request {number}: {table[new[place]].logprob} at {place}, "

@@ -21,6 +21,9 @@ class Choice:
     finish_reasons: list[str] = field(default_factory=list)
     """Every one that was reported."""
     logprobs: list | None = None
+    text: str = ""
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Answer:
     num_after_end: int = 0
     """Outputs after the request had finished or was aborted."""
     num_steps: int = 0
+    prompt_logprobs: list | None = None
 
 
 class DoesNotEnd(Exception):
@@ -41,7 +45,7 @@ class DoesNotEnd(Exception):
 
 def sampling_params(params: dict, stock_logprobs: int | None = None):
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     keys = dict(params)
     if structured := keys.pop("structured", None):
@@ -53,9 +57,12 @@ def sampling_params(params: dict, stock_logprobs: int | None = None):
         keys["logit_bias"] = {token: float(value) for token, value in bias}
     if words := keys.pop("bad_words_token_ids", None):
         keys["_bad_words_token_ids"] = words  # which the tokenizer's words become
+    if repetition := keys.pop("repetition", None):
+        keys["repetition_detection"] = RepetitionDetectionParams(**repetition)
     if stock_logprobs is not None:
         keys["logprobs"] = stock_logprobs
-    return SamplingParams(detokenize=False, **keys)
+    has_text = bool(keys.pop("text", False) or "stop" in keys)
+    return SamplingParams(detokenize=has_text, **keys)
 
 
 def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
@@ -105,12 +112,15 @@ def _note(answer: Answer, output) -> None:
         answer.num_after_end += 1
         return
     answer.num_steps += 1
+    answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
     for found in output.outputs:
         choice = answer.choices.setdefault(found.index, Choice())
         tokens = list(found.token_ids)
         if not choice.finish_reasons:
             choice.places += range(len(tokens) - len(choice.token_ids))
             choice.token_ids, choice.logprobs = tokens, found.logprobs
+            choice.text, choice.stop_reason = found.text, found.stop_reason
+            choice.cumulative_logprob = found.cumulative_logprob
         elif len(tokens) != len(choice.token_ids):
             answer.num_after_end += 1
         if found.finish_reason is not None and not (

@@ -81,6 +81,19 @@ def adapters(model: str) -> dict:
     return {0: None, **numbered}
 
 
+@contextmanager
+def grammars_by(llm, backend: str) -> Iterator[None]:
+    """Compile grammars by another backend; vLLM has one for all requests of an engine."""
+    config = llm.llm_engine.vllm_config.structured_outputs_config
+    manager = scheduler_of(llm).structured_output_manager
+    before = config.backend
+    config.backend, manager.backend = backend, None
+    try:
+        yield
+    finally:
+        config.backend, manager.backend = before, None
+
+
 def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 

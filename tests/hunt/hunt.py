@@ -79,10 +79,13 @@ class Hunt:
         faults += [Fault("kept", what, True) for what in left]
         faults += [Fault("answers", what) for what in badly_answered(model, stream, answers)]
         if self.compares_greedy:
-            differences = self.stock.differences(model, settings["lora"], stream, answers)
+            differences = self.stock.differences(settings, stream, answers)
             faults += [Fault("greedy", what) for what in differences]
         distribution = self.distribution if pools else Distribution()
-        faults += [Fault("sampled", what) for what in distribution.add(model, stream, answers)]
+        mode = settings["engine"].get("logprobs_mode", "raw_logprobs")
+        faults += [
+            Fault("sampled", what) for what in distribution.add(model, stream, answers, mode)
+        ]
         if pools:
             self.counts["streams"] += 1
             self.counts["requests"] += len(stream)

@@ -6,6 +6,10 @@ from vllm_triforce.selection import POLICIES
 
 MAX_MODEL_LEN = 768
 MAX_TOKENS = 48
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+# Guidance does not know the tokenizer of "small", and outlines ends a text where it first may end,
+# which its oracle does not know.
+BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto",)}
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
 UNCHUNKED = 8192
 
@@ -19,18 +23,19 @@ def settings(draw, runner: str = "v1", model: str | None = None) -> dict:
     return {
         "model": model,
         "lora": lora,
-        "engine": _engine(draw, runner, block_size),
+        "engine": _engine(draw, runner, model, block_size),
         "triforce": _triforce(draw, runner, block_size),
     }
 
 
-def _engine(draw, runner: str, block_size: int) -> dict:
+def _engine(draw, runner: str, model: str, block_size: int) -> dict:
     num_seqs = draw(st.sampled_from([2, 3, 4, 8] if runner == "v1" else [2, 4]))
     fits_one = -(-MAX_MODEL_LEN // block_size) + 1
     roomy = fits_one * (num_seqs + 1)
     is_cramped = draw(st.booleans())
-    num_blocks = fits_one + draw(st.integers(1, 384 // block_size)) if is_cramped else roomy
-    return {
+    # At least the null block and those of one request as long as may be.
+    num_blocks = fits_one + draw(st.integers(0, 384 // block_size)) if is_cramped else roomy
+    engine = {
         "block_size": block_size,
         "max_num_seqs": num_seqs,
         "num_gpu_blocks_override": num_blocks,
@@ -38,7 +43,13 @@ def _engine(draw, runner: str, block_size: int) -> dict:
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "seed": draw(st.integers(0, 3)),
+        "logprobs_mode": draw(st.sampled_from(["raw_logprobs", *LOGPROBS_MODES])),
     }
+    if runner == "v1":
+        engine["structured_outputs_config"] = {"backend": draw(st.sampled_from(BACKENDS[model]))}
+        if draw(st.sampled_from([False] * 19 + [True])):
+            engine["enforce_eager"] = False
+    return engine
 
 
 def _triforce(draw, runner: str, block_size: int) -> dict:

@@ -16,6 +16,11 @@ SCHEMA = {
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
+# Strings that begin within tokens, end within them and go over several; and one that never comes.
+STOPS = {
+    "pair": ["self", "e", "\n", " = ", "f.", "return None", "\n    ", "never said"],
+    "small": [*CHARACTERS[::5], "ab", "Z0", "kLm"],
+}
 REGEXES = [r"(self\._[a-z]{1,8} = [0-9]{1,3}\n){1,3}", r"[ a-m]{6,}", r"[0-9]{2,9}(, [0-9]{1,3})*"]
 CHOICES = [["return self", "return None"], ["a", "ab", "abcdefgh"]]
 
@@ -46,6 +51,8 @@ def _requests(draw, settings: dict, runner: str, earlier: list[dict]) -> dict:
     params = {"max_tokens": draw(st.integers(1, most_tokens)), "temperature": 0}
     if draw(st.booleans()):
         _sample(draw, params, settings, runner)
+    elif _once_in(draw, 4):
+        params["seed"] = draw(st.integers(0, 3))  # which draws nothing
     _shape(draw, params, model, runner)
     request = {"prompt": prompt, "params": params, "arrive": 0}
     if draw(st.booleans()):
@@ -107,6 +114,17 @@ def _shape(draw, params: dict, model: str, runner: str) -> None:
         if _once_in(draw, 8):
             most = 24 if model == "pair" else 4
             params["stop_token_ids"] = draw(st.lists(tokens, min_size=1, max_size=most))
+        if _once_in(draw, 8):
+            params["stop"] = draw(st.lists(st.sampled_from(STOPS[model]), min_size=1, max_size=3))
+            if _once_in(draw, 2):
+                params["include_stop_str_in_output"] = True
+        if _once_in(draw, 10):
+            size, count = draw(st.sampled_from([(3, 3), (1, 2), (24, 2)]))
+            params["repetition"] = {
+                "max_pattern_size": size,
+                "min_pattern_size": 1,
+                "min_count": count,
+            }
         if _once_in(draw, 12):
             chosen = draw(st.lists(tokens, min_size=12, max_size=24, unique=True))
             params["allowed_token_ids"] = sorted(chosen)
@@ -123,6 +141,10 @@ def _shape(draw, params: dict, model: str, runner: str) -> None:
         params["bad_words_token_ids"] = draw(st.lists(words, min_size=1, max_size=12))
     if _once_in(draw, 8):
         params["logprobs"] = draw(st.integers(0, 5))
+    if _once_in(draw, 12):
+        params["prompt_logprobs"] = draw(st.integers(0, 3))
+    if _once_in(draw, 3):
+        params["text"] = True
 
 
 def _structure(draw, params: dict, model: str, runner: str) -> None:
