@@ -62,6 +62,40 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     return ids[:num_tokens]
 
 
+def make_int8(folder: Path, model: str) -> str:
+    """Saves a model with 8-bit weights and activations, in compressed-tensors' form."""
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    weights = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if value.dim() == 2 and "_proj" in name:
+            scale = value.float().abs().amax(1, keepdim=True) / 127
+            weights[f"{name}_scale"] = scale
+            value = (value.float() / scale).round().to(torch.int8)
+        weights[name] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    eight_bits = dict(num_bits=8, type="int", symmetric=True)
+    group = dict(
+        targets=["Linear"],
+        weights=dict(eight_bits, strategy="channel", dynamic=False),
+        input_activations=dict(eight_bits, strategy="token", dynamic=True),
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(
+        quant_method="compressed-tensors",
+        format="int-quantized",
+        quantization_status="compressed",
+        config_groups={"group_0": group},
+        ignore=["lm_head"],
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def make_adapter(
     folder: Path,
     model: str,

@@ -24,6 +24,7 @@ from tests.models import (
     held_out_tokens,
     make_adapter,
     make_architecture,
+    make_int8,
 )
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
@@ -140,19 +141,67 @@ def test_numbers_of_fewer_bits(engines, pair, text, case):
     assert counters_of(llm).level2_acceptance_rate > 0.5
 
 
+# A context of four times what the target was made for, and some: frequencies that YaRN changes.
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 1024
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["int8 target", "int8 draft", "yarn"])
+def test_other_weights_and_positions(engines, pair, text, tmp_path, case):
+    """Targets and drafts of 8 bits, and positions that ``hf_overrides`` changes."""
+    target, draft = pair["target"], pair["draft"]
+    arguments, noise = {}, 2e-4
+    if case == "int8 target":
+        # Numbers that lie near the middle of two steps are rounded up or down.
+        target, noise = make_int8(tmp_path / "target", target), 0.15
+        arguments["skip_tokenizer_init"] = True
+    elif case == "int8 draft":
+        draft = make_int8(tmp_path / "draft", draft)
+    else:
+        arguments["hf_overrides"] = {"rope_parameters": YARN}
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
+    prompts = [text[:900], text[1000:3000], text[2500:2600]]
+    stock = engines.get(target, None, max_model_len=4096, **arguments)
+    wanted = run(stock, prompts, params)
+    if case == "yarn":
+        plain = run(engines.get(target, None, max_model_len=4096), prompts, params)
+        assert wanted[1].outputs[0].token_ids != plain[1].outputs[0].token_ids
+    keys = triforce(model=draft, retrieval_budget=256)
+    llm = engines.get(target, keys, max_model_len=4096, **arguments)
+    before = counters_of(llm)
+    with speculating(llm, rejections=False):
+        found = run(llm, prompts, params)
+    for prompt, w, f in zip(prompts, wanted, found):
+        ids = list(w.outputs[0].token_ids), list(f.outputs[0].token_ids)
+        assert_same_tokens(stock, prompt, *ids, noise)
+    counted = counters_of(llm).since(before)
+    assert counted.level2_acceptance_rate > 0.5
+    assert counted.level1_acceptance_rate > (0.05 if case == "yarn" else 0.2), counted
+
+
 def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
     engines, tmp_path, pair, text
 ):
-    """An asynchronous scheduler is switched off by vLLM itself on the CPU."""
-    arguments = dict(enable_prefix_caching=False, async_scheduling=True)
+    """An asynchronous scheduler is switched off by vLLM itself on the CPU. Logits are asked for in
+    the place of log-probabilities, behind what changes them."""
+    arguments = dict(
+        enable_prefix_caching=False, async_scheduling=True, logprobs_mode="processed_logits"
+    )
     stock = engines.get(pair["target"], None, **arguments)
     llm = engines.get(pair["target"], triforce(retrieval_budget=256), **arguments)
     assert not llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    prompts = [text[:900], text[:950]]
+    prompts = [text[:900], text[:950], text[400:900]]
+    one_answer = dict(temperature=1.0, top_k=1, max_tokens=30, logprobs=0)
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0, max_tokens=30, logprobs=2, repetition_penalty=1.2),
+        SamplingParams(**one_answer),
+    ]
     with speculating(llm):
-        found = run(llm, prompts, [GREEDY] * 2)
-    assert assert_same_outputs(stock, run(stock, prompts, [GREEDY] * 2), found) == 2
-    assert [o.num_cached_tokens for o in found] == [0, 0]
+        found = run(llm, prompts, params)
+    assert assert_same_outputs(stock, run(stock, prompts, params), found) == 3
+    assert [o.num_cached_tokens for o in found] == [0, 0, 0]
 
     model = make_architecture(tmp_path / "gemma3", "gemma3")
     arguments = dict(disable_hybrid_kv_cache_manager=True, max_model_len=2048)
@@ -170,6 +219,10 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
         (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
         (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
         (dict(kv_offload_gib=1), "kv_offload_gib=1: Model Runner V1"),
+        (
+            dict(structured_outputs_config={"backend": "lm-format-enforcer"}),
+            "'lm-format-enforcer' is not supported with method='triforce'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(gqa_pair, arguments, named):

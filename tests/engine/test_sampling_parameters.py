@@ -6,10 +6,13 @@ That every other request parameter is answered alike is said in ``tests/parity``
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
+from tests.hunt.engines import grammars_by, scheduler_of
 from tests.models import held_out_tokens
-from tests.outputs import run, speculating
+from tests.outputs import assert_same_outputs, run, speculating
+from tests.parity.cases import SCHEMA
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ranks_without_compiler")]
 
@@ -49,6 +52,66 @@ def test_sampled_logprobs_are_the_models(stock, llm, prompts):
             )[0].prompt_logprobs[len(prompt) :]
             for token, ours, stocks in zip(one.token_ids, one.logprobs, scored):
                 assert abs(ours[token].logprob - stocks[token].logprob) < 1e-3
+
+
+MODES = ("raw_logits", "processed_logprobs", "processed_logits")  # and vLLM's default
+SHAPED = (
+    dict(logprobs=3),
+    dict(logprobs=0, repetition_penalty=1.2),
+    dict(logprobs=1, prompt_logprobs=2),
+    dict(temperature=1.0, top_k=1, logprobs=2),
+    dict(logit_bias={300: 4, 301: -5}, logprobs=2),
+    dict(min_tokens=3, logprobs=1, ignore_eos=False),
+    dict(bad_words=["self"], logprobs=2),
+    {},
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_mode(engines, pair, prompts, mode):
+    """Numbers, ranks and decoded tokens are stock's, whatever they are asked to be."""
+    stock = engines.get(pair["target"], logprobs_mode=mode)
+    keys = triforce(model=pair["draft"], retrieval_budget=256)
+    llm = engines.get(pair["target"], keys, logprobs_mode=mode)
+    defaults = dict(temperature=0, max_tokens=24, ignore_eos=True)
+    params = [SamplingParams(**{**defaults, **own}) for own in SHAPED]
+    asked = [prompts[i % 2][10 * i :] for i in range(len(params))]
+    wanted = run(stock, asked, params)
+    with speculating(llm):
+        found = run(llm, asked, params)
+    assert assert_same_outputs(stock, wanted, found) == len(params)
+
+
+BACKENDS = ("xgrammar", "guidance", "outlines")  # vLLM has a fourth, without speculation
+STRUCTURES = (
+    dict(json=SCHEMA),
+    dict(regex=r"(self\._[a-z]{1,8} = [0-9]{1,3}\n){2,3}"),
+    dict(choice=["return self", "return None"]),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_structured_output_backend(stock, llm, prompts, backend):
+    """Tokens and text are stock's by every backend, greedy and sampled with one answer."""
+
+    def params() -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                max_tokens=32, structured_outputs=StructuredOutputsParams(**structure), **own
+            )
+            for structure in STRUCTURES
+            for own in (dict(temperature=0, logprobs=1), dict(temperature=1.0, top_k=1))
+        ]
+
+    asked = [prompts[i % 2] for i in range(len(params()))]
+    with grammars_by(stock, backend):
+        wanted = run(stock, asked, params())
+    with grammars_by(llm, backend), speculating(llm, rejections=False):
+        found = run(llm, asked, params())
+        used = type(scheduler_of(llm).structured_output_manager.backend).__name__
+    assert backend in used.lower()
+    assert assert_same_outputs(stock, wanted, found) == len(asked)
 
 
 def test_refused_as_stock_refuses(stock, llm, prompts):

@@ -303,6 +303,16 @@ def _scheduling() -> list[Case]:
             every=3,
             **_small("draft_model"),
         ),
+        Case(
+            "reset while running",
+            "Requests whose KV cache is taken from all of them at once, as for new weights, go on "
+            "in the next step as if nothing had been.",
+            ((Request(1200, 250, {"max_tokens": 36}), Request(1600, 210, {"max_tokens": 36})),),
+            ("stock", "reset while running"),
+            disturbance=("reset", 4, 7),
+            **_small("draft_model"),
+            at_least={"num_level2_accepted": 2},
+        ),
         # Three requests start with 8 blocks of 32 tokens and come to want 9, of 26 that there are
         # (one is vLLM's null block).
         Case(
@@ -334,19 +344,25 @@ ADAPTERS = dict(enable_lora=True, max_loras=3, max_lora_rank=8)
 
 
 def _adapters() -> list[Case]:
+    asked = {}, {"logprobs": 2, "repetition_penalty": 1.2}, {"logprobs": 1}, {}
+
     def turn(*adapters: int) -> Round:
         return tuple(
-            Request(100 * (i // 2), n, {"max_tokens": 10}, adapter)
-            for i, (n, adapter) in enumerate(zip((330, 330, 220, 300), adapters))
+            Request(100 * (i // 2), n, {"max_tokens": 10, **own}, adapter)
+            for i, (n, adapter, own) in enumerate(zip((330, 330, 220, 300), adapters, asked))
         )
 
     return [
         Case(
             "adapters",
             "Each request's LoRA adapter is the one that it asks for, beside others and none, also "
-            "where prompts are cached that another adapter has read.",
+            "where prompts are cached that another adapter has read; and so are log-probabilities, "
+            "which may be asked for behind penalties and masks.",
             (turn(1, 2, 0, 1), turn(2, 0, 1, 0)),
-            **_small("prompt_lookup", engine=SMALL | ADAPTERS),
+            **_small(
+                "prompt_lookup",
+                engine=SMALL | ADAPTERS | {"logprobs_mode": "processed_logprobs"},
+            ),
         ),
         Case(
             "adapters-full-budget",
@@ -698,11 +714,13 @@ def _parameters() -> list[Case]:
         ),
         Case(
             "log-probabilities",
-            "Log-probabilities of every token, speculated or not, are stock vLLM's.",
+            "Log-probabilities of every token, speculated or not, are stock vLLM's, with ranks and "
+            "decoded tokens; those of prompts too, which are read beside drafts.",
             (
                 (
                     Request(0, 300, dict(max_tokens=12, logprobs=3)),
-                    Request(400, 250, dict(max_tokens=12, logprobs=0)),
+                    Request(400, 250, dict(max_tokens=12, logprobs=1, prompt_logprobs=2)),
+                    Request(400, 250, dict(max_tokens=12, logprobs=0, **ONE_ANSWER)),
                 ),
             ),
             **_small("draft_model"),
@@ -1025,9 +1043,9 @@ def _offloaded(cases: list[Case]) -> list[Case]:
 def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
     sources = {name: _by_source(name) for name in SOURCES}
-    both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
+    both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
-    both += [*_scheduling()[2:], *_windows(), *_adapters()]
+    both += [*_scheduling()[3:], *_windows(), *_adapters()]
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)

@@ -142,6 +142,13 @@ def _preempted(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert seen.batches[0].num_preempted > 0
 
 
+@check("reset while running")
+def _reset_while_running(case: Case, job: Job, seen: Seen, by: By) -> None:
+    (batch,) = seen.batches
+    assert batch.disturbed["running"] == [len(job.rounds[0])] * (len(case.disturbance) - 1)
+    assert all(output.num_cached_tokens == 0 for output in batch.outputs)
+
+
 @check("nothing kept")
 def _nothing_kept(case: Case, job: Job, seen: Seen, by: By) -> None:
     """But for the last round's requests, until the next one comes."""

@@ -80,7 +80,11 @@ def run(job: Job, driver: Driver) -> Seen:
     for number, requests in enumerate(job.rounds):
         kind = job.disturbance if number == 0 else ()
         before, preempted = _counters(llm), _num_preempted(llm, job)
-        with driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({}) as said:
+        if kind[:1] == ("reset",):
+            disturbed = _resetting(llm, *kind[1:])
+        else:
+            disturbed = driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({})
+        with disturbed as said:
             outputs = _outputs(llm, requests, job.every)
         now = _num_preempted(llm, job)
         batches.append(
@@ -124,6 +128,27 @@ def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
         use_tqdm=False,
         lora_request=[lora_request(params) for _, params in requests],
     )
+
+
+@contextmanager
+def _resetting(llm, *steps: int) -> Iterator[dict]:
+    """Take the KV cache from all running requests before these steps, as for new weights."""
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    original, said, number = engine.step, {"running": []}, 0
+
+    def step():
+        nonlocal number
+        number += 1
+        if number in steps:
+            said["running"].append(len(scheduler.running))
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        return original()
+
+    engine.step = step
+    try:
+        yield said
+    finally:
+        engine.step = original
 
 
 def _outputs(llm, requests, every: int) -> list:

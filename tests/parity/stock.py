@@ -24,7 +24,11 @@ class Stock:
             for prompt, params in batch
         )
         own = {"max_model_len": limit} if limit and (reached or is_small) else {}
-        own |= {name: value for name, value in job.engine.items() if "lora" in name}
+        own |= {
+            name: value
+            for name, value in job.engine.items()
+            if "lora" in name or name == "logprobs_mode"
+        }
         return self._engines.get(job.target, **own)
 
     def usual(self, model):
