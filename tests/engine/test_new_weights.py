@@ -1,0 +1,134 @@
+"""Promise: after new weights, sleep or a pause the output is stock vLLM's, and level 2 reads what
+the new weights wrote.
+"""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+
+from tests.conftest import triforce
+from tests.engine.test_level2 import built
+from tests.generation import generate
+from tests.models import held_out_tokens
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = pytest.mark.engine
+
+MAX_TOKENS = 48
+PAUSE_AT = 4
+
+
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"])
+
+
+@pytest.fixture(scope="module")
+def llm(engines, pair):
+    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
+
+
+@pytest.fixture(scope="module")
+def prompts(stock):
+    text = held_out_tokens(stock.get_tokenizer(), 4000)
+    return [text[:300], text[2000:2600]]
+
+
+@pytest.fixture(scope="module")
+def other(pair, tmp_path_factory) -> str:
+    """The target with a little noise on its weights."""
+    folder = tmp_path_factory.mktemp("other") / "target"
+    shutil.copytree(pair["target"], folder)
+    torch.manual_seed(0)
+    weights = {
+        name: value + 0.02 * value.float().std() * torch.randn_like(value)
+        if value.dim() == 2
+        else value
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def reload(llm, path: str, reset_running_requests: bool = False) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    assert llm.reset_prefix_cache(reset_running_requests)
+
+
+@pytest.fixture
+def weights_restored(stock, llm, pair):
+    yield
+    for engine in (stock, llm):
+        reload(engine, pair["target"])
+
+
+def counted(llm, prompts) -> tuple[list[list[int]], dict]:
+    before = counters_of(llm)
+    tokens = generate(llm, prompts, max_tokens=MAX_TOKENS)
+    found = counters_of(llm).since(before).to_dict()
+    del found["time_seconds"]
+    return tokens, found
+
+
+def test_reloaded_weights(stock, llm, pair, other, prompts, weights_restored):
+    """The old weights come back with their acceptance; with a budget that covers the context all
+    that level 2 says is accepted under the new ones."""
+    stock.reset_prefix_cache()
+    llm.reset_prefix_cache()
+    old = generate(stock, prompts, max_tokens=MAX_TOKENS)
+    tokens, first = counted(llm, prompts)
+    assert tokens == old and first["num_level2_accepted"] > 0
+
+    for engine in (stock, llm):
+        reload(engine, other)
+    new = generate(stock, prompts, max_tokens=MAX_TOKENS)
+    assert any(a != b for a, b in zip(old, new)), "the weights change too little"
+    assert counted(llm, prompts)[0] == new
+    cache = built(llm).speculator.level2.cache
+    budget, cache.budget_blocks = cache.budget_blocks, 4096 // 32
+    tokens, covering = counted(llm, prompts)
+    cache.budget_blocks = budget
+    assert tokens == new
+    assert covering["num_level2_accepted"] == covering["num_level2_drafted"] > 20
+
+    reload(llm, pair["target"])
+    assert counted(llm, prompts) == (old, first)
+    llm.sleep(level=1)  # which vLLM's CPU build pauses for, and then ignores
+    llm.wake_up()
+    assert counted(llm, prompts) == (old, first)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_paused_for_new_weights(stock, llm, other, prompts, weights_restored, mode):
+    """What was generated stays; what comes after is what stock says behind it with the new
+    weights. Or the requests are aborted, and nothing is kept for them."""
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params.clone())
+    so_far, ended = {}, {}
+    before = counters_of(llm)
+    for _ in range(PAUSE_AT):
+        so_far |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+    assert counters_of(llm).since(before).num_level2_accepted > 0
+    assert all(0 < len(tokens) < MAX_TOKENS - 5 for tokens in so_far.values()), so_far
+    core.pause_scheduler(mode, clear_cache=False)
+    assert not engine.step()
+    reload(llm, other, reset_running_requests=True)
+    core.resume_scheduler()
+    if mode == "abort":
+        engine.abort_request(["0", "1"])  # the front's part, which a server does by itself
+    while engine.has_unfinished_requests():
+        ended |= {o.request_id: o for o in engine.step() if o.finished}
+    reload(stock, other)
+    for number, prompt in enumerate(prompts if mode == "keep" else ()):
+        said = so_far[str(number)]
+        found = list(ended[str(number)].outputs[0].token_ids)
+        (wanted,) = generate(stock, [prompt + said], max_tokens=MAX_TOKENS - len(said))
+        assert found == said + wanted
+    assert generate(llm, prompts, max_tokens=8) == generate(stock, prompts, max_tokens=8)
+    assert max(llm.collective_rpc("triforce_held_requests")[0].values()) <= len(prompts)
