@@ -7,8 +7,9 @@ from vllm_triforce.selection import POLICIES
 MAX_MODEL_LEN = 768
 MAX_TOKENS = 48
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-# Outlines ends a text where it first may end, which the oracle for "small" does not know.
-BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto", "guidance")}
+# Guidance does not know the tokenizer of "small", and outlines ends a text where it first may end,
+# which its oracle does not know.
+BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto",)}
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
 UNCHUNKED = 8192
 
