@@ -38,7 +38,7 @@ def assert_same_outputs(stock, wanted, found) -> int:
     assert len(wanted) == len(found)
     for w, f in zip(wanted, found):
         assert f.prompt_token_ids == w.prompt_token_ids
-        assert f.finished and w.finished
+        assert f.finished == w.finished
         assert len(f.outputs) == len(w.outputs)
         assert_close_tables(w.prompt_logprobs, f.prompt_logprobs)
         for a, b in zip(w.outputs, f.outputs):

@@ -82,6 +82,9 @@ TABLE: list[Surface] = [
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/v1/argmax_verification.py"),
     # The way of the counters.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/vllm_patches/counters.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._handle_stopped_request", "self, request", "vllm_triforce/vllm_patches/sessions.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler._handle_stopped_request", "request.num_computed_tokens = < self._update_request_as_session(", "vllm_triforce/vllm_patches/sessions.py"),
+    has("v1/request.py", "Request", "resumable num_tokens num_computed_tokens num_output_placeholders", "vllm_triforce/vllm_patches/sessions.py"),
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),

@@ -57,7 +57,8 @@ def use_ray_on_the_cpu() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.ray_device_key = "GPU"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "ray_on_cpu")
+    paths = [str(Path(__file__).parent / "ray_on_cpu"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"GPU": 2, "CPU": 2})
     os.environ["RAY_AUTH_MODE"] = "disabled"
 

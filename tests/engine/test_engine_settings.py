@@ -238,7 +238,7 @@ def test_parallel(engines, pair, text, case):
     """Real processes through AsyncLLM. All ranks of a tensor-parallel target must propose the
     same: their counters are alike. Data-parallel engines answer each on its own."""
     if case == "ray":
-        pytest.importorskip("ray")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.parallel_case", case],
         cwd=ROOT,

@@ -54,6 +54,8 @@ class Case:
     engine: Mapping = field(default_factory=dict)
     every: int = 0
     """A request joins every so many steps; 0: all at once."""
+    is_session: bool = False
+    """True if a round's requests are the pieces of one session's input."""
     dice: int = 0
     """Not 0: what each request proposes, and how, is drawn anew in every step from this seed."""
     disturbance: tuple = ()
@@ -342,6 +344,13 @@ def _reasoning() -> list[Case]:
     ]
 
 
+def _turn(usual) -> dict:
+    """Ends at the first token of a run, where level 2 is right: the proposals before it are as long
+    as may be, and the first step gives one token more."""
+    proposed = 6
+    return {"max_tokens": 40, "stop_token_ids": [usual.token_ids[1 + proposed + 1]]}
+
+
 def _scheduling() -> list[Case]:
     turn = {"max_tokens": 10}
     told = Request(2000, 340, {"max_tokens": 13})
@@ -381,6 +390,19 @@ def _scheduling() -> list[Case]:
             disturbance=("reset", 4, 7),
             **_small("draft_model"),
             at_least={"num_level2_accepted": 2},
+        ),
+        Case(
+            "session",
+            "A session whose input arrives in pieces goes on as stock vLLM's where a turn ended "
+            "inside a run of accepted tokens.",
+            (
+                # A piece that is hardly longer than what was thrown away.
+                (Request(0, 700, _turn), Request(2000, 10, {"max_tokens": 14})),
+            ),
+            ("stock", "cut"),
+            is_session=True,
+            **_small("draft_model", keys=DRAFT | {"retrieval_budget": 1024}),
+            skip={"device": "rounds end its proposals elsewhere; tests/unit/test_sessions.py"},
         ),
         # Three requests start with 8 blocks of 32 tokens and come to want 9, of 26 that there are
         # (one is vLLM's null block).

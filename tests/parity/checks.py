@@ -56,7 +56,7 @@ def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
     for batch, requests in zip(seen.batches, job.rounds):
         assert len(batch.outputs) == len(requests)
         for output, (_, params) in zip(batch.outputs, requests):
-            assert output.finished
+            assert output.finished != case.is_session
             assert [o.index for o in output.outputs] == list(range(params.get("n", 1)))
             limit = params["max_tokens"]
             assert limit is None or all(len(o.token_ids) <= limit for o in output.outputs)
@@ -214,6 +214,16 @@ def _read_together(case: Case, job: Job, seen: Seen, by: By) -> None:
         sum(map(len, (prompt for prompt, _ in job.rounds[0])))
         <= (case.engine["max_num_batched_tokens"])
     )
+
+
+@check("cut")
+def _cut(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """More tokens were sampled than came out: a turn ended inside a run of accepted ones."""
+    (batch,) = seen.batches
+    emitted = sum(len(output.outputs[0].token_ids) for output in batch.outputs)
+    in_runs = batch.counted.num_level3_steps + batch.counted.num_level2_accepted
+    # The step that has read a piece emits a token, and verifies nothing.
+    assert len(batch.outputs) + in_runs > emitted
 
 
 @check("stopped")

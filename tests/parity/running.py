@@ -1,6 +1,7 @@
 """A case, made ready for a runner, and what was seen when it ran: the same for both runners."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Job:
     every: int
     disturbance: tuple
     dice: int = 0
+    is_session: bool = False
 
 
 @dataclass
@@ -92,7 +94,10 @@ def run(job: Job, driver: Driver) -> Seen:
             disturbed as said,
             watch(scheduler.structured_output_manager, "accept_tokens") as accepted,
         ):
-            outputs = _outputs(llm, requests, job.every)
+            if job.is_session:
+                outputs = converse(llm, requests)
+            else:
+                outputs = _outputs(llm, requests, job.every)
         now = _num_preempted(llm, job)
         batches.append(
             Batch(
@@ -159,6 +164,32 @@ def _resetting(llm, *steps: int) -> Iterator[dict]:
         engine.step = original
 
 
+def converse(llm, pieces: list[tuple[list[int], dict]]) -> list:
+    """Answers to the pieces of one session's input, each sent when the last one is answered."""
+    engine, answers = llm.llm_engine, []
+
+    def send(prompt, params, resumable: bool) -> None:
+        inputs = {"prompt_token_ids": prompt}
+        tasks = engine.get_supported_tasks()
+        request = engine.input_processor.process_inputs(
+            "session", inputs, sampling_params(params), supported_tasks=tasks, resumable=resumable
+        )
+        request.external_req_id = "session"
+        # Both extend the prompt, each its own: usually they are in two processes.
+        engine.engine_core.add_request(copy.deepcopy(request))
+        engine.output_processor.add_request(request, None)
+
+    num_before = 0
+    for number, (prompt, params) in enumerate(pieces):
+        send(prompt, params, True)
+        while len(answers) == number:
+            answers += [o for o in engine.step() if o.outputs[0].finish_reason is not None]
+        said = answers[-1].outputs[0]  # with what the turns before have said
+        said.token_ids, num_before = said.token_ids[num_before:], len(said.token_ids)
+    send([0], {}, False)  # nothing more comes
+    return answers
+
+
 def _outputs(llm, requests, every: int) -> list:
     if not every:
         return generate(llm, requests)
@@ -213,6 +244,7 @@ def make_job(case: Case, models, stock) -> Job:
         case.every,
         case.disturbance,
         case.dice,
+        case.is_session,
     )
 
 

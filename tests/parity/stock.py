@@ -1,6 +1,6 @@
 """What stock vLLM answers, on Model Runner V1: the one reference for both runners."""
 
-from tests.parity.running import Job, generate
+from tests.parity.running import Job, converse, generate
 
 
 def has_one_answer(params: dict) -> bool:
@@ -39,6 +39,8 @@ class Stock:
     def answers(self, job: Job) -> list[list]:
         """By round and request; None where there is no one right answer."""
         llm = self.engine(job)
+        if job.is_session:
+            return [converse(llm, pieces) for pieces in job.rounds]
         asked = [
             [(prompt, _greedy(params)) if has_one_answer(params) else None for prompt, params in b]
             for b in job.rounds

@@ -215,6 +215,7 @@ def test_nothing_is_planned_for_who_is_disabled(scheduler):
     assert set(scheduler.step(first, second, third)) == {"a", "b"}
     _disabling(scheduler, "a", "gone")
     assert set(scheduler.step(first, second, third)) == {"b", "c"}, "its slot is another's"
+    assert plan_of(scheduler.last).disabled == ("a",), "every rank releases it in this step"
     _disabling(scheduler)
     assert set(scheduler.step(first, second)) == {"b"}, "for good"
     scheduler.step(second)

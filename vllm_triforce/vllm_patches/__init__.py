@@ -12,6 +12,7 @@ from vllm_triforce.vllm_patches import (
     drafts,
     engine_args,
     request_params,
+    sessions,
 )
 from vllm_triforce.vllm_patches.patch import Patch
 
@@ -22,6 +23,7 @@ PATCHES: list[Patch] = [
     *drafting_slots.PATCHES,
     *counters.PATCHES,
     *drafts.PATCHES,
+    *sessions.PATCHES,
 ]
 
 
