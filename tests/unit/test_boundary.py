@@ -139,13 +139,10 @@ def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Those that were before go first; the others decode plainly."""
     from types import SimpleNamespace
 
-    from vllm_triforce.worker.v1.runner import TriForceProposer
+    from vllm_triforce.worker.v1.batch import RunnerBatch
 
-    proposer = object.__new__(TriForceProposer)
-    proposer.config = SimpleNamespace(max_speculating_seqs=2)
-    names = SimpleNamespace(req_ids=["a", "b", "c", "d"])
-    proposer._runner, proposer._requests = SimpleNamespace(input_batch=names), {"d": None}
-    assert proposer._at_a_time([1, 3]) == [1, 3]
-    assert proposer._at_a_time([0, 1, 2, 3]) == [0, 3]
-    proposer._requests = {"b": None, "d": None, "c": None}
-    assert proposer._at_a_time([0, 1, 2, 3]) == [1, 2]
+    reader = object.__new__(RunnerBatch)
+    reader._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
+    assert reader.at_a_time([1, 3], {"d"}, 2) == [1, 3]
+    assert reader.at_a_time([0, 1, 2, 3], {"d"}, 2) == [0, 3]
+    assert reader.at_a_time([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.triton_utils import triton
@@ -18,9 +17,6 @@ from vllm_triforce.kernels.feeding import (
 )
 from vllm_triforce.kernels.outcomes import OutcomeColumn
 from vllm_triforce.kernels.row_metadata import RowColumn
-
-if TYPE_CHECKING:
-    from vllm_triforce.kernels.export_proposal import HandedUp
 
 
 class Rows:
@@ -277,7 +273,7 @@ class Rows:
     def finish(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        handed_up: "HandedUp",  # whose proposals there are, written
+        handed_up,  # kernels/export_proposal.py, written
         counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
         is_direct: bool,
     ) -> None:

@@ -55,6 +55,18 @@ class RunnerBatch:
             most = min(most, params.min_tokens - emitted - 1)
         return most
 
+    def at_a_time(self, rows: list[int], known: Collection[str], most: int) -> list[int]:
+        """Choose rows that may be speculated on: who was already goes first.
+
+        A sampled token that is proposed keeps a distribution over the vocabulary until it is
+        verified.
+        """
+        if len(rows) <= most:
+            return rows
+        names = self._runner.input_batch.req_ids
+        by_age = sorted(rows, key=lambda row: names[row] not in known)
+        return sorted(by_age[:most])
+
     def has_seed(self, row: int) -> bool:
         return seed_of_draws(self._params(row)) is not None
 

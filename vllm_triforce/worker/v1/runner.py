@@ -204,7 +204,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         able = [row for row, most in enumerate(room) if most > 0]
-        rows = self._at_a_time(able)
+        rows = self._reader.at_a_time(able, self._requests, self.config.max_speculating_seqs)
         if not rows:
             self._rest(computed, counts)
         elif self._built.speculator.controller.chooses and self._reader.gives_first_token(counts):
@@ -233,19 +233,6 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._let_no_seeded_request_wait(able, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
-
-    def _at_a_time(self, rows: list[int]) -> list[int]:
-        """Choose rows that may be speculated on: who was already goes first.
-
-        A sampled token that is proposed keeps a distribution over the vocabulary until it is
-        verified.
-        """
-        most, names = self.config.max_speculating_seqs, self._runner.input_batch.req_ids
-        if len(rows) <= most:
-            return rows
-        known = [row for row in rows if names[row] in self._requests]
-        new = [row for row in rows if names[row] not in self._requests]
-        return sorted((known + new)[:most])
 
     def _let_no_seeded_request_wait(self, rows, computed, counts) -> None:
         """What a seeded request samples must not depend on how long others rest: there is a
