@@ -30,6 +30,5 @@ PATCHES = [
         why="where a turn of a session ends inside a run of accepted tokens, the next one went on "
         "from the KV of tokens behind its end; see below",
         until="vLLM sets the count back to the tokens that are kept",
-        loaded_with="vllm.v1.engine.core",
     )
 ]
