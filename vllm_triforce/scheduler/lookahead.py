@@ -35,6 +35,7 @@ class LendsBlocks:
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
     max_model_len: int
+    dynamic_sd_lookup: list[int] | None
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +62,7 @@ class LendsBlocks:
         """Without vLLM's room for drafts, which may lie beyond ``max_model_len``."""
         num_spec_tokens, self.num_spec_tokens = self.num_spec_tokens, 0
         try:
-            return super()._request_remaining_blocks(request)
+            return super()._request_remaining_blocks(request)  # type: ignore[misc]
         finally:
             self.num_spec_tokens = num_spec_tokens
 

@@ -27,17 +27,17 @@ class CountsOutcomes:
     requests: dict[str, Any]
     spec_decode_metrics_level: Any
 
-    _counted = LevelCounters()
+    _outcomes = LevelCounters()
     """Outcomes of the present step."""
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        self._counted = LevelCounters()
+        self._outcomes = LevelCounters()
         sent = carrier.attached(model_runner_output) or {}
         for name in _OUTCOMES:
             sent.pop(name, None)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._counted.num_level3_steps:
-            carrier.put(outputs, {name: getattr(self._counted, name) for name in _OUTCOMES})
+        if self._outcomes.num_level3_steps:
+            carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
         if self.spec_decode_metrics_level != "none":
             self._send_figures_before_stop_strings(outputs)
         return outputs
@@ -51,7 +51,7 @@ class CountsOutcomes:
         request_id,
     ):
         num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
-        self._counted.add_full_pass(num_draft_tokens - num_invalid, num_accepted_tokens)
+        self._outcomes.add_full_pass(num_draft_tokens - num_invalid, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats,
             num_draft_tokens,

@@ -5,8 +5,6 @@ and steps through several tokens by rules of their own. Here its plain rules are
 token, to what was accepted and to each draft, so that no step depends on what others propose.
 """
 
-from collections.abc import Sequence
-
 import torch
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
@@ -49,7 +47,7 @@ class PlainThinkingBudget(ThinkingBudgetStateHolder):
     ) -> torch.Tensor:
         """Raise the forced tokens' logits, in place."""
         num_drafts = [len(drafts) for drafts in spec_token_ids or ()]
-        places: list[tuple[int, int]] = []
+        places: list[tuple[int, int | None]] = []
         for row, forced in self._forced.items():
             if predict_bonus_token or not any(num_drafts):
                 places.append((row, forced[-1]))
@@ -84,7 +82,7 @@ class PlainThinkingBudget(ThinkingBudgetStateHolder):
         return self.think_end_token_ids[state["end_count"]] if is_due else None
 
     @staticmethod
-    def _find_last_sequence_index(target_list: list[int], token_ids: Sequence[int]) -> int:
+    def _find_last_sequence_index(target_list: list[int], token_ids: list[int]) -> int:
         """As vLLM's, which looks at each place in Python, for each token of a step."""
         if token_ids and token_ids[0] not in target_list:
             return -1
