@@ -130,11 +130,13 @@ def _wrap_create_speculative_config(original):
         return _create(self, *args, **kwargs)
 
     def _create(self, target_model_config, target_parallel_config):
+        has_draft = _split(self)[1].get("model")
         with refusing():
             _prepare(self, target_model_config, target_parallel_config)
         speculative_config = original(self, target_model_config, target_parallel_config)
-        with refusing():
-            check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
+        if has_draft:  # else the target stands in for it
+            with refusing():
+                check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
