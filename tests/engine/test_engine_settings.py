@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
