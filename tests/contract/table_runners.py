@@ -211,8 +211,6 @@ RUNNER_V2: list[Surface] = [
     does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self._update_request_with_output( < self._free_request(", ACCEPTED),
     calls("v1/core/kv_cache_manager.py", "KVCacheManager.cache_blocks", "request, num_computed_tokens", ACCEPTED),
     has("v1/request.py", "Request", "num_computed_tokens num_tokens", ACCEPTED),
-    overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
-    does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/plans.py"),
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/plans.py"),

@@ -36,13 +36,10 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
-# By (whether the model runner is V2, whether scheduling is asynchronous).
-_SCHEDULERS = {
-    (False, False): "vllm_triforce.scheduler.scheduler.TriForceScheduler",
-    (False, True): "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler",
-    (True, False): "vllm_triforce.scheduler.v2.TriForceSchedulerV2",
-    (True, True): "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2",
-}
+# Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
+_SCHEDULER_V1 = "vllm_triforce.scheduler.scheduler.TriForceScheduler"
+_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceSchedulerV2"
+_ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
 
 
 def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
@@ -82,7 +79,7 @@ def _wrap_create_engine_config(original):
         if not is_asked_for(self):
             return original(self, *args, **kwargs)
         names = [name for name, _ in FLAGS.values()]
-        changed = ("speculative_config", "additional_config", "async_scheduling", *names)
+        changed = ("speculative_config", "additional_config", *names)
         saved = {name: getattr(self, name) for name in changed}
         with naming_flags(self):
             try:
@@ -115,9 +112,6 @@ def _begin(engine_args) -> TriForceConfig:
         **(engine_args.additional_config or {}),
         METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
     }
-    if engine_args.async_scheduling is None and checks.is_cpu():
-        # Runner V1 cannot hand it what was proposed.
-        engine_args.async_scheduling = False
     return config
 
 
@@ -228,8 +222,9 @@ def _choose_scheduler(vllm_config) -> None:
     there, and V2 proposes by fixed lengths."""
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
-        key = bool(vllm_config.use_v2_model_runner), bool(scheduler_config.async_scheduling)
-        scheduler_config.scheduler_cls = _SCHEDULERS[key]
+        of_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
+        uses_v2 = vllm_config.use_v2_model_runner
+        scheduler_config.scheduler_cls = of_v2 if uses_v2 else _SCHEDULER_V1
 
 
 _REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
