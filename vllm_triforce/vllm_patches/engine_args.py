@@ -6,6 +6,7 @@ for the proposal's own distribution) plus ``additional_config["triforce"]``, and
 worker becomes our subclass of it. Everything can be refused here, before weights are loaded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -66,7 +67,27 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     # On Model Runner V2 it is our scheduler that chooses.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     asked = engine_args.max_num_seqs
-    return config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked), draft
+    filled = config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked)
+    if engine_args.enable_lora and config.num_speculative_tokens is None:
+        most = max(1, _most_beside_adapters(engine_args))
+        length = min(filled.num_speculative_tokens or most, most)
+        filled = replace(filled, num_speculative_tokens=length)
+    return filled, draft
+
+
+def _most_beside_adapters(engine_args) -> int:
+    """Count tokens that each request may propose where LoRA is enabled: vLLM refuses to start where
+    a step has no room for the proposals of ``max_num_seqs`` requests. Of its defaults, which depend
+    on who starts the engine, the smallest count."""
+    parallel = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
+    tokens_by_context, seqs_by_context = engine_args.get_batch_defaults(parallel)
+    scale = 2 if engine_args.performance_mode == "throughput" else 1
+    found = []
+    for context, default in tokens_by_context.items():
+        num_tokens = engine_args.max_num_batched_tokens or scale * default
+        num_seqs = min(num_tokens, scale * seqs_by_context[context])
+        found.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
+    return min(found)
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
