@@ -8,12 +8,15 @@ from vllm_triforce.config.asked import METHOD
 from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
 from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
 from vllm_triforce.scheduler.draft_carrier import TakesDrafts
+from vllm_triforce.scheduler.grammar_masks import SizesGrammarMasks
 from vllm_triforce.scheduler.lookahead import LendsBlocks
 from vllm_triforce.scheduler.outcomes import CountsOutcomes
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 
 
-class TriForceScheduler(LendsBlocks, TakesDrafts, CachesAcceptedBlocks, CountsOutcomes, Scheduler):
+class TriForceScheduler(
+    LendsBlocks, TakesDrafts, CachesAcceptedBlocks, CountsOutcomes, SizesGrammarMasks, Scheduler
+):
     """Has drafts verified that were proposed, and no placeholders."""
 
     def __init__(self, *args, **kwargs) -> None:
