@@ -20,7 +20,10 @@ TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", CLI),
     overrides(ARGS, "EngineArgs.create_engine_config", "self, usage_context=, headless=", OURS),
     overrides(ARGS, "EngineArgs.create_speculative_config", "self, target_model_config, target_parallel_config", OURS),
-    has(ARGS, "EngineArgs", "speculative_config additional_config block_size async_scheduling trust_remote_code scheduler_cls", OURS),
+    has(ARGS, "EngineArgs", "speculative_config additional_config block_size trust_remote_code scheduler_cls enable_lora max_num_batched_tokens max_num_seqs performance_mode pipeline_parallel_size tensor_parallel_size", OURS),
+    calls(ARGS, "EngineArgs.get_batch_defaults", "world_size", OURS),
+    # What a proposal may have beside LoRA.
+    does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config( < self._set_default_max_num_seqs_and_batched_tokens_args(", OURS),
     has(ARGS, "EngineArgs", "spec_method spec_model spec_tokens", CLI),
     does(ARGS, "EngineArgs.create_engine_config", "maybe_override_with_speculators(", OURS),
     overrides("v1/metrics/loggers.py", "StatLoggerManager.record", "self, scheduler_stats, iteration_stats, mm_cache_stats=, engine_idx=", "vllm_triforce/vllm_patches/counters.py"),

@@ -24,6 +24,8 @@ SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
 FIGURES = "vllm_triforce/scheduler/figures.py"
 OUTCOMES = "vllm_triforce/scheduler/outcomes.py"
 LENDING = "vllm_triforce/scheduler/lookahead.py"
+MASKS = "vllm_triforce/scheduler/grammar_masks.py"
+MASKS2 = "vllm_triforce/worker/v2/grammar_masks.py"
 ACCEPTED = "vllm_triforce/scheduler/accepted_blocks.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
@@ -211,22 +213,32 @@ RUNNER_V2: list[Surface] = [
     does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self._update_request_with_output( < self._free_request(", ACCEPTED),
     calls("v1/core/kv_cache_manager.py", "KVCacheManager.cache_blocks", "request, num_computed_tokens", ACCEPTED),
     has("v1/request.py", "Request", "num_computed_tokens num_tokens", ACCEPTED),
-    overrides("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/async_scheduler.py"),
-    does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "request.spec_token_ids =", "vllm_triforce/scheduler/async_scheduler.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/plans.py"),
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/plans.py"),
     has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/plans.py"),
     has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/plans.py"),
     # Blocks for drafts: none where vLLM schedules, lent behind it, taken back before it.
+    overrides("v1/core/sched/scheduler.py", "Scheduler.get_grammar_bitmask", "self, scheduler_output", MASKS),
+    has("v1/core/sched/scheduler.py", "Scheduler", "structured_output_manager vllm_config", MASKS),
+    has("v1/core/sched/output.py", "SchedulerOutput", "has_structured_output_requests scheduled_spec_decode_tokens", MASKS),
+    has("v1/structured_output/__init__.py", "StructuredOutputManager", "vllm_config _grammar_bitmask", MASKS),
+    does("v1/structured_output/__init__.py", "StructuredOutputManager.grammar_bitmask", "max_num_spec_tokens = < self._grammar_bitmask = < self.backend.allocate_token_bitmask(", MASKS),
+    overrides("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker.apply_grammar_bitmask", "self, logits, input_batch, grammar_req_ids, grammar_bitmask", MASKS2),
+    has("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker", "grammar_bitmask", MASKS2),
+    has(RUNNER2, "GPUModelRunner", "structured_outputs_worker max_num_reqs num_speculative_steps", MASKS2),
+    overrides("v1/worker/gpu_worker.py", "Worker.load_model", "self, *, load_dummy_weights=", "vllm_triforce/worker/base.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler.schedule", "self, throttle_prefills=", LENDING),
     overrides("v1/core/sched/scheduler.py", "Scheduler._request_remaining_blocks", "self, request", LENDING),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "self.kv_cache_manager.allocate_slots( < SchedulerOutput( < self._build_kv_connector_meta( < self._update_after_schedule(", LENDING),
     does("v1/core/sched/scheduler.py", "Scheduler.__init__", "self.num_lookahead_tokens = < self.dynamic_sd_lookup = < self._spec_decode_step_blocks =", LENDING),
-    has("v1/core/sched/scheduler.py", "Scheduler", "requests running waiting connector kv_cache_manager num_spec_tokens num_lookahead_tokens dynamic_sd_lookup _spec_decode_step_blocks max_num_running_reqs max_num_scheduled_tokens max_model_len vllm_config", LENDING),
-    has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens num_output_placeholders max_tokens spec_token_ids", LENDING),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests running waiting kv_holding_waiting num_waiting_for_streaming_input connector kv_cache_manager num_spec_tokens num_lookahead_tokens dynamic_sd_lookup _spec_decode_step_blocks max_num_running_reqs max_num_active_reqs max_num_scheduled_tokens max_model_len vllm_config", LENDING),
+    has("v1/request.py", "Request", "request_id status num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens num_output_placeholders max_tokens spec_token_ids", LENDING),
+    has("v1/request.py", "RequestStatus", "WAITING_FOR_STREAMING_REQ", LENDING),
     calls("v1/core/kv_cache_manager.py", "KVCacheManager.allocate_slots", "request, num_new_tokens, reserved_blocks=", LENDING),
-    has("v1/core/kv_cache_manager.py", "KVCacheManager", "coordinator block_pool watermark_blocks", LENDING),
+    has("v1/core/kv_cache_manager.py", "KVCacheManager", "coordinator block_pool watermark_blocks empty_kv_cache_blocks", LENDING),
+    calls("v1/core/kv_cache_manager.py", "KVCacheManager.get_computed_blocks", "request", LENDING),
+    calls("v1/core/kv_cache_coordinator.py", "KVCacheCoordinator.get_num_blocks_to_allocate", "request_id, num_tokens, new_computed_blocks, num_encoder_tokens, total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, apply_admission_cap=", LENDING),
     has("v1/core/kv_cache_coordinator.py", "KVCacheCoordinator", "single_type_managers", LENDING),
     has("v1/core/single_type_kv_cache_manager.py", "SingleTypeKVCacheManager", "req_to_blocks block_size", LENDING),
     calls("v1/core/block_pool.py", "BlockPool.free_blocks", "ordered_blocks", LENDING),

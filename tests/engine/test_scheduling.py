@@ -143,6 +143,17 @@ def test_turns_of_a_conversation(stock, llm, text):
     assert metric(llm, "prefix_cache_queries") - found_before[1] == num_queries
 
 
+def test_first_proposal_of_a_prompt_that_fills_its_blocks(llm, text):
+    """It needs a block, which the scheduler lends whoever ended before, also where the prompt is
+    read in chunks: without it there is no proposal."""
+    proposals = []
+    for prompt in (text[:320], text[:320], text[4000:4320]):
+        before = counters_of(llm)
+        run(llm, [prompt], [greedy(2 + 6, ignore_eos=True)])
+        proposals.append(counters_of(llm).since(before).num_proposals)
+    assert min(proposals) > 0, proposals
+
+
 def test_abort_between_proposal_and_full_pass(stock, llm, text):
     """Aborted requests leave nothing behind, and a new one of the same name starts afresh."""
     engine = llm.llm_engine

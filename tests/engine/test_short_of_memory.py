@@ -8,6 +8,7 @@ from tests.conftest import triforce
 from tests.generation import assert_same_tokens
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run
+from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -19,7 +20,7 @@ LONG = dict(num_speculative_tokens=32, gamma=8)
 
 @pytest.fixture(scope="module")
 def stock(engines, pair):
-    return engines.get(pair["target"], disable_log_stats=False, **FULL)
+    return engines.get(pair["target"], **FULL)
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +37,14 @@ def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def num_preempted(llm) -> int:
-    return next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-
-
 def answers(llm, prompts, params):
     """Outputs, steps of the scheduler, and preemptions; all blocks are free afterwards."""
-    scheduler, steps, before = scheduler_of(llm), [], num_preempted(llm)
-    schedule = scheduler.schedule
-    scheduler.schedule = lambda *args, **kwargs: steps.append(1) or schedule(*args, **kwargs)
-    try:
+    scheduler = scheduler_of(llm)
+    with watch(scheduler, "schedule") as steps, watch(scheduler, "_preempt_request") as preempted:
         outputs = run(llm, prompts, params)
-    finally:
-        del scheduler.schedule
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    return outputs, len(steps), num_preempted(llm) - before
+    return outputs, len(steps), len(preempted)
 
 
 def greedy(max_tokens: int | None) -> SamplingParams:
@@ -60,7 +53,7 @@ def greedy(max_tokens: int | None) -> SamplingParams:
 
 def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, stock, text):
     """Four requests of a block each fill the cache: room for drafts would halve the batch."""
-    llm = engines.get(pair["target"], {"method": "triforce"}, disable_log_stats=False, **FULL)
+    llm = engines.get(pair["target"], {"method": "triforce"}, **FULL)
     prompts = [text[50 * n : 50 * n + 20] for n in range(12)]
     params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=12)
     (_, wanted, _), (_, found, lost) = (answers(its, prompts, params) for its in (stock, llm))
@@ -69,26 +62,24 @@ def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, st
 
 def fits_exactly(stock, llm, text, loop, length: int, is_drafting: bool = True) -> None:
     """One request to the last token of the cache; several that cannot be there together."""
-    before = counters_of(llm)
+    before, preempted = counters_of(llm), 0
     for prompts in (
         [loop[: 5 * length // 8]],
         [loop[: 5 * length // 8], text[: 3 * length // 4], loop[: length - 10], text[:5]],
         [text[: length // 5]] * 2 + [loop[: length // 3]],
     ):
         params = [greedy(length - len(prompt)) for prompt in prompts]
-        (wanted, *_), (found, *_) = (answers(its, prompts, params) for its in (stock, llm))
+        (wanted, _, lost), (found, *_) = (answers(its, prompts, params) for its in (stock, llm))
         assert_same_outputs(stock, wanted, found)
+        preempted += lost
+    assert preempted > 0, "or the cache is not too small for them"
     counted = counters_of(llm).since(before)
     assert not is_drafting or counted.num_level2_accepted > 0, counted
 
 
 def test_a_kv_cache_that_exactly_fits(engines, pair, stock, text, loop):
-    llm = engines.get(
-        pair["target"],
-        triforce(retrieval_budget=64, model=pair["draft"], **LONG),
-        disable_log_stats=False,
-        **FULL,
-    )
+    keys = triforce(retrieval_budget=64, model=pair["draft"], **LONG)
+    llm = engines.get(pair["target"], keys, **FULL)
     fits_exactly(stock, llm, text, loop, FULL["max_model_len"])
 
 
@@ -134,7 +125,6 @@ def test_800_tokens_in_25_blocks(engines, pair, text, loop, num_blocks, with_dra
         enable_prefix_caching=caching,
         max_num_batched_tokens=256,
         max_num_seqs=4,
-        disable_log_stats=False,
     )
     stock = engines.get(pair["target"], **limits)
     llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)

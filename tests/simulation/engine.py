@@ -56,6 +56,8 @@ def _configured(is_ours: bool, keys: tuple = ()) -> VllmConfig:
 class _AnyToken(SimpleNamespace):
     """A grammar that allows everything."""
 
+    vllm_config = _grammar_bitmask = None
+
     def accept_tokens(self, request, tokens) -> bool:
         return True
 

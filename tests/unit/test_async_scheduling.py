@@ -1,46 +1,10 @@
-"""Promises: under asynchronous scheduling, requests that are too short for TriForce are scheduled
-without drafts, and a grammar sees everything that the full pass will verify."""
+"""Promises: under asynchronous scheduling a grammar sees everything that the full pass will
+verify; what accepted tokens fill is cached."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-PLACEHOLDERS = [-1] * 6
-
-
-@pytest.fixture
-def scheduler(monkeypatch):
-    """Ours over vLLM's, whose own part is to give every decoding request placeholders."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    from vllm_triforce.scheduler.async_scheduler import TriForceAsyncScheduler
-    from vllm_triforce.scheduler.lookahead import LendsBlocks
-
-    def give_placeholders(self, output):
-        for request_id in output.num_scheduled_tokens:
-            self.requests[request_id].spec_token_ids = PLACEHOLDERS
-
-    def prepare(self, vllm_config):
-        self.vllm_config = vllm_config
-
-    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", give_placeholders)
-    monkeypatch.setattr(LendsBlocks, "__init__", prepare)
-    monkeypatch.setattr(LendsBlocks, "_lend", lambda self, output, wanted: dict(wanted))
-    config = SimpleNamespace(additional_config={"triforce": {"min_context": 1000}})
-    return TriForceAsyncScheduler(config)
-
-
-def test_short_requests_are_scheduled_without_drafts(scheduler):
-    scheduler.requests = {
-        name: SimpleNamespace(num_computed_tokens=computed, spec_token_ids=[])
-        for name, computed in (("short", 999), ("long", 1000), ("absent", 10))
-    }
-    scheduler.requests["absent"].spec_token_ids = PLACEHOLDERS
-    step = SimpleNamespace(num_scheduled_tokens={"short": 1, "long": 7})
-    scheduler._update_after_schedule(step)
-    drafts = {name: request.spec_token_ids for name, request in scheduler.requests.items()}
-    assert drafts == {"short": [], "long": PLACEHOLDERS, "absent": PLACEHOLDERS}
 
 
 def test_the_scheduler_is_chosen_by_runner_and_scheduling():
@@ -49,7 +13,6 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
     package = "vllm_triforce.scheduler"
     for is_async, is_v2, given, expected in (
         (True, True, None, f"{package}.v2.TriForceAsyncSchedulerV2"),
-        (True, False, None, f"{package}.async_scheduler.TriForceAsyncScheduler"),
         (True, True, "some.Scheduler", "some.Scheduler"),
         (False, False, "some.Scheduler", "some.Scheduler"),
         (False, True, None, f"{package}.v2.TriForceSchedulerV2"),

@@ -297,9 +297,9 @@ BY_HAND = {
     "scheduler/figures.py": {"figures.histogram", "figures.num_draft_tokens"},
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/draft_carrier.py": {"output"},
-    "scheduler/async_scheduler.py": {"request.spec_token_ids"},
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
     "worker/v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
+    "worker/v2/grammar_masks.py": {"masks.__dict__"},
     "worker/v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
     "worker/v2/request_facts.py": {"complete.__dict__"},
 }

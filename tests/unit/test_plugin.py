@@ -454,6 +454,25 @@ def test_the_test_of_level_3_is_vllms_to_choose(gqa_pair, monkeypatch):
     assert test_of(**{"rejection-sample-method": "block"}) == "block"
 
 
+@pytest.mark.parametrize(
+    "settings, most",
+    [
+        ({}, 15),
+        ({"max_num_seqs": 256, "max_num_batched_tokens": 1024}, 3),
+        ({"max_num_batched_tokens": 512, "performance_mode": "throughput"}, 1),
+    ],
+)
+def test_with_adapters_proposals_are_as_long_as_vllm_lets_them_be(gqa_pair, settings, most):
+    """vLLM, which starts with LoRA, refuses to where a step has no room for everybody's tokens."""
+    engine = dict(enable_lora=True, **settings)
+    config = engine_config(gqa_pair["target"], {"method": "triforce"}, **engine)
+    assert config.num_speculative_tokens == most
+    assert config.additional_config["triforce"]["num_speculative_tokens"] == most
+    keys = {"method": "triforce", "num_speculative_tokens": most + 1}
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        engine_config(gqa_pair["target"], keys, **engine)
+
+
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
 def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
     from vllm_triforce.vllm_patches import engine_args

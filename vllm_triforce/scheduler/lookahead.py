@@ -7,9 +7,13 @@ lent is taken back, drafts included, once the next step's plain tokens need it. 
 blocks that were taken back (``blocks_kept()``).
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
 _ATTRIBUTE = "triforce_blocks_kept"
@@ -29,10 +33,13 @@ class LendsBlocks:
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
+    kv_holding_waiting: Any
+    num_waiting_for_streaming_input: int
     connector: Any
     kv_cache_manager: Any
     num_spec_tokens: int
     max_num_running_reqs: int
+    max_num_active_reqs: int
     max_num_scheduled_tokens: int
     max_model_len: int
     dynamic_sd_lookup: list[int] | None
@@ -49,7 +56,7 @@ class LendsBlocks:
         # A draft in flight counts as accepted until its step's output has come.
         self._num_steps_ahead = self.vllm_config.max_concurrent_batches
         self._borrowers: set[str] = set()
-        """Running requests that may have blocks beyond those of their computed tokens."""
+        """Requests that may have blocks beyond those of their computed tokens."""
 
     def schedule(self, *args, **kwargs):
         kept = self._make_room()
@@ -71,28 +78,34 @@ class LendsBlocks:
     def _make_room(self) -> dict[str, tuple[int, ...]]:
         """Cuts drafts, and takes back blocks, that would keep plain tokens out of the step."""
         drafting = [request for request in self.running if request.spec_token_ids]
-        borrowers = [its for its in self.running if its.request_id in self._borrowers]
+        # A session that waits for its next piece keeps its blocks.
+        borrowers = [
+            its
+            for its in chain(self.running, self.kv_holding_waiting)
+            if its.request_id in self._borrowers
+            # What is in flight may be rejected.
+            and self._num_lent(its, its.num_computed_tokens - its.num_in_flight_tokens)
+        ]
         self._borrowers = {its.request_id for its in drafting + borrowers}
         self.num_lookahead_tokens = 0
         if not self._borrowers:
             return {}
         kept: dict[str, tuple[int, ...]] = {}
-        num_lent = sum(self._num_lent(request) for request in borrowers)
+        num_lent = sum(self._num_lent(its, its.num_computed_tokens) for its in borrowers)
         needed = self._num_needed(self._num_free + num_lent)
         if self.connector is not None:
             self._look_ahead_beside_connector(needed)
-        elif needed > self._num_free:
+        elif num_lent and needed > self._num_free:
             kept = {its.request_id: self._take_back(its) for its in borrowers}
+            # Plain tokens had places in what was taken back.
+            needed = self._num_needed(self._num_free)
         spare_blocks = self._num_free - needed
         spare_tokens = self.max_num_scheduled_tokens - len(self.running)
         for request in drafting:
-            end, count = self._plain_end(request), len(request.spec_token_ids)
-            count = max(0, min(count, spare_tokens))
-            missing = self._num_missing(request, end)
-            more = self._num_missing(request, min(end + count, self.max_model_len)) - missing
-            if more > max(0, spare_blocks):
-                count, more = self._slots_behind(request, end, count), 0
-            spare_blocks, spare_tokens = spare_blocks - more, spare_tokens - count
+            end, most = self._plain_end(request), min(len(request.spec_token_ids), spare_tokens)
+            count = self._num_fitting(request, end, most, spare_blocks)
+            spare_blocks -= self._num_more(request, end, count)
+            spare_tokens -= count
             request.spec_token_ids = request.spec_token_ids[:count]
         return kept
 
@@ -147,7 +160,7 @@ class LendsBlocks:
                     request, end - computed, reserved_blocks=needed
                 )
             if blocks is None:
-                lent[name] = self._slots_behind(request, computed + 1, count)
+                lent[name] = self._num_fitting(request, computed + 1, count, 0)
             else:
                 _announce(scheduler_output, name, blocks.get_block_ids())
         return lent
@@ -175,28 +188,33 @@ class LendsBlocks:
         """Blocks that a request still needs for its first ``end`` tokens."""
         name = request.request_id
         return sum(
-            max(0, -(-end // manager.block_size) - len(manager.req_to_blocks[name]))
+            max(0, -(-end // manager.block_size) - len(manager.req_to_blocks.get(name, ())))
             for manager in self._managers
         )
 
-    def _num_lent(self, request) -> int:
-        """Blocks of a request beyond those of its computed tokens."""
-        computed, name = request.num_computed_tokens, request.request_id
-        return sum(
-            max(0, len(manager.req_to_blocks[name]) + -computed // manager.block_size)
-            for manager in self._managers
-        )
-
-    def _slots_behind(self, request, end: int, most: int) -> int:
-        """Of ``most`` tokens behind the first ``end``, those that need no further block than
-        these."""
+    def _num_lent(self, request, computed: int) -> int:
+        """Blocks of a request beyond those of its first ``computed`` tokens."""
         name = request.request_id
-        slots = min(
-            max(len(manager.req_to_blocks[name]), -(-end // manager.block_size))
-            * manager.block_size
+        return sum(
+            max(0, len(manager.req_to_blocks.get(name, ())) + -computed // manager.block_size)
             for manager in self._managers
         )
-        return max(0, min(most, slots - end))
+
+    def _num_more(self, request, end: int, count: int) -> int:
+        """Count further blocks that ``count`` tokens behind the first ``end`` need."""
+        behind = max(end, min(end + count, self.max_model_len))
+        return self._num_missing(request, behind) - self._num_missing(request, end)
+
+    def _num_fitting(self, request, end: int, most: int, num_spare: int) -> int:
+        """Count tokens behind the first ``end``, up to ``most``, that need ``num_spare`` blocks.
+
+        A longer draft is never cut to less than a shorter one keeps: how long it is depends on its
+        tokens, and whether a token is verified must not depend on those behind it.
+        """
+        num_spare = max(0, num_spare)
+        if most <= 0 or self._num_more(request, end, most) <= num_spare:
+            return max(0, most)
+        return bisect_right(range(1, most), num_spare, key=partial(self._num_more, request, end))
 
     def _num_needed(self, num_available: int) -> int:
         """Blocks for the next steps' plain tokens, and for the requests that are admitted then.
@@ -205,15 +223,39 @@ class LendsBlocks:
             num_available: blocks; who needs more of them than are left waits on.
         """
         needed = sum(self._num_missing(its, self._plain_end(its)) for its in self.running)
-        num_places = max(0, self.max_num_running_reqs - len(self.running))
-        for request in islice(self.waiting, num_places):
+        num_active = len(self.running) + self.num_waiting_for_streaming_input
+        ready = (
+            its
+            for its in chain(self.kv_holding_waiting, self.waiting)
+            if its.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+        for request in islice(ready, max(0, self.max_num_active_reqs - num_active)):
             end = min(request.num_tokens + self._num_steps_ahead, self.max_model_len)
-            its = sum(-(-end // manager.block_size) for manager in self._managers)
-            its += self.kv_cache_manager.watermark_blocks
-            if needed + its > num_available:
-                break
-            needed += its
+            its, watermark = self._num_missing(request, end), self.kv_cache_manager.watermark_blocks
+            if needed + its + watermark > num_available:
+                # Much of it may be cached, which takes long to find: for the first one alone.
+                its = self._num_to_admit(request, end)
+                fits = needed + its + watermark <= num_available
+                return needed + (its + watermark) * fits
+            needed += its + watermark
         return needed
+
+    def _num_to_admit(self, request, end: int) -> int:
+        """Count the free blocks that vLLM takes to admit a request, less what is cached of it."""
+        manager, computed = self.kv_cache_manager, request.num_computed_tokens
+        blocks = manager.empty_kv_cache_blocks
+        if not computed and self.connector is None:
+            blocks, computed, _ = manager.get_computed_blocks(request)
+        return manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=end,
+            new_computed_blocks=blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=end,
+            apply_admission_cap=True,
+        )
 
 
 def _announce(scheduler_output, name: str, block_ids: tuple[list[int], ...]) -> None:

@@ -6,6 +6,7 @@ for the proposal's own distribution) plus ``additional_config["triforce"]``, and
 worker becomes our subclass of it. Everything can be refused here, before weights are loaded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -36,13 +37,10 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
-# By (whether the model runner is V2, whether scheduling is asynchronous).
-_SCHEDULERS = {
-    (False, False): "vllm_triforce.scheduler.scheduler.TriForceScheduler",
-    (False, True): "vllm_triforce.scheduler.async_scheduler.TriForceAsyncScheduler",
-    (True, False): "vllm_triforce.scheduler.v2.TriForceSchedulerV2",
-    (True, True): "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2",
-}
+# Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
+_SCHEDULER_V1 = "vllm_triforce.scheduler.scheduler.TriForceScheduler"
+_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceSchedulerV2"
+_ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
 
 
 def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
@@ -69,7 +67,27 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     # On Model Runner V2 it is our scheduler that chooses.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     asked = engine_args.max_num_seqs
-    return config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked), draft
+    filled = config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked)
+    if engine_args.enable_lora and config.num_speculative_tokens is None:
+        most = max(1, _most_beside_adapters(engine_args))
+        length = min(filled.num_speculative_tokens or most, most)
+        filled = replace(filled, num_speculative_tokens=length)
+    return filled, draft
+
+
+def _most_beside_adapters(engine_args) -> int:
+    """Count tokens that each request may propose where LoRA is enabled: vLLM refuses to start where
+    a step has no room for the proposals of ``max_num_seqs`` requests. Of its defaults, which depend
+    on who starts the engine, the smallest count."""
+    parallel = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
+    tokens_by_context, seqs_by_context = engine_args.get_batch_defaults(parallel)
+    scale = 2 if engine_args.performance_mode == "throughput" else 1
+    found = []
+    for context, default in tokens_by_context.items():
+        num_tokens = engine_args.max_num_batched_tokens or scale * default
+        num_seqs = min(num_tokens, scale * seqs_by_context[context])
+        found.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
+    return min(found)
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
@@ -82,7 +100,7 @@ def _wrap_create_engine_config(original):
         if not is_asked_for(self):
             return original(self, *args, **kwargs)
         names = [name for name, _ in FLAGS.values()]
-        changed = ("speculative_config", "additional_config", "async_scheduling", *names)
+        changed = ("speculative_config", "additional_config", *names)
         saved = {name: getattr(self, name) for name in changed}
         with naming_flags(self):
             try:
@@ -115,9 +133,6 @@ def _begin(engine_args) -> TriForceConfig:
         **(engine_args.additional_config or {}),
         METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
     }
-    if engine_args.async_scheduling is None and checks.is_cpu():
-        # Runner V1 cannot hand it what was proposed.
-        engine_args.async_scheduling = False
     return config
 
 
@@ -130,11 +145,13 @@ def _wrap_create_speculative_config(original):
         return _create(self, *args, **kwargs)
 
     def _create(self, target_model_config, target_parallel_config):
+        has_draft = _split(self)[1].get("model")
         with refusing():
             _prepare(self, target_model_config, target_parallel_config)
         speculative_config = original(self, target_model_config, target_parallel_config)
-        with refusing():
-            check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
+        if has_draft:  # else the target stands in for it
+            with refusing():
+                check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
         # Level 1 keeps a window of its own, so the draft's context length limits nothing.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
@@ -229,8 +246,9 @@ def _choose_scheduler(vllm_config) -> None:
     there, and V2 proposes by fixed lengths."""
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
-        key = bool(vllm_config.use_v2_model_runner), bool(scheduler_config.async_scheduling)
-        scheduler_config.scheduler_cls = _SCHEDULERS[key]
+        of_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
+        uses_v2 = vllm_config.use_v2_model_runner
+        scheduler_config.scheduler_cls = of_v2 if uses_v2 else _SCHEDULER_V1
 
 
 _REGISTRY = "vLLM has a registry of out-of-tree speculative methods"

@@ -82,6 +82,26 @@ CUDAGRAPH_MANAGER = Swap(
     "not taken by a step behind which somebody selects",
     "never: part of the selection",
 )
+STRUCTURED_OUTPUTS = Swap(
+    "GPUModelRunner (V2)",
+    "structured_outputs_worker",
+    "a subclass of vLLM's, of the same state: masks for `max_speculating_seqs` requests with "
+    "drafts, where vLLM has them for `max_num_seqs`, 0.2 GiB with 1,024",
+    "vLLM makes masks as they are needed",
+)
+GRAMMAR_CONFIG = Swap(
+    "StructuredOutputManager",
+    "vllm_config",
+    "vLLM's configuration with the step's `num_speculative_tokens`: by it vLLM sizes the masks of "
+    "grammars, and fills those of more than 128 requests in parallel only where it is 0",
+    "vLLM sizes and fills them by the step's drafts",
+)
+GRAMMAR_MASKS = Swap(
+    "StructuredOutputManager",
+    "_grammar_bitmask",
+    "None where a step has more drafts than it has room for: vLLM makes a larger one",
+    "vLLM sizes and fills them by the step's drafts",
+)
 LAYER_IMPL = Swap(
     "Attention",
     "impl",

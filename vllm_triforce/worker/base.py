@@ -64,7 +64,14 @@ class TriForceWorkerMixin:
 
             self.triforce = TriForceProposer(*arguments)
             swaps.DRAFTER.set(runner, self.triforce)
-            self._sends_drafts = not self.vllm_config.scheduler_config.async_scheduling
+            self._sends_drafts = True
+
+    def load_model(self, **kwargs) -> None:
+        super().load_model(**kwargs)
+        if self.use_v2_model_runner:
+            from vllm_triforce.worker.v2.grammar_masks import bound_grammar_masks
+
+            bound_grammar_masks(self.model_runner, read_config(self.vllm_config)[0])
 
     def get_kv_cache_spec(self) -> dict:
         """Without the draft's layers: level 1 has a private cache."""
