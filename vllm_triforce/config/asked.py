@@ -94,8 +94,8 @@ class TriForceConfig:
     """Longest n-gram, in tokens, that prompt lookup looks for. Default: 8."""
 
     max_speculating_seqs: int | None = None
-    """On Model Runner V2, requests that are speculated on at a time, and for which buffers are
-    allocated; others decode plainly. Default: 64; 4 with ``kv_offload_gib``."""
+    """Requests that are speculated on at a time; others decode plainly. Model Runner V2 allocates
+    buffers for this number. Default: 64; 4 with ``kv_offload_gib``."""
 
     kv_offload_gib: float | None = None
     """GiB of host memory for the KV cache, of each rank, on Model Runner V2: the last layers' KV
