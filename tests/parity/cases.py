@@ -404,14 +404,14 @@ def _scheduling() -> list[Case]:
             **_small("draft_model", keys=DRAFT | {"retrieval_budget": 1024}),
             skip={"device": "rounds end its proposals elsewhere; tests/unit/test_sessions.py"},
         ),
-        # Three requests start with 8 blocks of 32 tokens and come to want 9, of 26 that there are
-        # (one is vLLM's null block).
+        # Three requests start with 8 blocks of 32 tokens and soon want 9, of 26 that there are
+        # (one is vLLM's null block), whoever proposes how much.
         Case(
             "preemption",
             "Requests that lose their blocks and come back answer as stock vLLM does, and leave "
             "nothing behind.",
             (
-                tuple(Request(100 * i, 220, {"max_tokens": 44}) for i in range(4)),
+                tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
                 (Request(0, 220, {"max_tokens": 20}),),
             ),
             ("stock", "preempted", "nothing kept"),
