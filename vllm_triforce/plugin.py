@@ -1,7 +1,9 @@
 """Entry point of vLLM's ``vllm.general_plugins``: wraps vLLM's functions once they are loaded."""
 
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -29,8 +31,10 @@ class _AfterImport:
     def __init__(self) -> None:
         self._actions: dict[str, list[Callable[[], Any]]] = {}
         self._executed: set[str] = set()
+        self._asking = threading.local()
 
     def is_loaded(self, name: str) -> bool:
+        """True if the module has been executed to its end."""
         module = sys.modules.get(name)
         # A module that is still being loaded may not have its classes yet.
         is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
@@ -49,16 +53,21 @@ class _AfterImport:
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
         """Find a module as the other finders do, and follow its execution."""
-        if name not in self._actions:
+        # A finder of another package may ask all others too, this one among them.
+        asked: set[str] = vars(self._asking).setdefault("names", set())
+        if name not in self._actions or name in asked:
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                self._follow(name, spec)
-                return spec
-        return None
+        asked.add(name)
+        try:
+            spec = _find_elsewhere(self, name, path, target)
+        finally:
+            asked.remove(name)
+        # A loader of the old kind runs modules by another method; such a module is not followed.
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            self._follow(name, spec.loader)
+        return spec
 
-    def _follow(self, name: str, spec: ModuleSpec) -> None:
-        loader: Any = spec.loader
+    def _follow(self, name: str, loader: Any) -> None:
         execute = loader.exec_module
 
         def exec_module(module) -> None:
@@ -66,10 +75,21 @@ class _AfterImport:
             self._executed.add(name)
             for action in self._actions.pop(name, []):
                 action()
-            if not self._actions and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            if not self._actions:
+                with suppress(ValueError):
+                    sys.meta_path.remove(self)
 
         loader.exec_module = exec_module
+
+
+def _find_elsewhere(finder, name: str, path, target) -> ModuleSpec | None:
+    """Ask the other finders; those of the old kind have no ``find_spec``."""
+    for other in list(sys.meta_path):
+        if other is finder or not hasattr(other, "find_spec"):
+            continue
+        if (spec := other.find_spec(name, path, target)) is not None:
+            return spec
+    return None
 
 
 _after_import = _AfterImport()
@@ -92,7 +112,7 @@ def _install() -> None:
 def why_not(only_loaded: bool = False) -> str | None:
     """Name why this vLLM is left alone; None where it is not.
 
-    Everything is looked for before anything is wrapped: all of it, or nothing.
+    All patches of loaded modules are looked for before any is applied.
 
     Args:
         only_loaded: look at modules that are loaded already, and load no other.

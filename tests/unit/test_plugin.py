@@ -204,6 +204,28 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
     monkeypatch.delitem(sys.modules, "a_late_module")
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
+    """One asks all others, as ours does, and one is of the kind before ``find_spec``."""
+    from vllm_triforce.plugin import _AfterImport
+
+    class AsksOthers:
+        def find_spec(self, name, path=None, target=None):
+            others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+            specs = (other.find_spec(name, path, target) for other in others)
+            return next((spec for spec in specs if spec), None) if "a_late" in name else None
+
+    (tmp_path / "a_late_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    after, ran = _AfterImport(), []
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
+    after.add("a_late_module", lambda: ran.append(sys.modules["a_late_module"].value))
+    sys.meta_path.insert(1 if is_first else 0, AsksOthers())
+    importlib.import_module("a_late_module")
+    assert ran == [1] and after not in sys.meta_path
+    monkeypatch.delitem(sys.modules, "a_late_module")
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
 def test_supported_versions(version):
     assert is_supported(version)
@@ -301,6 +323,10 @@ def test_vllms_own_flags(gqa_pair, asked):
             "--spec-method and --speculative-config['method'] are mutually exclusive",
         ),
         ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other; drop"),
+        (
+            ["--spec-method", "triforce", "-sc", '{"rejection_sample_method": "synthetic"}'],
+            "rejection_sample_method='synthetic' is not supported with method='triforce'",
+        ),
         ([*TRIFORCE, "-sc", "[1, 2]"], "--speculative-config [1, 2] is not supported with --spec"),
         ([*TRIFORCE, "-sc", '"triforce"'], "--speculative-config 'triforce' is not supported with"),
         ([*TRIFORCE, "-sc", "3"], "--speculative-config 3 is not supported with --speculative-mod"),
@@ -312,8 +338,9 @@ def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
 
     with pytest.raises(ValueError) as refused:
         parsed(gqa_pair["target"], *flags).create_engine_config()
-    assert is_refusal(refused.value) and named in str(refused.value)
-    assert "\n" not in str(refused.value)
+    text = str(refused.value)
+    assert is_refusal(refused.value) and named in text and "\n" not in text
+    assert "--spec-method: " not in text  # that value is right
 
 
 def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_path):
@@ -332,6 +359,12 @@ def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_pa
     )
     with pytest.raises(ValueError, match=r"speculators.*'eagle3'.*Use the model .*target'"):
         engine_config(model, triforce())
+
+
+def test_a_stock_engine_may_have_additional_config_of_our_name(gqa_pair):
+    """As one that copies it from an engine with TriForce."""
+    config = engine_config(gqa_pair["target"], additional_config={"triforce": {}})
+    assert config.speculative_config is None
 
 
 def test_a_draft_of_several_kinds_of_layers_is_refused(gqa_pair, tmp_path):

@@ -54,7 +54,11 @@ def _wrap_from_cli_args(original):
 
 
 def _keys_beside_flag(engine_args) -> dict[str, Any]:
-    """Read --speculative-config beside --speculative-model."""
+    """Read --speculative-config beside --speculative-model.
+
+    Raises:
+        ValueError: another method is named, or the keys are no object.
+    """
     keys = _given_keys(engine_args, f"--speculative-model {METHOD}")
     for flag, method in (
         ("--speculative-config with method", keys.get("method", METHOD)),
@@ -79,6 +83,7 @@ def _given_keys(engine_args, flag: str) -> dict[str, Any]:
 
 
 def is_asked_for(engine_args) -> bool:
+    """True if the engine arguments name the method ``triforce``."""
     keys = engine_args.speculative_config
     if engine_args.spec_method == METHOD:
         return True
@@ -100,7 +105,12 @@ def with_flags(engine_args) -> dict[str, Any]:
 @contextmanager
 def naming_flags(engine_args) -> Iterator[None]:
     """Name the flag in a refusal of its value, which has another name among our keys."""
-    given = [(flag, key, getattr(engine_args, name)) for flag, (name, key) in FLAGS.items()]
+    # Many refusals of other values name method='triforce' as what to drop.
+    given = [
+        (flag, key, value)
+        for flag, (name, key) in FLAGS.items()
+        if key != "method" and (value := getattr(engine_args, name)) is not None
+    ]
     try:
         yield
     except ValueError as error:

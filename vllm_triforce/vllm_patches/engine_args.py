@@ -162,11 +162,12 @@ def _wrap_create_speculative_config(original):
 
 def _check_not_replaced(engine_args) -> None:
     """Refuse a target whose checkpoint names a method of its own: vLLM takes that instead."""
-    if isinstance(kept := engine_args.additional_config, dict) and METHOD in kept:
-        method = engine_args.speculative_config["method"]
+    keys, kept = engine_args.speculative_config, engine_args.additional_config
+    if keys is not None and isinstance(kept, dict) and METHOD in kept:
         raise ValueError(
             f"method={METHOD!r} is not supported with a checkpoint of speculators: vLLM takes its "
-            f"method, {method!r}. Use the model that it speculates for, {engine_args.model!r}"
+            f"method, {keys['method']!r}. Use the model that it speculates for, "
+            f"{engine_args.model!r}"
         )
 
 
