@@ -84,11 +84,11 @@ def _check_figures(case: Case, seen: Seen) -> None:
 
 @check("ended inside a run")
 def _ended_inside_a_run(case: Case, job: Job, seen: Seen, by: By) -> None:
-    """Tokens were accepted behind the end of some request."""
+    """Tokens were accepted behind the ends of some requests."""
     outputs = [output.outputs[0] for output in seen.batches[0].outputs]
     made = [1 + sum(n + 1 for n in o.spec_decode_metrics.per_step_accepted) for o in outputs]
     behind = [its - len(o.token_ids) for its, o in zip(made, outputs)]
-    assert any(count > 0 for count in behind), behind
+    assert sum(count > 0 for count in behind) > 1, behind
 
 
 @check("stock")
