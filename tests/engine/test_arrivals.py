@@ -40,6 +40,14 @@ def adapter(llm):
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
 
 
+@pytest.fixture(scope="module")
+def whole(engines, pair):
+    """As ``llm``; prompts are read in one step: stock vLLM's CPU build cannot read that of a
+    sampled request with a seed in chunks."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
+    return engines.get(pair["target"], keys, max_model_len=2048)
+
+
 @pytest.fixture
 def nothing_pays(llm, monkeypatch):
     rest_long(llm, monkeypatch)
@@ -70,17 +78,17 @@ def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("neighbour", ["decodes", "is read too", "leaves"])
-def test_a_seeded_request_is_speculated_on_as_alone(llm, text, nothing_pays, neighbour):
-    """Its prompt is read in five chunks, beside one that decodes plainly and rests: it proposes at
-    the same places as alone. (A greedy one: stock vLLM's CPU build cannot read a prompt in chunks
-    for a sampled request with a seed.)"""
-    seeded = ("seeded", text[1000:1600], greedy(40, ignore_eos=True, seed=7))
+def test_a_seeded_request_is_speculated_on_as_alone(whole, text, monkeypatch, neighbour):
+    """Beside one that decodes plainly and rests it proposes at the same places as alone."""
+    rest_long(whole, monkeypatch)
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
+    seeded = ("seeded", text[1000:1600], params)
     others = {
         "decodes": {0: [("other", text[:60], greedy(120, ignore_eos=True))], 6: [seeded]},
         "is read too": {0: [("other", text[:900], greedy(60, ignore_eos=True)), seeded]},
         "leaves": {0: [("other", text[:60], greedy(9, ignore_eos=True))], 4: [seeded]},
     }[neighbour]
-    speculator, places = built(llm).speculator, []
+    speculator, places = built(whole).speculator, []
     propose = speculator.propose
 
     def spy(batch):
@@ -94,19 +102,17 @@ def test_a_seeded_request_is_speculated_on_as_alone(llm, text, nothing_pays, nei
 
     speculator.propose = spy
     try:
-        drive(llm, {0: [seeded]})
+        drive(whole, {0: [seeded]})
         alone, places = places, []
-        drive(llm, others)
+        drive(whole, others)
     finally:
         del speculator.propose
     assert places == alone and alone[0] == 600
 
 
 @pytest.mark.parametrize("min_tokens", [0, 12])
-def test_a_seeded_request_samples_as_alone(engines, pair, text, monkeypatch, min_tokens):
+def test_a_seeded_request_samples_as_alone(whole, text, monkeypatch, min_tokens):
     """Up to min_tokens a proposal ends before it: for a step there is no room for one."""
-    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
-    whole = engines.get(pair["target"], keys, max_model_len=2048)
     rest_long(whole, monkeypatch)
     params = SamplingParams(
         temperature=1.0,
@@ -198,7 +204,11 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
         0: [("long", text[600:0:-1], greedy(12, ignore_eos=True))],  # no prefix of another
         8: [
             ("short", text[720:700:-1], greedy(1)),
-            ("seeded", text[1000:800:-1], greedy(4, ignore_eos=True, seed=3)),
+            (
+                "seeded",
+                text[1000:900:-1],
+                SamplingParams(temperature=1.0, seed=3, max_tokens=4, ignore_eos=True),
+            ),
         ],
     }
     drive(llm, arrivals)

@@ -3,6 +3,9 @@
 A telling part of it, on both runners, is the case "several ends in one run" of ``tests/parity``.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
@@ -58,12 +61,13 @@ def num_behind(completion) -> int:
     return made - len(completion.token_ids)
 
 
-def compare(stock, llm, prompt: list[int], asked: list[dict]) -> None:
+def compare(stock, llm, prompt: list[int], asked: list[dict]) -> list:
     """Outputs equal stock's, and some requests end inside an accepted run."""
     params = [params_of(own) for own in asked]
     wanted, found = (run(engine, [prompt] * len(params), params) for engine in (stock, llm))
     assert_same_outputs(stock, wanted, found)
     assert any(num_behind(output.outputs[0]) > 0 for output in found)
+    return found
 
 
 @pytest.mark.parametrize("repeats", [False, True], ids=["text", "a text that repeats itself"])
@@ -92,3 +96,27 @@ def test_several_ends_in_one_run(stock, llm, text, repeats):
         )
         asked.append({"repetition_detection": detection})
     compare(stock, llm, prompt, [own | more for own in asked for more in VARIANTS])
+
+
+def test_several_ends_of_text(engines, pair, stock, text, tmp_path):
+    """Which a model's generation_config.json names, with min_tokens before, at and behind them."""
+    prompt = text[:700]
+    ids = list(run(stock, [prompt], [params_of({})])[0].outputs[0].token_ids)
+    ends = list(dict.fromkeys(ids))[-2:]
+    for file in Path(pair["target"]).iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *ends]}))
+    has_tokenizer = dict(skip_tokenizer_init=False)
+    stock = engines.get(str(tmp_path), **has_tokenizer)
+    keys = triforce(model=pair["draft"], **KEYS)
+    llm = engines.get(str(tmp_path), keys, **has_tokenizer, **FIGURES)
+    first, second = (ids.index(end) + 1 for end in ends)
+    asked: list[dict] = [
+        {"ignore_eos": False, "min_tokens": least, **more}
+        for least in sorted({0, first - 1, first, first + 1, second, second + 1, NUM_TOKENS})
+        for more in (*VARIANTS, {"repetition_penalty": 1.1}, {"stop_token_ids": [ids[0]]})
+    ]
+    outputs = compare(stock, llm, prompt, asked)
+    # Who may not end with the first goes on another way.
+    assert {output.outputs[0].stop_reason for output in outputs} >= {None, ends[0]}

@@ -11,6 +11,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from itertools import accumulate, chain
 
 import openai
 import pytest
@@ -21,6 +22,7 @@ from tests.models import held_out_tokens
 from tests.serving import MODEL, change, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+MAX_MODEL_LEN = int(soak.SERVER[soak.SERVER.index("--max-model-len") + 1])
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,64 @@ def test_streaming(client, stock, text, chat):
     assert len(chunks) < 35, "no chunk had more than a token: nothing was speculated"
 
 
+ONE_ANSWER = dict(temperature=1.0, n=2, logprobs=2)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("chat", [False, True])
+def test_streamed_choices(client, stock, text, chat, interval):
+    """By choice, chunks add up to the answer that is not streamed: tokens, text, numbers, usage."""
+    arguments = GREEDY | ONE_ANSWER | dict(extra_body=IDS | dict(top_k=1, stream_interval=interval))
+    if chat:
+        content = stock.get_tokenizer().decode(text[:800])
+        arguments |= dict(messages=[{"role": "user", "content": content}])
+        arguments |= dict(logprobs=True, top_logprobs=2)
+        ask = client.chat.completions.create
+    else:
+        arguments |= dict(prompt=text[:800])
+        ask = client.completions.create
+    whole = ask(**arguments)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = ask(stream=True, stream_options=usage, **arguments)
+    prompt = whole.prompt_token_ids if chat else whole.choices[0].prompt_token_ids
+    check(stock, [prompt] * 2, [choice.token_ids for choice in whole.choices])
+    assert last.choices == [] and last.usage.completion_tokens == 80
+    assert whole.usage.completion_tokens == 80
+    assert sum(len(chunk.choices) for chunk in chunks) == len(chunks)
+    for wanted in whole.choices:
+        own = [chunk for chunk in chunks if chunk.choices[0].index == wanted.index]
+        pieces = [chunk.choices[0] for chunk in own]
+        tokens = [list(getattr(piece, "token_ids", None) or []) for piece in pieces]
+        assert [*chain(*tokens)] == wanted.token_ids
+        assert [chunk.usage.completion_tokens for chunk in own] == [*accumulate(map(len, tokens))]
+        sizes = [len(its) for its in tokens if its]
+        assert all(size >= interval for size in sizes[1:-1]) and max(sizes) > interval, sizes
+        texts = [(piece.delta.content if chat else piece.text) or "" for piece in pieces]
+        assert "".join(texts) == (wanted.message.content if chat else wanted.text)
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+        assert pieces[-1].finish_reason == wanted.finish_reason
+        found = [numbers_of(piece.logprobs) for piece in pieces if piece.logprobs]
+        for name, values in numbers_of(wanted.logprobs).items():
+            joined = [value for its in found for value in its[name]]
+            assert joined == (pytest.approx(values, abs=1e-3) if name == "logprobs" else values)
+
+
+def numbers_of(logprobs) -> dict[str, list]:
+    """Log-probabilities of a choice or a chunk of it, as chat or completions have them."""
+    if hasattr(logprobs, "content"):
+        each = logprobs.content
+        most = [[one.token for one in its.top_logprobs] for its in each]
+        return dict(
+            tokens=[its.token for its in each], logprobs=[its.logprob for its in each], most=most
+        )
+    return dict(
+        tokens=logprobs.tokens,
+        logprobs=logprobs.token_logprobs,
+        places=logprobs.text_offset,
+        most=[list(its) for its in logprobs.top_logprobs],
+    )
+
+
 def run_async(server, work):
     async def main():
         async with openai.AsyncOpenAI(
@@ -167,10 +227,23 @@ def test_health_models_and_errors(server, client):
     with urllib.request.urlopen(f"{server.address}/health", timeout=10) as response:
         assert response.status == 200
     assert [model.id for model in client.models.list().data] == [MODEL]
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt=[5] * 5000, max_tokens=1)
+    for prompt in ([], [5] * MAX_MODEL_LEN, [5] * 5000):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x", max_tokens=1)
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_answers_end_with_the_context(client, stock, text, room):
+    """Whoever asks for more tokens than there is room for, or for no number, gets the room."""
+    prompt = text[: MAX_MODEL_LEN - room]
+    for asked in ({}, {"max_tokens": 200}):
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, extra_body=IDS, **asked
+        )
+        assert answer.choices[0].finish_reason == "length"
+        check(stock, [prompt], [answer.choices[0].token_ids], max_tokens=room)
 
 
 def test_metrics_of_a_run_that_is_known_beforehand(server, client, text):

@@ -13,7 +13,9 @@ if needs_triton.mark.args[0]:
 from scipy import stats
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+from tests.kernels.tensors import integers
 from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
+from vllm_triforce.kernels.export_proposal import HandedUp, outer_test_rows
 
 pytestmark = pytest.mark.thorough
 
@@ -45,23 +47,35 @@ def _p_value(declared: float) -> float:
     tokens[:, 1] = [draw.choice(VOCAB, p=draft_second[token]) for token in tokens[:, 0]]
     target = torch.zeros(NUM_REQUESTS, 4, VOCAB)
     target[:, 0], target[:, 1] = _logits(first), _logits(second)[tokens[:, 0]]
-    # What a request draws from, before the temperature.
-    draft = torch.full((NUM_REQUESTS, 3, VOCAB), -torch.inf)
+    # What a request draws from, before the temperature; the place of padding has nothing.
+    draft = torch.full((NUM_REQUESTS, 3, VOCAB), torch.nan)
     draft[:, 0] = TEMPERATURE * declared * _logits(draft_first)
     draft[:, 1] = TEMPERATURE * declared * _logits(draft_second)[tokens[:, 0]]
-    draft[:, 2, PAD_TOKEN] = 0
-    rows, places = torch.arange(NUM_REQUESTS), torch.arange(4)
-    sampled, num_sampled = rejection_sample(
-        target.view(-1, VOCAB).to(DEVICE),
-        draft.to(DEVICE),
+    handed_up = HandedUp.allocate(draft.to(DEVICE), NUM_REQUESTS)
+    states = torch.arange(NUM_REQUESTS, dtype=torch.int32, device=DEVICE)
+    handed_up.slot_of_state.copy_(states), handed_up.state_of_slot.copy_(states)
+    handed_up.num_proposed.fill_(2)
+    starts = integers(range(0, 4 * NUM_REQUESTS + 1, 4))
+    places = integers(range(4)).repeat(NUM_REQUESTS)
+    rows = outer_test_rows(
+        handed_up,
+        states.repeat_interleave(4),
+        places,
         torch.nn.functional.pad(torch.from_numpy(tokens), (1, 0)).flatten().to(DEVICE),
-        (torch.arange(NUM_REQUESTS + 1, dtype=torch.int32) * 4).to(DEVICE),
-        places.repeat(NUM_REQUESTS).to(DEVICE),
-        rows.to(torch.int32).to(DEVICE),
-        rows.repeat_interleave(4).to(torch.int32).to(DEVICE),
-        places.repeat(NUM_REQUESTS).to(torch.int32).to(DEVICE),
         torch.full((NUM_REQUESTS,), TEMPERATURE, device=DEVICE),
         torch.from_numpy(draw.integers(1 << 62, size=NUM_REQUESTS)).to(DEVICE),
+    )
+    sampled, num_sampled = rejection_sample(
+        target.view(-1, VOCAB).to(DEVICE),
+        handed_up.logits,
+        rows.draft_tokens,
+        starts,
+        places.long(),
+        rows.owners[starts[:-1]],
+        rows.owners,
+        rows.places,
+        rows.temperature,
+        rows.seeds,
         3,
         use_block_verification=True,
     )

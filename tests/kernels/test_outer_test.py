@@ -42,6 +42,8 @@ def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
         handed_up.num_proposed[state] = length
         proposed[state] = length if turn + NUM_SLOTS >= 6 else 0
         by_state[state, : proposed[state]] = handed_up.logits[slot, : proposed[state]]
+    for slot, state in enumerate(handed_up.state_of_slot.tolist()):
+        handed_up.logits[slot, proposed[state] :] = torch.nan  # shows where it is read
     num_drafts = [int(n) for n in torch.randint(PLACES + 1, (7,), generator=draw)]
     owners, places, tokens, tested = [], [], [], []
     for state, drafts in zip(states.tolist(), num_drafts):
@@ -54,9 +56,7 @@ def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
     starts = torch.tensor([0, *num_drafts]) + torch.tensor([0] + [1] * 7)
     starts = integers(starts.cumsum(0).tolist())
     target, pos = some(len(owners), VOCAB), integers([p + 10 for p in places])
-    # A place that is none has no distribution: NaN shows where one is read.
-    stock = by_state.clone()
-    stock[by_state.isnan()] = 0
+    stock = by_state.nan_to_num()
 
     def outcome(logits, drafted, states, owners, places, temperature, seeds):
         sampled, number = rejection_sample(

@@ -404,14 +404,14 @@ def _scheduling() -> list[Case]:
             **_small("draft_model", keys=DRAFT | {"retrieval_budget": 1024}),
             skip={"device": "rounds end its proposals elsewhere; tests/unit/test_sessions.py"},
         ),
-        # Three requests start with 8 blocks of 32 tokens and come to want 9, of 26 that there are
-        # (one is vLLM's null block).
+        # Three requests start with 8 blocks of 32 tokens and soon want 9, of 26 that there are
+        # (one is vLLM's null block), whoever proposes how much.
         Case(
             "preemption",
             "Requests that lose their blocks and come back answer as stock vLLM does, and leave "
             "nothing behind.",
             (
-                tuple(Request(100 * i, 220, {"max_tokens": 44}) for i in range(4)),
+                tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
                 (Request(0, 220, {"max_tokens": 20}),),
             ),
             ("stock", "preempted", "nothing kept"),
@@ -478,18 +478,21 @@ def _ends() -> list[Case]:
     """A budget that covers the context: whole proposals are accepted. Text of the usual answer to
     the same prompt, so that what ends a request lies inside."""
 
+    # Tokens 1 to 7 of the usual answer are one run, 8 to 14 the next.
     def end(**more) -> Callable:
-        return lambda u: {"max_tokens": 14, "stop": [u.text[24:27]], **more}
+        return lambda u: {"max_tokens": 20, "stop": [u.text[14:19]], **more}
 
-    detection = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=1, min_count=2)
+    detection = RepetitionDetectionParams(max_pattern_size=9, min_pattern_size=1, min_count=2)
     ends = (
-        lambda u: {"max_tokens": 14, "stop": [u.text[30:34], u.text[24:27]]},
-        lambda u: {"max_tokens": 14, "stop": [u.text[30:34]], "stop_token_ids": [u.token_ids[5]]},
-        end(max_tokens=9, include_stop_str_in_output=True),
-        end(min_tokens=9, logprobs=2),
+        lambda u: {"max_tokens": 20, "stop": [u.text[19:22], u.text[14:19]]},
+        lambda u: {"max_tokens": 20, "stop": [u.text[19:22]], "stop_token_ids": [u.token_ids[6]]},
+        end(max_tokens=7, include_stop_str_in_output=True),
+        end(min_tokens=5, logprobs=2),
         end(**ONE_ANSWER),
-        lambda u: {"max_tokens": 14, "repetition_detection": detection},
-        lambda u: {"max_tokens": 14, "ignore_eos": False, "logit_bias": {EOS: 14}},
+        # As several ends of text are, in a model's generation_config.json.
+        lambda u: {"max_tokens": 20, "stop_token_ids": list(u.token_ids[4:7]), "min_tokens": 3},
+        {"max_tokens": 20, "repetition_detection": detection},
+        {"max_tokens": 14, "ignore_eos": False, "logit_bias": {EOS: 14}},
     )
     return [
         Case(

@@ -61,7 +61,7 @@ def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
             limit = params["max_tokens"]
             assert limit is None or all(len(o.token_ids) <= limit for o in output.outputs)
     if "per_request_spec_decode_metrics" in case.engine:
-        _check_figures(seen)
+        _check_figures(case, seen)
     for name, least in case.at_least.items():
         count = sum(getattr(batch.counted, name) for batch in seen.batches)
         assert count >= least, f"{name} is {count}: nothing was tested"
@@ -69,10 +69,12 @@ def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
         CHECKS[name](case, job, seen, by)
 
 
-def _check_figures(seen: Seen) -> None:
+def _check_figures(case: Case, seen: Seen) -> None:
     """Each answer's own figures, which vLLM keeps, add up to what TriForce counts."""
     for batch in seen.batches:
-        own = [o.spec_decode_metrics for output in batch.outputs for o in output.outputs]
+        # A session's are of all turns so far.
+        outputs = batch.outputs[-1:] if case.is_session else batch.outputs
+        own = [o.spec_decode_metrics for output in outputs for o in output.outputs]
         counted = batch.counted
         assert sum(sum(figures.histogram) for figures in own) == counted.num_level3_steps
         assert sum(figures.num_draft_tokens for figures in own) == counted.num_level2_drafted
@@ -82,11 +84,11 @@ def _check_figures(seen: Seen) -> None:
 
 @check("ended inside a run")
 def _ended_inside_a_run(case: Case, job: Job, seen: Seen, by: By) -> None:
-    """Tokens were accepted behind the end of some request."""
+    """Tokens were accepted behind the ends of some requests."""
     outputs = [output.outputs[0] for output in seen.batches[0].outputs]
     made = [1 + sum(n + 1 for n in o.spec_decode_metrics.per_step_accepted) for o in outputs]
     behind = [its - len(o.token_ids) for its, o in zip(made, outputs)]
-    assert any(count > 0 for count in behind), behind
+    assert sum(count > 0 for count in behind) > 1, behind
 
 
 @check("stock")
@@ -177,7 +179,6 @@ def _preempted(case: Case, job: Job, seen: Seen, by: By) -> None:
 def _reset_while_running(case: Case, job: Job, seen: Seen, by: By) -> None:
     (batch,) = seen.batches
     assert batch.disturbed["running"] == [len(job.rounds[0])] * (len(case.disturbance) - 1)
-    assert all(output.num_cached_tokens == 0 for output in batch.outputs)
 
 
 @check("nothing kept")

@@ -169,7 +169,7 @@ def converse(llm, pieces: list[tuple[list[int], dict]]) -> list:
     engine, answers = llm.llm_engine, []
 
     def send(prompt, params, resumable: bool) -> None:
-        inputs = {"prompt_token_ids": prompt}
+        inputs = {"prompt_token_ids": list(prompt)}  # which is extended
         tasks = engine.get_supported_tasks()
         request = engine.input_processor.process_inputs(
             "session", inputs, sampling_params(params), supported_tasks=tasks, resumable=resumable

@@ -329,6 +329,24 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
             assert (found.num_tokens, found.uniform_token_count) == (desc.num_tokens, 1)
 
 
+@pytest.mark.parametrize(("levels", "expected"), [("1,2,3", ["level 2"]), ("1,3", [])])
+def test_levels_that_take_no_part_have_no_graphs(levels, expected):
+    """And none of theirs are reserved."""
+    pytest.importorskip("triton")
+    from vllm_triforce.device.graph_sizes import num_graphs
+    from vllm_triforce.device.triforce import DeviceTriForce
+
+    config = TriForceConfig(levels=levels).fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    captured = []
+    made = object.__new__(DeviceTriForce)
+    made.sources = {}
+    made.level2 = SimpleNamespace(capture=lambda mode: captured.append("level 2"))
+    made._parts = SimpleNamespace(config=config)
+    made.capture(None)
+    assert captured == expected
+    assert bool(num_graphs(config, 64, 512, has_draft=False)) == bool(expected)
+
+
 def test_memory_is_at_most_three_hundredths_of_the_kv_cache():
     from tools import memory_table as table
 

@@ -146,10 +146,16 @@ class Stock(SimpleNamespace):
     """Any argument of a function of an engine without TriForce."""
 
     additional_config = {}
+    resumable = True
+    speculative_config = None
 
 
 # Attributes that vLLM's own __init__ makes and wrappers read, by class.
-MADE_BY_INIT = {"EngineArgs": {"additional_config": {}}, "EngineCore": {"scheduler": Stock()}}
+MADE_BY_INIT = {
+    "EngineArgs": {"additional_config": {}},
+    "EngineCore": {"scheduler": Stock()},
+    "Scheduler": {"vllm_config": Stock()},
+}
 
 
 def calls_of(signature: inspect.Signature) -> list[tuple[tuple, dict]]:
@@ -255,7 +261,7 @@ def test_statistics_of_stock_engines_beside_one_with_triforce():
         assert seen.pop() == ((stats, None), {"mm_cache_stats": None, "engine_idx": 3})
     observed = []
     manager.triforce_prometheus = SimpleNamespace(observe=lambda *a: observed.append(a))
-    carrier.put(stats, {"num_proposals": 2})
+    carrier.put({0: SimpleNamespace(scheduler_stats=stats)}, {"num_proposals": 2})
     manager.record(stats, None, None, 3)
     assert observed == [({"num_proposals": 2}, 3)] and not stats.num_kv_fetch_reqs_by_stage
 
@@ -279,6 +285,7 @@ OUR_OBJECTS = {
     "state",
     "step",
     "self._built",
+    "self._config_of_step",
     "self._planned",
     "self._recorder",
     "self._taken",
@@ -294,6 +301,7 @@ BY_HAND = {
     "core/step_report.py": {"output.get_output", "output", "result"},
     "scheduler/plans.py": {"request.spec_token_ids"},
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
+    "scheduler/outcomes.py": {"output.spec_decode_metrics"},
     "scheduler/figures.py": {"figures.histogram", "figures.num_draft_tokens"},
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/draft_carrier.py": {"output"},
@@ -301,7 +309,11 @@ BY_HAND = {
     "worker/v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "worker/v2/grammar_masks.py": {"masks.__dict__"},
     "worker/v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
-    "worker/v2/request_facts.py": {"complete.__dict__"},
+    "worker/v2/request_facts.py": {
+        "complete.__dict__",
+        "complete.handed_up",
+        "complete.names_tokens",
+    },
 }
 
 

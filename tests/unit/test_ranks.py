@@ -69,7 +69,9 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, li
     rank._routes = Routes(config, built, rank._facts)
     rank._disabled_requests, rank._num_faults = DisabledRequests(), 0
     rank._has_proposal = np.zeros(2, dtype=bool)
-    rank._runner = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES)))
+    rank._runner = SimpleNamespace(
+        req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES)), block_tables=None
+    )
     rank._report = SimpleNamespace(log_if_due=lambda *args: None)
     rank._handler = SimpleNamespace(proposed=lambda *args: None)
     rank.draft_tokens, rank.num_speculative_steps = torch.zeros(2, 6), 6

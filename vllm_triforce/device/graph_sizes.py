@@ -48,6 +48,8 @@ def num_graphs(
     of_level2 = {"level 2 rounds": len(CAPTURED_SAMPLING) * rounds, "level 2 passes": passes}
     if num_lora_cases:
         of_level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}
+    if not config.uses_level2:
+        of_level2 = {}
     if not has_draft:
         return of_level2
     lengths = {config.num_speculative_tokens + 1, config.gamma + 1}

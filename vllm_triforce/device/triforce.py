@@ -88,10 +88,11 @@ class DeviceTriForce:
         self._with_host_counts(self._counts.known)
 
     def capture(self, mode) -> None:
-        """Captures CUDA graphs of all passes of both levels."""
+        """Capture CUDA graphs of the passes of both levels, as far as they take part."""
         for source in self.sources.values():
             source.capture(mode)
-        self.level2.capture(mode)
+        if self._parts.config.uses_level2:
+            self.level2.capture(mode)
 
     def keeps_window(self, route: str) -> bool:
         """Whether whoever drafts by a route keeps a window, which a full pass without a proposal of

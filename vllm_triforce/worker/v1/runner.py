@@ -98,24 +98,20 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             block_sizes=self._block_sizes,
             device=self.device,
         )
-        self.backoff = self._built.speculator.controller.backoff
+        speculator = self._built.speculator
+        self.backoff = speculator.controller.backoff
         self._boundary = Boundary(self.counters.add_boundary_fault)
-        self._reader = RunnerBatch(
-            self._runner,
-            self.config,
-            self._built.recorder,
-            self._built.speculator.disabled_requests,
-            self.device,
-        )
+        recorder, disabled = self._built.recorder, speculator.disabled_requests
+        self._reader = RunnerBatch(self._runner, self.config, recorder, disabled, self.device)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None:
             self._built.speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = StockPath(
             self._runner,
-            self._built.speculator.controller,
-            self._built.recorder,
-            on_new_blocks=self._built.speculator.level2.invalidate_summaries,
+            speculator.controller,
+            recorder,
+            on_new_blocks=speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
         )
 

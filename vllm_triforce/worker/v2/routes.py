@@ -51,7 +51,7 @@ class Routes:
 
         Lengths are what the host knows: upper bounds. The device looks again.
         """
-        if fixed is None:
+        if fixed is None or (plan is not None and not plan.proposing):
             return []
         num_reqs = input_batch.num_reqs
         scheduled = input_batch.num_scheduled_tokens[:num_reqs]
