@@ -131,6 +131,9 @@ def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, 
             assert torch.equal(p, q) and not p.isnan().any()
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has such a cache with AVX-512"
+)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):

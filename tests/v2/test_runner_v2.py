@@ -124,6 +124,8 @@ def test_what_passes_take_is_told(found):
 
 def test_an_fp8_kv_cache_in_host_memory_is_what_it_is_on_the_device(found):
     """To the token, and level 2 accepts and is accepted as often."""
+    if "quantized" not in found:
+        pytest.skip("vLLM's CPU build has fp8 KV caches with AVX-512 only")
     device, host = (found["quantized"][where] for where in ("device", "host"))
     assert host["tokens"] == device["tokens"]
     counted = host["counters"]
