@@ -182,9 +182,7 @@ def test_what_is_wrong_is_said():
     ) | dict(num_level3_rejections=1, num_direct_proposals=1)
     counters |= dict(num_nan_requests=0, num_boundary_faults=0)
     rounds = {
-        f"level {which}round, {kind}": 1
-        for which in ("1 ", "2 ")
-        for kind in ("greedy", "any")
+        f"level {which}round, {kind}": 1 for which in ("1 ", "2 ") for kind in ("greedy", "any")
     }
     good = dict(
         token_ids=tokens,
