@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from vllm_triforce.worker.v1.thinking_budget import PlainThinkingBudget
@@ -137,7 +137,19 @@ def test_rows_move_with_their_requests():
     holder = PlainThinkingBudget(reasoning, 2, CPU)
     holder, outputs = with_requests(holder, [[4], [4, START]], [None, 3])
     outputs[1] += [7, 7, 7]
-    holder.sync_batch(BatchUpdate(1, removed=[0], added=[], moved=[(1, 0, 0)]))
+    moved = [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    holder.sync_batch(BatchUpdate(1, removed=[], added=[], moved=moved))
     holder.update_state([outputs[1]], [[]])
     logits = holder.apply_to_logits(torch.zeros(1, VOCAB), False, [[]])
     assert forced_tokens(logits) == [END]
+
+
+def test_a_row_forgets_who_has_left():
+    """Its next owner, whom vLLM moves there, has no budget."""
+    reasoning = config([START], [END])
+    holder = PlainThinkingBudget(reasoning, 2, CPU)
+    holder, outputs = with_requests(holder, [[4, START], [4, START]], [3, None])
+    outputs[1] += [7, 7, 7]
+    moved = [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    holder.sync_batch(BatchUpdate(1, removed=[], added=[], moved=moved))
+    assert not holder.has_tracked_requests()

@@ -6,6 +6,7 @@ token, to what was accepted and to each draft, so that no step depends on what o
 """
 
 import torch
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 # As vLLM's: larger than any logit.
@@ -19,6 +20,14 @@ class PlainThinkingBudget(ThinkingBudgetStateHolder):
         super().__init__(reasoning_config, max_num_reqs, 0, device, False)
         self._forced: dict[int, list[int | None]] = {}
         """By row of the batch: the token forced behind the output and 0, 1, ... of its drafts."""
+
+    def sync_batch(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch's rows."""
+        for _, row, direction in batch_update.moved if batch_update else ():
+            if direction == MoveDirectionality.UNIDIRECTIONAL:
+                # vLLM leaves the state of who has left to a request without a budget.
+                self._state.pop(row, None)
+        super().sync_batch(batch_update)
 
     def update_state(
         self,
