@@ -132,8 +132,7 @@ def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     kinds = ("greedy",) if verdict.case.ahead else KINDS
     wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
-        for kind in kinds:
-            wanted |= {f"level 1 round, {kind}", f"level 1 first round, {kind}"}
+        wanted |= {f"level 1 round, {kind}" for kind in kinds}
     verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]
 
 
