@@ -213,8 +213,8 @@ def test_what_is_wrong_is_said():
     assert "without graphs" in faults(token_ids=other)[0]
     assert "lengths" in faults(token_ids=[[1] * 3, *tokens[1:]])[0]
     assert faults(graphs=[3, 0]) == ["no graph was replayed"]
-    no_rounds = {name: n for name, n in rounds.items() if name != "level 2 round, sampled"}
-    assert faults(replayed_rounds=no_rounds) == ["no level 2 round, sampled was replayed"]
+    no_rounds = {name: n for name, n in rounds.items() if name != "level 2 round, any"}
+    assert faults(replayed_rounds=no_rounds) == ["no level 2 round, any was replayed"]
     assert faults(counters=counters | {"num_direct_proposals": 0}) == ["num_direct_proposals is 0"]
     assert faults(counters=counters | {"num_nan_requests": 1}) == ["num_nan_requests is 1"]
     assert "does not compile" in faults(not_compiled={"a_kernel": "why"})[0]

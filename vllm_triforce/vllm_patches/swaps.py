@@ -175,10 +175,9 @@ REJECTION_SAMPLER = Swap("GPUModelRunner (V1)", "rejection_sampler", _PARAMETERS
 REJECTION_SAMPLER_V2 = Swap(
     "GPUModelRunner (V2)",
     "rejection_sampler",
-    "level 2's distributions are read by slot, for `max_speculating_seqs` requests, and what was "
-    "not proposed is tested as -1; `logprob_token_ids` beside drafts. A listener is added to "
-    "`sampler.logits_processors` too: which requests have a grammar or name tokens is not kept by "
-    "the runner",
+    "level 2's distributions are read by slot, and what was not proposed is tested as -1; "
+    "`logprob_token_ids` beside drafts. A listener is added to `sampler.logits_processors` too: "
+    "which requests have a grammar or name tokens is not kept by the runner",
     "vLLM's rejection sampler of Runner V2 returns them and is told where distributions lie; "
     "parameters reach the speculator",
 )

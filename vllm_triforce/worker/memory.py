@@ -65,13 +65,15 @@ def logits_in_flight(config: ResolvedConfig, vllm_config) -> int:
 
 
 def share_of_kv_cache(layers: dict, config: ResolvedConfig, vllm_config) -> float:
-    """Bytes of chunk summaries for each byte of KV cache: of each kind one key per block, layer and
-    KV head, where the cache has ``2 * block_size`` vectors."""
+    """Return the bytes of chunk summaries for each byte of KV cache: of each kind one vector per
+    block, layer and KV head, where the cache has ``2 * block_size``."""
     itemsize = vllm_config.model_config.dtype.itemsize
     cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
     dim = next(iter(layers.values())).head_size
     kinds = len(POLICIES[config.policy].summaries)
-    return kinds * (dim + SCALE_BYTES) / (2 * config.block_size * dim * cache_itemsize)
+    # Runner V1 keeps them in the model's dtype, V2 in a byte a number.
+    summary = dim + SCALE_BYTES if vllm_config.use_v2_model_runner else dim * itemsize
+    return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 
 def beside_kv_cache(
