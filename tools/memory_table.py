@@ -54,6 +54,7 @@ def captured(max_num_seqs: int, num_drafts: int) -> tuple[CudaGraphManager, Simp
         speculative_config=None,
         performance_mode="balanced",
         uniform_decode_query_len=1 + num_drafts,
+        use_v2_model_runner=True,
     )
     VllmConfig._set_cudagraph_sizes(config)
     manager = object.__new__(CudaGraphManager)

@@ -16,6 +16,7 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
+        use_v2_model_runner=True,
         scheduler_config=SimpleNamespace(max_num_seqs=128),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16, head_dtype=torch.bfloat16, get_vocab_size=lambda: 32_000
