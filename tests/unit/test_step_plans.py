@@ -308,6 +308,7 @@ def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
     monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
     keys = {"method": "triforce"}
     asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
+    asked.enable_lora = False
     config, _ = _split(asked)
     assert bool(config.choices) == is_chosen
     assert (config.resolve(16).min_context == 0) == is_chosen
