@@ -10,7 +10,7 @@ import torch
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.core.disabled_requests import DisabledRequests
-from vllm_triforce.core.step_plan import Proposing, StepPlan, attach
+from vllm_triforce.core.step_plan import Proposing, StepPlan, attach_plan
 from vllm_triforce.device.slots import Slots
 from vllm_triforce.worker.v2 import runner as module
 from vllm_triforce.worker.v2.reports import Reports
@@ -96,7 +96,7 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, li
     )
     told = []
     for step, plan in enumerate(plans):
-        attach(scheduled := SimpleNamespace(), plan)
+        attach_plan(scheduled := SimpleNamespace(), plan)
         launched.append({})
         rank.begin_step(scheduled)
         device.known_counters.num_nan_requests = int(step >= sees_at)

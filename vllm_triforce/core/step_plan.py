@@ -45,14 +45,14 @@ class StepPlan:
 
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
-_ATTRIBUTE = "triforce_plan"
+_PLAN_ATTRIBUTE = "triforce_plan"
 
 
-def attach(scheduler_output, plan: StepPlan) -> None:
+def attach_plan(scheduler_output, plan: StepPlan) -> None:
     """Sends a plan along with a step."""
-    setattr(scheduler_output, _ATTRIBUTE, plan)
+    setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)
 
 
 def plan_of(scheduler_output) -> StepPlan | None:
     """The step's plan; None where the scheduler makes none."""
-    return getattr(scheduler_output, _ATTRIBUTE, None)
+    return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)

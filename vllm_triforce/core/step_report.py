@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Attribute of a ModelRunnerOutput.
-_ATTRIBUTE = "triforce_report"
+_REPORT_ATTRIBUTE = "triforce_report"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepReport:
     disabled: tuple[str, ...] = ()
 
 
-def attach(output, make_report) -> None:
+def attach_report(output, make_report) -> None:
     """Sends a report along with a step's output.
 
     Args:
@@ -50,13 +50,13 @@ def attach(output, make_report) -> None:
         make_report: gives the report; called when the output is asked for.
     """
     if not hasattr(output, "get_output"):
-        setattr(output, _ATTRIBUTE, make_report())
+        setattr(output, _REPORT_ATTRIBUTE, make_report())
         return
     get_output = output.get_output
 
     def get_output_with_report():
         result = get_output()
-        setattr(result, _ATTRIBUTE, make_report())
+        setattr(result, _REPORT_ATTRIBUTE, make_report())
         return result
 
     output.get_output = get_output_with_report
@@ -64,4 +64,4 @@ def attach(output, make_report) -> None:
 
 def report_of(output) -> StepReport | None:
     """The report that came with an output; None where there is none."""
-    return getattr(output, _ATTRIBUTE, None)
+    return getattr(output, _REPORT_ATTRIBUTE, None)

@@ -12,7 +12,7 @@ along.
 _ATTRIBUTE = "triforce_drafts"
 
 
-def attach(output, runner, expects_proposals: bool):
+def attach_drafts(output, runner, expects_proposals: bool):
     """``output`` with the drafts that were made in its step."""
     # vLLM's empty output is one object for all.
     if output is not None and getattr(output, "req_ids", None):

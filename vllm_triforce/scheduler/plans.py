@@ -23,7 +23,7 @@ from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.ahead import DecisionsAhead, Outcome, StepSeen
 from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
 from vllm_triforce.core.fixed_plan import fixed_proposing
-from vllm_triforce.core.step_plan import Proposing, StepPlan, attach, plan_of
+from vllm_triforce.core.step_plan import Proposing, StepPlan, attach_plan, plan_of
 from vllm_triforce.core.step_report import StepReport, report_of
 from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
 
@@ -85,7 +85,7 @@ class PlansSteps:
         if len(names) <= self._config.max_batch:
             able = {name: most for name in names if (most := self._most(self.requests[name]))}
         plan = self._with_room(scheduler_output, self._plan(able, len(names) - len(able)))
-        attach(scheduler_output, plan)
+        attach_plan(scheduler_output, plan)
         for name in names:
             request = self.requests[name]
             if request.spec_token_ids:

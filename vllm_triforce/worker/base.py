@@ -8,7 +8,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.asked import METHOD
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
-from vllm_triforce.scheduler import draft_carrier
+from vllm_triforce.scheduler.draft_carrier import attach_drafts
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import buffers, share_of_kv_cache
 
@@ -130,7 +130,7 @@ class TriForceWorkerMixin:
     def sample_tokens(self, *args, **kwargs):
         output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
         if self._sends_drafts:
-            draft_carrier.attach(output, self.model_runner, not self.triforce.backoff.rests_next)
+            attach_drafts(output, self.model_runner, not self.triforce.backoff.rests_next)
         return self._with_counters(output)
 
     def _with_counters(self, output):

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.core.step_report import Proposed, StepReport, attach
+from vllm_triforce.core.step_report import Proposed, StepReport, attach_report
 
 
 class Reports:
@@ -53,7 +53,7 @@ class Reports:
         if output is not None and getattr(output, "req_ids", True) and self._ready is not None:
             # A step without tokens has no output, and what it would have taken along is lost: what
             # was measured, and who is disabled, must not be.
-            attach(output, partial(self._ready, self._measured, self._disabled))
+            attach_report(output, partial(self._ready, self._measured, self._disabled))
             self._ready = self._measured = None
             self._disabled = ()
         return output
