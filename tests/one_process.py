@@ -14,7 +14,7 @@ def allow_many_engines() -> None:
     """
     from vllm.v1.engine import core
 
-    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     core.cleanup_dist_env_and_memory = gc.collect
     fix_kernel_rebinding()

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver, jit
 
-from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.refill_pool import PoolRefill
+from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -123,7 +123,8 @@ def main() -> None:
 
 
 def _kernels() -> list[jit.JITFunction]:
-    from vllm_triforce.kernels import chunk_summaries, refill_pool, stage_blocks
+    from vllm_triforce.kernels import refill_pool, stage_blocks
+    from vllm_triforce.kernels import retrieval as chunk_summaries
 
     modules = (chunk_summaries, refill_pool, stage_blocks)
     return [

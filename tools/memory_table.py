@@ -14,13 +14,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.device.graph_sizes import num_graphs
-from vllm_triforce.worker.memory import buffers, share_of_kv_cache
-from vllm_triforce.worker.v2.decode_graphs import (
+from vllm_triforce.runner_v2.decode_graphs import (
     add_plain_decode_graphs,
     serve_any_mix,
     thin_decode_graphs,
 )
+from vllm_triforce.runner_v2.graph_sizes import num_graphs
+from vllm_triforce.worker.memory import buffers, share_of_kv_cache
 
 MAX_NUM_SEQS = (64, 256, 1024)
 BLOCK_SIZE = 16

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.utils import torch_utils
 
-from vllm_triforce.metrics.part_times import PartTimes
+from vllm_triforce.metrics.counters import PartTimes
 
 MAX_MODEL_LEN = 1024
 CONTEXT = 512
@@ -233,12 +233,11 @@ def mark_regions(runner) -> None:
     speculator = runner.speculator
     if speculator is None:
         return
-    from vllm_triforce.device.model_pass import ModelPass
-    from vllm_triforce.device.row_work import RowWork
+    from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass
 
     within(speculator, "propose", "propose")
     within(speculator._built.recorder, "record", "recorder")
-    within(RowWork, "__call__", lambda work, _: f"pass: {work.name}", is_pass=True)
+    within(GraphedRound, "__call__", lambda work, _: f"pass: {work.name}", is_pass=True)
     within(ModelPass, "run", lambda model_pass, _: f"pass: {model_pass.name}", is_pass=True)
     part = PartTimes.part
 

@@ -14,8 +14,8 @@ import torch
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
 from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
-from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce_bench.acceptance.agreement import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.acceptance.attention import causal_mask, kept_mass
 from vllm_triforce_bench.acceptance.needle import PRESETS, plant

@@ -8,11 +8,11 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
-DENSE = "vllm_triforce/device/dense_layers.py"
+DENSE = "vllm_triforce/runner_v2/retrieval.py"
 OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu/retrieval.py", "vllm_triforce/attention/gpu/retrieval.py"
 DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/backends"
 IMPL_CPU, IMPL_GPU = "vllm_triforce/attention/cpu/impl.py", "vllm_triforce/attention/gpu/impl.py"
-KERNELS, PASS = "vllm_triforce/attention/gpu/paged_kernels.py", "vllm_triforce/host/model_pass.py"
+KERNELS, PASS = "vllm_triforce/attention/gpu/paged_kernels.py", "vllm_triforce/core/model_pass.py"
 FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, "
     "output_block_scale="
@@ -57,14 +57,14 @@ TABLE: list[Surface] = [
     has("platforms/interface.py", "Platform", "device_name", f"{BACKENDS}/__init__.py"),
     has("platforms/interface.py", "Platform", "is_cpu", f"{BACKENDS}/cpu.py"),
     has("platforms/interface.py", "Platform", "is_cuda_alike", f"{BACKENDS}/gpu.py"),
-    has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
+    has("v1/attention/backend.py", "AttentionPlatform", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", DENSE),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
     # Keys and values are written before attention reads, by an operation of its own.
     has("forward_context.py", "ForwardContext", "attn_metadata", "vllm_triforce/attention/layer_offload.py"),
     does("model_executor/layers/attention/attention.py", "unified_kv_cache_update", "get_attention_context( < attn_layer.impl.do_kv_cache_update(", "vllm_triforce/attention/layer_offload.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/private_cache.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/draft_cache.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/core/kv_groups.py"),
     calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", DENSE),
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),
@@ -74,16 +74,16 @@ TABLE: list[Surface] = [
     calls(FLASH, "FlashAttentionBackend.supports_head_size", "head_size", IMPL_GPU),
     has("platforms/interface.py", "Platform", "fp8_dtype", IMPL_GPU),
     # Sampling, and the fault that is mended.
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/top_p.py"),
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/worker/v1/top_p.py"),
-    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/worker/v1/top_p.py"),
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/verification/masked_logits.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/top_p.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/top_p.py"),
+    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/runner_v1/top_p.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v2/sampling.py"),
     # A captured launch writes to these, which a larger batch replaces.
-    offers("v1/sample/ops/topk_topp_triton.py", "_TRITON_BUFFER_CACHE _TRITON_SPLIT_CACHE _TRITON_TABLE_CACHE", "vllm_triforce/verification/masked_logits.py"),
-    does("v1/sample/ops/topk_topp_triton.py", "apply_top_k_top_p_triton", "_TRITON_BUFFER_CACHE.get(", "vllm_triforce/verification/masked_logits.py"),
-    does("v1/sample/ops/topk_topp_triton.py", "_apply_topp_split", "_TRITON_SPLIT_CACHE.get(", "vllm_triforce/verification/masked_logits.py"),
-    does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/verification/sampling.py"),
-    calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/vllm_patches/expand_kernel.py"),
-    calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "vllm_triforce/vllm_patches/expand_kernel.py"),
-    overrides("utils/cpu_triton_utils.py", "_expand_kernel_impl", "output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=", "vllm_triforce/vllm_patches/expand_kernel.py"),
+    offers("v1/sample/ops/topk_topp_triton.py", "_TRITON_BUFFER_CACHE _TRITON_SPLIT_CACHE _TRITON_TABLE_CACHE", "vllm_triforce/runner_v2/sampling.py"),
+    does("v1/sample/ops/topk_topp_triton.py", "apply_top_k_top_p_triton", "_TRITON_BUFFER_CACHE.get(", "vllm_triforce/runner_v2/sampling.py"),
+    does("v1/sample/ops/topk_topp_triton.py", "_apply_topp_split", "_TRITON_SPLIT_CACHE.get(", "vllm_triforce/runner_v2/sampling.py"),
+    does("v1/sample/sampler.py", "Sampler.sample", "self.apply_temperature(", "vllm_triforce/runner_v1/sampling.py"),
+    calls("v1/sample/rejection_sampler.py", "expand_batch_to_tokens", "x, cu_num_tokens, num_tokens, replace_from, replace_to", "vllm_triforce/vllm_patches/cpu_build.py"),
+    calls("triton_utils/dispatcher.py", "register_kernels", "overrides", "vllm_triforce/vllm_patches/cpu_build.py"),
+    overrides("utils/cpu_triton_utils.py", "_expand_kernel_impl", "output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=", "vllm_triforce/vllm_patches/cpu_build.py"),
 ]

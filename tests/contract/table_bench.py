@@ -29,5 +29,5 @@ TABLE: list[Surface] = [
     calls("benchmarks/datasets/datasets.py", "add_dataset_parser", "parser", "vllm_triforce_bench/compare/dataset.py"),
     calls("benchmarks/datasets/datasets.py", "get_samples", "args, tokenizer", "vllm_triforce_bench/compare/dataset.py"),
     has("benchmarks/datasets/datasets.py", "SampleRequest", "prompt", "vllm_triforce_bench/compare/dataset.py"),
-    does("triton_utils/dispatcher.py", "_rebind_kernels", "vars(", "vllm_triforce/vllm_patches/kernel_rebinding.py"),
+    does("triton_utils/dispatcher.py", "_rebind_kernels", "vars(", "vllm_triforce/vllm_patches/cpu_build.py"),
 ]

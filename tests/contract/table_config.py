@@ -13,7 +13,7 @@ CLI = "vllm_triforce/vllm_patches/cli_args.py"
 CHECK = "vllm_triforce/config/checks.py"
 CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
 MIXIN = "vllm_triforce/worker/base.py"
-BUDGET = "vllm_triforce/worker/v1/thinking_budget.py"
+BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
 TABLE: list[Surface] = [
     overrides(ARGS, "EngineArgs.add_cli_args", "parser", CLI),
@@ -58,13 +58,13 @@ TABLE: list[Surface] = [
     has("entrypoints/llm.py", "LLM", "collective_rpc", "vllm_triforce/metrics/report.py"),
     # Every request parameter is answered.
     overrides("sampling_params.py", "SamplingParams._validate_spec_decode", "self, speculative_config", "vllm_triforce/vllm_patches/request_params.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/worker/v1/rejection.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/worker/v1/rejection.py"),
-    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/worker/v1/rejection.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/v1/rejection.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/worker/v1/rejection.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/worker/v1/argmax_verification.py"),
-    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/worker/v1/argmax_verification.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/runner_v1/rejection.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/runner_v1/rejection.py"),
+    overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/runner_v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/runner_v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/runner_v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/runner_v1/rejection.py"),
+    has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/runner_v1/rejection.py"),
     # Budgets of reasoning: the states, and in which order the sampler and the rejection sampler ask.
     overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.update_state", "self, output_token_ids, spec_token_ids, repeat_indices=", BUDGET),
     overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.apply_to_logits", "self, logits, predict_bonus_token, spec_token_ids", BUDGET),
@@ -75,14 +75,14 @@ TABLE: list[Surface] = [
     has("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder", "_state think_end_token_ids", BUDGET),
     does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "holder.update_state( < holder.apply_to_logits(", BUDGET),
     does("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self.sampler( < self.apply_logits_processors(", BUDGET),
-    has("v1/worker/gpu_input_batch.py", "InputBatch", "thinking_budget_state_holder max_num_reqs sampling_metadata", "vllm_triforce/worker/v1/rejection.py"),
-    has("config/vllm.py", "VllmConfig", "reasoning_config", "vllm_triforce/worker/v1/rejection.py"),
+    has("v1/worker/gpu_input_batch.py", "InputBatch", "thinking_budget_state_holder max_num_reqs sampling_metadata", "vllm_triforce/runner_v1/rejection.py"),
+    has("config/vllm.py", "VllmConfig", "reasoning_config", "vllm_triforce/runner_v1/rejection.py"),
     # What requests ask of their logits, in the order of the sampler.
-    has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/host/logit_shaping.py"),
+    has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/runner_v1/logits_processing.py"),
     does("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self.apply_penalties( < token_mask = < logits.masked_fill_( < apply_bad_words_with_drafts( < processor.apply_with_spec_decode(", "vllm_triforce/core/eligibility.py"),
-    does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "apply_bad_words( < processor.apply( < self.apply_penalties(", "vllm_triforce/host/logit_shaping.py"),
-    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/worker/v1/argmax_verification.py"),
-    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/worker/v1/argmax_verification.py"),
+    does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "apply_bad_words( < processor.apply( < self.apply_penalties(", "vllm_triforce/runner_v1/logits_processing.py"),
+    has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/runner_v1/rejection.py"),
+    has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/runner_v1/rejection.py"),
     # The way of the counters.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/vllm_patches/counters.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler._handle_stopped_request", "self, request", "vllm_triforce/vllm_patches/sessions.py"),
@@ -91,5 +91,5 @@ TABLE: list[Surface] = [
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/host/sources/draft_model.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/runner_v1/sources/draft_model.py"),
 ]

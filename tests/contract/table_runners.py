@@ -7,26 +7,26 @@
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
-CACHE = "vllm_triforce/core/private_cache.py"
-V1, V2 = "vllm_triforce/worker/v1/runner.py", "vllm_triforce/worker/v2/runner.py"
-OURS2 = "vllm_triforce/worker/v2/speculator.py"
-OFF, HANDED = "vllm_triforce/worker/v1/stock_path.py", "vllm_triforce/worker/v2/proposal.py"
-BATCH2 = "vllm_triforce/worker/v2/batch.py"
-GRAPHS = "vllm_triforce/device/model_pass.py"
+CACHE = "vllm_triforce/core/draft_cache.py"
+V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
+OURS2 = "vllm_triforce/runner_v2/speculator.py"
+OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/speculator.py"
+BATCH2 = "vllm_triforce/runner_v2/read_batch.py"
+GRAPHS = "vllm_triforce/runner_v2/passes.py"
 OFFLOAD = "vllm_triforce/offload/cache.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
-FACTS = "vllm_triforce/worker/v2/request_facts.py"
-ADAPTERS2 = "vllm_triforce/worker/v2/adapters.py"
+FACTS = "vllm_triforce/runner_v2/request_flags.py"
+ADAPTERS2 = "vllm_triforce/runner_v2/adapters.py"
 LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
-SHAPING = "vllm_triforce/worker/v2/logit_shaping.py"
-FIGURES = "vllm_triforce/scheduler/figures.py"
-OUTCOMES = "vllm_triforce/scheduler/outcomes.py"
+SHAPING = "vllm_triforce/runner_v2/logits_processing.py"
+FIGURES = "vllm_triforce/scheduler/stats.py"
+OUTCOMES = "vllm_triforce/scheduler/stats.py"
 LENDING = "vllm_triforce/scheduler/lookahead.py"
 MASKS = "vllm_triforce/scheduler/grammar_masks.py"
-MASKS2 = "vllm_triforce/worker/v2/grammar_masks.py"
-ACCEPTED = "vllm_triforce/scheduler/accepted_blocks.py"
+MASKS2 = "vllm_triforce/runner_v2/grammar_masks.py"
+ACCEPTED = "vllm_triforce/scheduler/lookahead.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
 SPEC2 = "v1/worker/gpu/spec_decode/speculator.py"
@@ -50,8 +50,8 @@ WORKERS: list[Surface] = [
     overrides(WORKER, "Worker.initialize_from_config", "self, kv_cache_config", MIXIN),
     overrides(CPU_WORKER, "CPUWorker.compile_or_warm_up_model", "self", MIXIN),
     overrides(WORKER, "Worker.compile_or_warm_up_model", "self", MIXIN),
-    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/worker/calibration.py"),
-    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/worker/calibration.py"),
+    has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/runner_v1/calibration.py"),
+    calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/runner_v1/calibration.py"),
     derives(CPU_WORKER, "CPUWorker", "Worker", "vllm_triforce/worker/cpu.py"),
     has(WORKER, "Worker", "_make_model_runner", "vllm_triforce/worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
@@ -200,24 +200,24 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "graphs pool needs_capture lora_capture_cases", GRAPHS),
     has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", GRAPHS),
     overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", GRAPHS),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/worker/v2/decode_graphs.py"),
-    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/worker/v2/decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "cudagraph_mode decode_query_len varlen_decode _capture_descs _candidates compilation_config max_num_reqs lora_capture_cases", "vllm_triforce/runner_v2/decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor", "cg_mode num_tokens num_reqs uniform_token_count num_active_loras", "vllm_triforce/runner_v2/decode_graphs.py"),
     overrides("v1/engine/core.py", "EngineCore.post_step", "self, model_executed", "vllm_triforce/vllm_patches/drafts.py"),
     does("v1/engine/core.py", "EngineCore.post_step", "self.model_executor.take_draft_token_ids( < self.scheduler.update_draft_token_ids(", "vllm_triforce/vllm_patches/drafts.py"),
-    does("v1/engine/core.py", "EngineCore.step", "self.model_executor.sample_tokens( < self.scheduler.update_from_output(", "vllm_triforce/scheduler/draft_carrier.py"),
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/draft_carrier.py"),
-    has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/draft_carrier.py"),
-    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/scheduler.py"),
+    does("v1/engine/core.py", "EngineCore.step", "self.model_executor.sample_tokens( < self.scheduler.update_from_output(", "vllm_triforce/scheduler/v1.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/v1.py"),
+    has(RUNNER, "GPUModelRunner", "take_draft_token_ids", "vllm_triforce/scheduler/v1.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/v1.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "pad_spec_decode = < self._update_after_schedule(", LENDING),
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_request_with_output", "self, request, new_token_ids, is_stale=", ACCEPTED),
     does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self._update_request_with_output( < self._free_request(", ACCEPTED),
     calls("v1/core/kv_cache_manager.py", "KVCacheManager.cache_blocks", "request, num_computed_tokens", ACCEPTED),
     has("v1/request.py", "Request", "num_computed_tokens num_tokens", ACCEPTED),
-    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/plans.py"),
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/plans.py"),
-    has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/plans.py"),
-    has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/plans.py"),
-    has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/plans.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/v2.py"),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/v2.py"),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/v2.py"),
+    has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/v2.py"),
+    has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/v2.py"),
     # Blocks for drafts: none where vLLM schedules, lent behind it, taken back before it.
     overrides("v1/core/sched/scheduler.py", "Scheduler.get_grammar_bitmask", "self, scheduler_output", MASKS),
     has("v1/core/sched/scheduler.py", "Scheduler", "structured_output_manager vllm_config", MASKS),
@@ -244,7 +244,7 @@ RUNNER_V2: list[Surface] = [
     calls("v1/core/block_pool.py", "BlockPool.free_blocks", "ordered_blocks", LENDING),
     has("v1/core/block_pool.py", "BlockPool", "get_num_free_blocks", LENDING),
     has("config/vllm.py", "VllmConfig", "max_concurrent_batches", LENDING),
-    has("v1/worker/block_table.py", "BlockTable", "num_blocks_per_row", "vllm_triforce/worker/v1/batch.py"),
+    has("v1/worker/block_table.py", "BlockTable", "num_blocks_per_row", "vllm_triforce/runner_v1/batch.py"),
     has("v1/worker/gpu/block_table.py", "BlockTables", "num_blocks", OURS2),
     # vLLM's figures: what it counts of a step, by this method and for each request.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", FIGURES),
@@ -265,15 +265,15 @@ RUNNER_V2: list[Surface] = [
     does("v1/engine/output_processor.py", "OutputProcessor.process_outputs", "req_state.spec_decode_metrics = < req_state.detokenizer.update(", OUTCOMES),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/device/begin.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/runner_v2/levels.py"),
     calls("v1/worker/gpu/attn_utils.py", "get_varlen_cudagraph_unsupported_backend", "attn_groups, vllm_config, max_query_len, checked_layer_names=", "vllm_triforce/worker/gpu.py"),
-    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "_init_candidates", "vllm_triforce/worker/v2/decode_graphs.py"),
-    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", "vllm_triforce/worker/v2/decode_graphs.py"),
-    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", "vllm_triforce/worker/v2/decode_graphs.py"),
-    does("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager.capture", "super().capture(", "vllm_triforce/worker/v2/decode_graphs.py"),
-    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", "vllm_triforce/worker/v2/decode_graphs.py"),
+    has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "_init_candidates", "vllm_triforce/runner_v2/decode_graphs.py"),
+    calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", "vllm_triforce/runner_v2/decode_graphs.py"),
+    derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", "vllm_triforce/runner_v2/decode_graphs.py"),
+    does("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager.capture", "super().capture(", "vllm_triforce/runner_v2/decode_graphs.py"),
+    overrides("v1/worker/gpu/cudagraph_utils.py", "CreateForwardFn.__call__", "self, desc, warmup", "vllm_triforce/runner_v2/decode_graphs.py"),
     has(RUNNER2, "GPUModelRunner", "cudagraph_manager kernel_block_sizes", V2),
-    calls(RUNNER2, "GPUModelRunner._dummy_run", "num_tokens, uniform_decode=, context_len=", "vllm_triforce/worker/v2/calibration.py"),
+    calls(RUNNER2, "GPUModelRunner._dummy_run", "num_tokens, uniform_decode=, context_len=", "vllm_triforce/runner_v2/calibration.py"),
     has("config/compilation.py", "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE decode_mode", V2),
 ]
 
@@ -292,9 +292,9 @@ BUILDING: list[Surface] = [
     calls("v1/worker/utils.py", "allocate_kv_cache", "kv_cache_config, device, layout, kernel_block_sizes", OFFLOAD),
     calls("v1/kv_cache_interface.py", "create_kv_cache_views", "raw, spec, num_blocks, layout, kv_cache_tensor, kernel_block_size=", OFFLOAD),
     has("v1/kv_cache_interface.py", "KVCacheTensor", "size layers layer_stride block_stride offset", OFFLOAD),
-    does("v1/worker/gpu/attn_utils.py", "init_kv_cache", "allocate_kv_cache( < bind_kv_cache_to_layers(", "vllm_triforce/worker/offloading.py"),
+    does("v1/worker/gpu/attn_utils.py", "init_kv_cache", "allocate_kv_cache( < bind_kv_cache_to_layers(", "vllm_triforce/offload/startup.py"),
     calls("v1/simple_kv_offload/cuda_mem_ops.py", "pin_tensor", "tensor", "vllm_triforce/offload/host_memory.py"),
-    calls("v1/attention/selector.py", "get_attn_backend", "head_size, dtype, kv_cache_dtype", "vllm_triforce/worker/offloading.py"),
+    calls("v1/attention/selector.py", "get_attn_backend", "head_size, dtype, kv_cache_dtype", "vllm_triforce/offload/startup.py"),
     has("v1/kv_cache_layout.py", "KVCacheLayout", "is_layer_compact is_block_compact", OFFLOAD),
     calls("utils/torch_utils.py", "get_accelerator_view_from_cpu_tensor", "cpu_tensor", "vllm_triforce/offload/host_memory.py"),
     calls("v1/worker/utils.py", "AttentionGroup.create_metadata_builders", "vllm_config, device, kernel_block_size", CACHE),
@@ -307,10 +307,10 @@ BUILDING: list[Surface] = [
     has("v1/kv_cache_layout.py", "KVCacheLayout", "LBHNC LBNHC BLHNC", CACHE),
     overrides("config/cache.py", "CacheConfig.get_resolved_kv_cache_layout", "self", CACHE),
     # Copies that the host does not wait for.
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/device/window_rebuild.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/device/selections.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device, dtype", "vllm_triforce/runner_v2/sources/draft_model.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device", "vllm_triforce/runner_v2/selections.py"),
     # Weak: graphs of other sizes have the same memory.
-    calls("utils/torch_utils.py", "weak_ref_tensor", "tensor", "vllm_triforce/device/row_work.py"),
+    calls("utils/torch_utils.py", "weak_ref_tensor", "tensor", "vllm_triforce/runner_v2/passes.py"),
 ]
 
 TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING

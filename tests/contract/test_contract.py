@@ -117,7 +117,7 @@ def test_a_file_an_import_or_a_fact_that_is_missing_is_named():
     facts["modules"]["forward_context"] = "ForwardContext"
     told = "\n".join(contract.complaints(facts))
     assert (
-        "vllm/v1/outputs.py: DraftTokenIds the file is gone (vllm_triforce/worker/v2/proposal.py)"
+        "vllm/v1/outputs.py: DraftTokenIds the file is gone (vllm_triforce/runner_v2/speculator.py)"
         in told
     )
     assert "vllm/config/vllm.py: VllmConfig is not in the kept facts: run python tools" in told

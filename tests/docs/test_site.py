@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.models import ROOT
-from vllm_triforce.config.asked import TriForceConfig
+from vllm_triforce.config.keys import TriForceConfig
 from vllm_triforce.metrics import prometheus
 
 NEEDED = ("mkdocs", "material", "mkdocstrings")

@@ -82,7 +82,7 @@ def make_engine(case: Case, target: str, draft: str):
 
 def _plan_by_dice(llm, speculator) -> None:
     from tests.parity.dice import Dice
-    from vllm_triforce.core.step_plan import StepPlan
+    from vllm_triforce.core.plan import StepPlan
 
     dice = Dice(speculator, seed=5)
     numbers = iter(range(1 << 30))
@@ -92,15 +92,15 @@ def _plan_by_dice(llm, speculator) -> None:
 
 def _count_replayed_rounds() -> Counter:
     """By name, as often as one was replayed as a whole."""
-    from vllm_triforce.device.row_work import RowWork
+    from vllm_triforce.runner_v2.passes import GraphedRound
 
-    counted, replay = Counter(), RowWork._replay
+    counted, replay = Counter(), GraphedRound._replay
 
     def count(work, desc):
         counted[work.name] += 1
         return replay(work, desc)
 
-    RowWork._replay = count
+    GraphedRound._replay = count
     return counted
 
 

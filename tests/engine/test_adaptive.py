@@ -17,10 +17,10 @@ from tests.generation import assert_same_tokens, generate
 from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from tests.models import held_out_tokens
 from tests.outputs import run
-from vllm_triforce.controller.choice import LEVELS, PLAIN, PLAIN_ROUTE, Choice
+from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.runner_v1 import top_p
 from vllm_triforce.selection import POLICIES
-from vllm_triforce.verification import top_p
 
 pytestmark = pytest.mark.engine
 __all__ = ["exact", "models", "prompt"]  # fixtures
@@ -296,7 +296,7 @@ def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_spe
     the table's end the kernel would read anything."""
     from vllm import _custom_ops as ops
 
-    from vllm_triforce.worker import calibration
+    from vllm_triforce.runner_v1 import calibration
 
     # The finest grid, however slow this machine is.
     monkeypatch.setattr(calibration, "_MOST_SECONDS", float("inf"))

@@ -7,8 +7,7 @@ import torch
 from tests.conftest import triforce
 from tests.generation import generate
 from tests.models import held_out_tokens
-from vllm_triforce.cache.streaming_cache import StreamingCache
-from vllm_triforce.cache.streaming_window import StreamingWindow
+from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
 from vllm_triforce.metrics.report import counters_of
 
 SINK, RECENT, CAPACITY = 4, 10, 20

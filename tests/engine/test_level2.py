@@ -7,10 +7,10 @@ from tests.conftest import triforce
 from tests.generation import generate
 from tests.models import held_out_tokens, make_llama
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.core.private_cache import private_cache
+from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.runner_v1 import build
 from vllm_triforce.selection import Summary
-from vllm_triforce.worker.v1 import build
 
 pytestmark = pytest.mark.engine
 

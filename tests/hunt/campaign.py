@@ -29,7 +29,7 @@ class Found:
 
     fault: Fault
     first_stream: int
-    first_seconds: float
+    remaining_setup_s: float
     script: str
     times: int = 1
 
@@ -185,7 +185,7 @@ class Campaign:
                 kind: {
                     "streams": found.times,
                     "first after streams": found.first_stream,
-                    "first after seconds": round(found.first_seconds),
+                    "first after seconds": round(found.remaining_setup_s),
                     "what": found.fault.what,
                 }
                 for kind, found in self.found.items()

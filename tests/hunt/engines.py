@@ -41,7 +41,7 @@ def _placing(num_device_layers: int | None) -> Iterator[None]:
     if num_device_layers is None:
         yield
         return
-    from vllm_triforce.worker import offloading
+    from vllm_triforce.offload import startup as offloading
 
     def place_layers(**how):
         placed = original(**how)

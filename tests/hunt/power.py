@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from tests.hunt.hunt import Hunt, Running
-from vllm_triforce.verification.boundary import Boundary
+from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 
 SETTINGS = {
     "model": "small",
@@ -52,7 +52,7 @@ def mixed_stream(number: int) -> list[dict]:
     return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
 
 
-def _faulty_take(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
+def _faulty_take(self: DraftProbsStore, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
     known = [self._proposals[name].probs for name in request_ids if name in self._proposals]
     if not known:
         return None
@@ -66,7 +66,9 @@ def _faulty_take(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Te
     return self._lay_out([row for _, row in kept], [token for token, _ in kept])
 
 
-def _with_memory_behind(self: Boundary, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
+def _with_memory_behind(
+    self: DraftProbsStore, request_ids, num_drafts, token_ids
+) -> torch.Tensor | None:
     rows = _faulty_take(self, request_ids, num_drafts, token_ids)
     if rows is None:
         return None
@@ -82,7 +84,7 @@ def fault(is_there: bool, memory_behind: bool = False):
         memory_behind: whether what is read behind them is known.
     """
     take = _with_memory_behind if memory_behind else _faulty_take
-    with mock.patch.object(Boundary, "take", take) if is_there else nullcontext():
+    with mock.patch.object(DraftProbsStore, "take", take) if is_there else nullcontext():
         yield
 
 

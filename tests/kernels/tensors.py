@@ -9,7 +9,7 @@ from vllm_triforce.kernels.distributions import (
     LevelLogits,
     SamplingParameters,
 )
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 

@@ -14,8 +14,8 @@ from scipy import stats
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.kernels.tensors import integers
-from vllm_triforce.kernels.bookkeeping import PAD_TOKEN
-from vllm_triforce.kernels.export_proposal import HandedUp, outer_test_rows
+from vllm_triforce.kernels.proposals import DraftLogits, outer_test_rows
+from vllm_triforce.kernels.row_state import PAD_TOKEN
 
 pytestmark = pytest.mark.thorough
 
@@ -51,7 +51,7 @@ def _p_value(declared: float) -> float:
     draft = torch.full((NUM_REQUESTS, 3, VOCAB), torch.nan)
     draft[:, 0] = TEMPERATURE * declared * _logits(draft_first)
     draft[:, 1] = TEMPERATURE * declared * _logits(draft_second)[tokens[:, 0]]
-    handed_up = HandedUp.allocate(draft.to(DEVICE), NUM_REQUESTS)
+    handed_up = DraftLogits.allocate(draft.to(DEVICE), NUM_REQUESTS)
     states = torch.arange(NUM_REQUESTS, dtype=torch.int32, device=DEVICE)
     handed_up.slot_of_state.copy_(states), handed_up.state_of_slot.copy_(states)
     handed_up.num_proposed.fill_(2)

@@ -11,13 +11,13 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from tests.kernels.tensors import VOCAB_SIZE, counted, integers, new_counters
 from vllm_triforce.kernels import counters as counter_places
-from vllm_triforce.kernels import outcomes, row_metadata
-from vllm_triforce.kernels.bookkeeping import PAD_TOKEN, count_full_pass
+from vllm_triforce.kernels import row_table as outcomes
+from vllm_triforce.kernels import row_table as row_metadata
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.export_proposal import HandedUp
-from vllm_triforce.kernels.feeding import PassInputs
-from vllm_triforce.kernels.outcomes import OutcomeColumn
-from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.kernels.proposals import DraftLogits
+from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
+from vllm_triforce.kernels.row_table import OutcomeColumn, Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -32,7 +32,7 @@ TABLE = {
     RowColumn.WINDOW_START: [0, 40, 20],
     RowColumn.MAX_TOKENS: [6, 6, 6],
     RowColumn.MAX_ROUNDS: [2, 3, 1],
-    RowColumn.IS_CERTAIN: [0, 1, 0],
+    RowColumn.ONE_HOT: [0, 1, 0],
 }
 COMPUTED = {5: 603, 1: 107, 3: 99}
 NUM_SAMPLED = [3, 1, 2]
@@ -219,7 +219,10 @@ def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
     rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
     tokens = integers([[PAD_TOKEN] * 6] * 4, torch.int64)
-    handed_up, counters = HandedUp.allocate(torch.zeros(5, 6, 1, device=DEVICE), 8), new_counters()
+    handed_up, counters = (
+        DraftLogits.allocate(torch.zeros(5, 6, 1, device=DEVICE), 8),
+        new_counters(),
+    )
     proposed = handed_up.num_proposed.fill_(9)
     rows.finish(tokens, handed_up, counters, is_direct)
     pad = PAD_TOKEN

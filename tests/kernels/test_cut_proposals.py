@@ -15,15 +15,15 @@ if needs_triton.mark.args[0]:
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.kernels.tensors import some_rows
-from vllm_triforce.kernels.export_proposal import HandedUp, export_distributions
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
+from vllm_triforce.kernels.row_table import RowColumn
 
 NUM_REQS = 250
 MOST = 3 * (0.25 / NUM_REQS) ** 0.5
 FORBIDDEN = 2
 
 
-def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
+def share_of_first_token(is_one_hot: bool, is_marked: bool) -> float:
     """Requests draft one token from q = (.4, .1, .5), of which the last is forbidden; the target
     says (.5, .5, 0).
 
@@ -39,9 +39,9 @@ def share_of_first_token(is_certain: bool, is_marked: bool) -> float:
     rows = some_rows(NUM_REQS, 1, 1, length=1, num_emitted=1, proposal=drafted[:, None])
     rows.temperature.fill_(1)
     rows.row_metadata[:NUM_REQS, RowColumn.SLOT] = states
-    rows.row_metadata[:NUM_REQS, RowColumn.IS_CERTAIN] = int(is_certain)
+    rows.row_metadata[:NUM_REQS, RowColumn.ONE_HOT] = int(is_one_hot)
     export_distributions(
-        HandedUp.allocate(draft_logits, NUM_REQS),
+        DraftLogits.allocate(draft_logits, NUM_REQS),
         rows,
         q.log().expand(NUM_REQS, 2, 3).contiguous().to(DEVICE),
     )

@@ -9,7 +9,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels.tensors import counted, distributions, new_counters, some_rows
-from vllm_triforce.kernels.direct import extend_proposals
+from vllm_triforce.kernels.proposals import extend_proposals
 from vllm_triforce.metrics.counters import DeviceCounter
 
 

@@ -10,7 +10,7 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
 from vllm_triforce.core.eligibility import room
-from vllm_triforce.kernels.row_metadata import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 
 BLOCK_SIZE, NUM_TOKENS, NUM_ROWS = 16, 6, 64
@@ -42,7 +42,7 @@ def test_room_is_the_hosts(min_context):
             RowColumn.WINDOW_START: [0] * NUM_ROWS,
             RowColumn.MAX_TOKENS: most.tolist(),
             RowColumn.MAX_ROUNDS: [1] * NUM_ROWS,
-            RowColumn.IS_CERTAIN: [0] * NUM_ROWS,
+            RowColumn.ONE_HOT: [0] * NUM_ROWS,
         }
     )
     rows.begin(

@@ -11,9 +11,9 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
-from vllm_triforce.kernels.feeding import PassInputs
+from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.refill_pool import PoolRefill
-from vllm_triforce.kernels.row_metadata import Refresh, RowColumn
+from vllm_triforce.kernels.row_table import Refresh, RowColumn
 from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 

@@ -11,7 +11,7 @@ if needs_triton.mark.args[0]:
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.kernels.tensors import integers
-from vllm_triforce.kernels.export_proposal import HandedUp, outer_test_rows
+from vllm_triforce.kernels.proposals import DraftLogits, outer_test_rows
 
 MAX_REQS, NUM_SLOTS, PLACES, VOCAB = 12, 4, 3, 50
 
@@ -32,7 +32,7 @@ def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
         torch.randint(4, (MAX_REQS,), generator=draw)
     ].to(DEVICE)
     seeds = torch.arange(MAX_REQS, dtype=torch.int64, device=DEVICE) * 7919 + seed
-    handed_up = HandedUp.allocate(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
+    handed_up = DraftLogits.allocate(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
     by_state = torch.full((MAX_REQS, PLACES, VOCAB), torch.nan, device=DEVICE)
     proposed = [0] * MAX_REQS
     # More have had a slot than there are: the earlier owners' distributions are gone.

@@ -7,11 +7,11 @@ from tests.kernels.device import DEVICE, needs_triton
 
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-on_device = pytest.importorskip("vllm_triforce.device.sources.prompt_lookup")
+on_device = pytest.importorskip("vllm_triforce.runner_v2.sources.prompt_lookup")
 
 from tests.kernels.tensors import VOCAB_SIZE, integers  # noqa: E402
 from tests.unit.test_prompt_lookup import on_host  # noqa: E402
-from vllm_triforce.kernels.row_metadata import RowColumn  # noqa: E402
+from vllm_triforce.kernels.row_table import RowColumn  # noqa: E402
 from vllm_triforce.kernels.rows import Rows  # noqa: E402
 
 

@@ -10,10 +10,13 @@ if needs_triton.mark.args[0]:
 
 from tests.kernels import oracles
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
-from vllm_triforce.kernels.chunk_scores import score_chunks
-from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
-from vllm_triforce.kernels.sparse_tables import build_sparse_tables
+from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.kernels.retrieval import (
+    KeyPointers,
+    build_sparse_tables,
+    score_chunks,
+    update_chunk_summaries,
+)
 from vllm_triforce.selection import Summary
 
 

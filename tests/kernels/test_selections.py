@@ -9,17 +9,17 @@ from tests.kernels.device import DEVICE, needs_triton
 
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-selections = pytest.importorskip("vllm_triforce.device.selections")
+selections = pytest.importorskip("vllm_triforce.runner_v2.selections")
 
 from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers  # noqa: E402
 from vllm_triforce.config import TriForceConfig  # noqa: E402
-from vllm_triforce.device.slots import Slots  # noqa: E402
-from vllm_triforce.kernels.row_metadata import (  # noqa: E402
+from vllm_triforce.kernels.row_table import (  # noqa: E402
     Refresh,
     RowColumn,
     stack_columns,
 )
 from vllm_triforce.kernels.rows import Rows  # noqa: E402
+from vllm_triforce.runner_v2.slots import Slots  # noqa: E402
 
 BLOCK, WIDTH, NUM_KV_HEADS, NUM_LAYERS, HEAD_DIM = 16, 200, 2, 1, 8
 
@@ -53,7 +53,7 @@ def world():
     rows = Rows(4, 6, 2, 4, VOCAB_SIZE, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()
-    made = selections.DeviceSelections(
+    made = selections.SelectionsV2(
         config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows, 4, DEVICE
     )
     return made, rows, attention, Slots(4)
@@ -78,7 +78,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
             RowColumn.WINDOW_START: [0] * count,
             RowColumn.MAX_TOKENS: [6] * count,
             RowColumn.MAX_ROUNDS: [6] * count,
-            RowColumn.IS_CERTAIN: [0] * count,
+            RowColumn.ONE_HOT: [0] * count,
         }
     )
     rows.begin(

@@ -17,9 +17,9 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bia
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 
 from tests.kernels.tensors import integers
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.worker.v2.logit_shaping import RequestShaping
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 
 VOCAB_SIZE, GAMMA, MAX_PROPOSAL, NUM_STATES, MAX_LEN = 77, 3, 6, 7, 20
 PROMPT_LEN = 5
@@ -125,7 +125,7 @@ def made():
         all_token_ids=SimpleNamespace(gpu=known),
     )
     sampler = SimpleNamespace(logits_processors=[bias, penalties, words, None])
-    return rows, RequestShaping(sampler, req_states, rows), (bias, penalties, words, req_states)
+    return rows, LogitsProcessing(sampler, req_states, rows), (bias, penalties, words, req_states)
 
 
 def by_vllm(logits: torch.Tensor, state: int, begin: int, fed: list[int], of_vllm) -> torch.Tensor:
@@ -279,4 +279,4 @@ def test_a_sampler_that_does_it_in_another_order_is_refused(made):
     rows, _, (bias, penalties, words, req_states) = made
     sampler = SimpleNamespace(logits_processors=[penalties, bias, words])
     with pytest.raises(RuntimeError, match=r"'PenaltiesState', 'LogitBiasState'.*in this order"):
-        RequestShaping(sampler, req_states, rows)
+        LogitsProcessing(sampler, req_states, rows)

@@ -24,7 +24,7 @@ from vllm_triforce.attention.gpu.paged_kernels import (
 )
 from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"

@@ -20,11 +20,10 @@ from tests.kernels.tensors import (
     some_rows,
 )
 from vllm_triforce.kernels.distributions import LevelLogits
-from vllm_triforce.kernels.drafting import draw_drafts
-from vllm_triforce.kernels.export_proposal import HandedUp, export_distributions
-from vllm_triforce.kernels.faults import BlockCleaner
-from vllm_triforce.kernels.race import Race
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
+from vllm_triforce.kernels.nan_guard import NanScrubber
+from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -84,7 +83,7 @@ def test_verification(vocab_size, gamma, certain):
         level_logits(target, temperature),
         None if certain else distributions(draft, temperature),
         draw_parameters(temperature, seeds, begins),
-        Race(num_rows, vocab_size, DEVICE),
+        ExponentialSampler(num_rows, vocab_size, DEVICE),
         counters,
     )
     accepted = 0
@@ -142,7 +141,7 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
         LevelLogits(best, best.float(), None),
         None,
         draw_parameters(torch.zeros(3), [0, 0, 0]),
-        Race(3, vocab_size, DEVICE),
+        ExponentialSampler(3, vocab_size, DEVICE),
         new_counters(),
     )
     assert rows.num_emitted[:3].tolist() == [3, 2, 1]
@@ -167,7 +166,7 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         1,
         level_logits(logits, temperature),
         draw_parameters(temperature, seeds, token_positions - 3),
-        Race(num_rows, vocab_size, DEVICE),
+        ExponentialSampler(num_rows, vocab_size, DEVICE),
     )
     own, begins = token_positions.to(DEVICE, torch.int32), rows.computed[:num_rows]
     _, _, delays = probe(seeds.to(DEVICE), begins, own, vocab_size)
@@ -186,7 +185,7 @@ def test_frequencies_over_many_seeds():
     draft = torch.tensor([[-0.5, 1.0, 0.0, 0.2]])
     temperature = torch.ones(num_rows)
     sampling = draw_parameters(temperature, torch.arange(num_rows))
-    race = Race(num_rows, 4, DEVICE)
+    race = ExponentialSampler(num_rows, 4, DEVICE)
     rows = some_rows(
         num_rows, 1, 2, computed=999, room=2, num_drafted=1, token_positions=1000, drafted=0
     )
@@ -224,7 +223,7 @@ def test_logits_that_are_not_numbers_end_the_proposal():
         level_logits(target, temperature),
         distributions(draft, temperature),
         draw_parameters(temperature, [1, 2]),
-        Race(2, 5, DEVICE),
+        ExponentialSampler(2, 5, DEVICE),
         counters,
     )
     assert rows.length[:2].tolist() == [1, 2] and rows.room[:2].tolist() == [1, 6]
@@ -265,7 +264,7 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
         level_logits(target, None if temperature == 0 else temperatures),
         None,
         draw_parameters(temperatures, [1, 2, 3]),
-        Race(3, 9, DEVICE),
+        ExponentialSampler(3, 9, DEVICE),
         counters,
     )
     length, proposal = rows.length.tolist(), rows.proposal.tolist()
@@ -293,7 +292,7 @@ def test_a_proposal_ends_with_its_last_round():
         level_logits(target, None),
         None,
         draw_parameters(torch.zeros(2), [1, 2]),
-        Race(2, 9, DEVICE),
+        ExponentialSampler(2, 9, DEVICE),
         new_counters(),
     )
     for lengths in ([2, 2], [4, 2], [6, 2]):
@@ -322,7 +321,7 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
     # Three blocks are allocated, of a table of four.
     rows.row_metadata[:, RowColumn.RESERVED] = 12
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
-    cleaner = BlockCleaner(caches, 4, DEVICE)
+    cleaner = NanScrubber(caches, 4, DEVICE)
     cleaner(rows.faults, 2, rows.computed, tables, None if whole else 20)
     cleaned = [0, 5, 6, 7] if whole else [5, 6]
     for block in range(8):
@@ -339,7 +338,7 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
 @pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0]])
 @pytest.mark.parametrize("vocab_size", [19, 5000])
 def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
-    handed_up = HandedUp.allocate(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
+    handed_up = DraftLogits.allocate(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
     rows = some_rows(
         3,
@@ -350,7 +349,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         proposal=[[3] * 6, [1] * 6, [0] * 6],
     )
     rows.row_metadata[:3, RowColumn.SLOT] = integers([4, 0, 2])
-    rows.row_metadata[:3, RowColumn.IS_CERTAIN] = integers(certain)
+    rows.row_metadata[:3, RowColumn.ONE_HOT] = integers(certain)
     export_distributions(handed_up, rows, target)
     expected = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     expected[4, 0:2] = target[0, :2]
@@ -363,7 +362,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
 
 def test_what_nobody_drew_is_handed_up_as_certain():
     """Of rows of which none has logits, as prompt lookup's."""
-    handed_up = HandedUp.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
+    handed_up = DraftLogits.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
     rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from vllm.sampling_params import RepetitionDetectionParams
 
 from tests import reasoning_parser
-from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
+from vllm_triforce.config.draft_sources import SOURCES, SOURCES_V2
 from vllm_triforce.selection import POLICIES
 
 SLOW = "takes minutes in Triton's interpreter; '{}' holds the device to this promise"
@@ -105,7 +105,7 @@ def _small(source: str, **more) -> dict:
 def _by_source(source: str) -> list[Case]:
     """What is promised of every source of drafts, also of one that is added; one engine each."""
     small = _small(source)
-    if source not in DEVICE_SOURCES:
+    if source not in SOURCES_V2:
         small["skip"] = {"device": f"V2 drafts on the device, and {source!r} has no side there"}
 
     return [

@@ -19,7 +19,7 @@ from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.environment import v2_environment
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn
 
 JOBS = "jobs.pickle"
 
@@ -222,7 +222,7 @@ class _Inside:
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
         from tests.parity.disturbing import replaced
-        from vllm_triforce.device import levels
+        from vllm_triforce.runner_v2 import levels
 
         if kind == "nan":
             with self._with_nan(llm, *how) as said:
@@ -241,7 +241,7 @@ class _Inside:
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
-        from vllm_triforce.core.disabled_requests import logger
+        from vllm_triforce.core.eligibility import logger
 
         built = self._built(llm)
         triforce, rows = built.triforce, built.rows
@@ -289,8 +289,8 @@ class _Inside:
 def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
     from tests.parity.dice import Dice
-    from vllm_triforce.core.step_plan import StepPlan
-    from vllm_triforce.worker.v2.speculator import SpeculatorV2
+    from vllm_triforce.core.plan import StepPlan
+    from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
     dice = Dice(speculator, seed)
 

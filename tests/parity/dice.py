@@ -3,8 +3,8 @@
 import random
 from collections.abc import Mapping
 
-from vllm_triforce.controller.choice import LEVELS
-from vllm_triforce.core.step_plan import Proposing
+from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.core.plan import RequestPlan
 
 
 class Dice:
@@ -15,14 +15,14 @@ class Dice:
     """
 
     def __init__(self, speculator, seed: int) -> None:
-        from vllm_triforce.device.sources.prompt_lookup import DevicePromptLookup
+        from vllm_triforce.runner_v2.sources.prompt_lookup import PromptLookupV2
 
         sources = speculator._built.triforce.sources
-        sources.setdefault("prompt_lookup", DevicePromptLookup(8))
+        sources.setdefault("prompt_lookup", PromptLookupV2(8))
         self._routes = [LEVELS, LEVELS, *sources]
         self._draw = random.Random(seed)
 
-    def proposing(self, able: Mapping[str, int]) -> dict[str, Proposing]:
+    def proposing(self, able: Mapping[str, int]) -> dict[str, RequestPlan]:
         """Each request proposes nothing, or some tokens by some route, in some rounds that may be
         too few.
 
@@ -31,7 +31,7 @@ class Dice:
         """
         draw = self._draw
         return {
-            name: Proposing(draw.choice(self._routes), draw.randint(1, most), draw.randint(1, 4))
+            name: RequestPlan(draw.choice(self._routes), draw.randint(1, most), draw.randint(1, 4))
             for name, most in able.items()
             if draw.random() < 0.8
         }

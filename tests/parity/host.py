@@ -27,8 +27,8 @@ class Host:
 
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
-        from vllm_triforce.host import levels
-        from vllm_triforce.verification import inner
+        from vllm_triforce.runner_v1 import levels
+        from vllm_triforce.runner_v1 import verification as inner
 
         if kind == "nan":
             with self._with_nan(llm, *how) as said:
@@ -44,7 +44,7 @@ class Host:
 
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
-        from vllm_triforce.core.disabled_requests import logger
+        from vllm_triforce.core.eligibility import logger
 
         speculator = built(llm).speculator
         speculator.disabled_requests._has_warned = False

@@ -1,7 +1,7 @@
 """TriForce as it would be with the registry: no wrapper, no worker of its own."""
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.worker.v1.runner import TriForceProposer
+from vllm_triforce.runner_v1.runner import TriForceProposer
 
 
 class RegisteredProposer(TriForceProposer):

@@ -23,7 +23,7 @@ from tests.models import PAIR
 from tests.simulation.worker import STOP, Step, Worker
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
 
 

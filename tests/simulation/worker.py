@@ -9,11 +9,11 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.core.eligibility import decodes_plainly, room
-from vllm_triforce.core.step_plan import Proposing, plan_of
+from vllm_triforce.core.plan import RequestPlan, plan_of
+from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.scheduler.lookahead import blocks_kept
-from vllm_triforce.worker.v2.reports import Reports
 
 TOKEN, STOP = 7, 3
 """What requests emit, and what ends those that have it among their ``stop_token_ids``."""
@@ -214,7 +214,7 @@ class Worker:
         if plan is None:
             return {}
         assert plan.proposing.keys() <= emitting, "planned for requests that cannot propose"
-        by_route: dict[str, dict[str, Proposing]] = {}
+        by_route: dict[str, dict[str, RequestPlan]] = {}
         for name, its in plan.proposing.items():
             state = self._states[name]
             assert 0 < its.num_tokens <= self.config.num_speculative_tokens and its.num_rounds > 0
@@ -225,7 +225,7 @@ class Worker:
         assert len(self._slots) <= self.config.max_speculating_seqs, "more than have slots"
         return {route: (self._go(route, plans), len(plans)) for route, plans in by_route.items()}
 
-    def _go(self, route: str, plans: dict[str, Proposing]) -> float:
+    def _go(self, route: str, plans: dict[str, RequestPlan]) -> float:
         """What the requests of a route propose, and what that takes."""
         machine, gamma, rows = self.world.machine, self.config.gamma, []
         rounds = max(its.num_rounds for its in plans.values())
@@ -251,7 +251,7 @@ class Worker:
         self._reports.add(list(plans), torch.tensor(rows, dtype=torch.int32))
         return seconds
 
-    def _levels(self, name: str, most: int, its: Proposing) -> tuple[int, int, int, int]:
+    def _levels(self, name: str, most: int, its: RequestPlan) -> tuple[int, int, int, int]:
         state, gamma = self._states[name], self.config.gamma
         length = rounds = right = wrong = 0
         while length < most and rounds < its.num_rounds:

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.worker.v2 import calibration
+from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.runner_v2 import calibration
 
 # Sizes of vLLM's CUDA graphs, in tokens: a pass computes as many as the graph that it fits.
 _GRAPHS = [1, 2, 4, *range(8, 513, 8)]

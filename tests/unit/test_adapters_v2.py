@@ -61,7 +61,7 @@ class Runner:
 
 
 def adapters_of(runner):
-    from vllm_triforce.worker.v2.adapters import LevelAdapters
+    from vllm_triforce.runner_v2.adapters import LevelAdapters
 
     return LevelAdapters(runner)
 
@@ -165,7 +165,7 @@ def captured(runner, monkeypatch):
     adapters were told for each is in ``runner.told``."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.device import model_pass
+    from vllm_triforce.runner_v2 import passes as model_pass
 
     replayed = without_gpu(monkeypatch)
     monkeypatch.setattr(

@@ -17,8 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_triforce.worker.v1.argmax_verification import only_argmax_counts
-from vllm_triforce.worker.v1.rejection import CompleteRejectionSampler
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, only_argmax_counts
 
 CPU = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def vllms_kernels():
     """As an engine on the CPU has them."""
     from vllm.platforms import current_platform
 
-    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     fix_kernel_rebinding()
     current_platform.register_triton_kernel_overrides()

@@ -30,7 +30,7 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
 )
 def test_what_a_grammar_sees(is_asynchronous, expected):
     """A scheduler that waits gets the proposals; one that does not verifies padding as well."""
-    from vllm_triforce.worker.v2.proposal import ProposedTokensHandler
+    from vllm_triforce.runner_v2.speculator import ProposedTokensHandler
 
     handler = object.__new__(ProposedTokensHandler)
     handler._is_asynchronous, handler.req_ids, handler._num_places = is_asynchronous, ["a", "b"], 3
@@ -54,14 +54,14 @@ def test_what_a_grammar_sees(is_asynchronous, expected):
 )
 def test_blocks_that_accepted_tokens_fill_are_cached(accepted, computed, is_stale, cached):
     """Of a request that had a hundred tokens, all but the last of which were computed."""
-    from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
+    from vllm_triforce.scheduler.lookahead import PrefixCacheMixin
 
     class Base:
         def _update_request_with_output(self, request, new_token_ids, is_stale):
             request.num_tokens += len(new_token_ids)
             return new_token_ids, False
 
-    class Scheduler(CachesAcceptedBlocks, Base):
+    class Scheduler(PrefixCacheMixin, Base):
         pass
 
     calls = []

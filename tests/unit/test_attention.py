@@ -14,13 +14,13 @@ import torch
 from vllm.platforms import Platform, PlatformEnum, current_platform
 
 from tests.models import ROOT, make_llama
-from vllm_triforce.attention.backends import BACKENDS, backend_for
 from vllm_triforce.attention.base import (
     DraftAttention,
     RaggedRetrievalAttention,
     RetrievalAttention,
 )
-from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
+from vllm_triforce.attention.platforms import BACKENDS, platform_for
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.selection import Summary
 
@@ -41,12 +41,12 @@ def platform(kind: str) -> Platform:
 @pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu"), ("ROCM", "gpu")])
 def test_a_platform_has_its_backend(kind, name):
     """Or one that takes its place, as its subclass."""
-    assert issubclass(backend_for(platform(kind)), BACKENDS[name])
+    assert issubclass(platform_for(platform(kind)), BACKENDS[name])
 
 
 def test_a_platform_without_one_is_told_which_have():
     with pytest.raises(ValueError, match=r"platform 'tpu' yet; use vLLM on CUDA, .* or a CPU, or"):
-        backend_for(platform("TPU"))
+        platform_for(platform("TPU"))
 
 
 def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
@@ -54,11 +54,11 @@ def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
     special = type("Special", (general,), {"name": "special"})
     other = type("Other", (general,), {"name": "other"})
     found = {"gpu": general, "special": special}
-    monkeypatch.setattr("vllm_triforce.attention.backends.BACKENDS", found)
-    assert backend_for(platform("CUDA")) is special
+    monkeypatch.setattr("vllm_triforce.attention.platforms.BACKENDS", found)
+    assert platform_for(platform("CUDA")) is special
     found["other"] = other
     with pytest.raises(ValueError, match="several attention backends, 'special' and 'other'"):
-        backend_for(platform("CUDA"))
+        platform_for(platform("CUDA"))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -74,8 +74,8 @@ def test_a_backend_has_what_the_runners_ask_for(name):
 
 LOADED = """
 import sys
-from tests.unit.test_attention import BACKENDS, backend_for, platform
-backend = backend_for(platform({kind!r}))
+from tests.unit.test_attention import BACKENDS, platform_for, platform
+backend = platform_for(platform({kind!r}))
 def loaded():
     return {{m.split(".")[2] for m in sys.modules if m.startswith("vllm_triforce.attention.")}}
 assert not loaded() & {{"cpu", "gpu"}}, loaded()
@@ -92,7 +92,7 @@ def test_only_the_platforms_own_is_loaded(kind, name):
 
 
 def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
-    from vllm_triforce.worker.v1 import build
+    from vllm_triforce.runner_v1 import build
 
     monkeypatch.setattr(build, "current_platform", platform("CUDA"))
     with pytest.raises(ValueError, match=r"'gpu' has passes of fixed shapes.*unset VLLM_USE_V2"):
@@ -147,7 +147,7 @@ class Case:
     def __init__(self, vllm_config, geometry) -> None:
         from vllm.config import set_current_vllm_config
 
-        from vllm_triforce.core.private_cache import private_cache
+        from vllm_triforce.core.draft_cache import private_cache
 
         torch.manual_seed(sum(geometry))
         self.num_heads, self.heads, self.dim = geometry

@@ -11,12 +11,12 @@ from vllm_triforce.controller.backoff import (
     REEVALUATION_SHARE,
     SpeculationBackoff,
 )
-from vllm_triforce.controller.choice import PLAIN
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration_budget import SHARE
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.promise import kind_of
+from vllm_triforce.controller.routes import PLAIN
 
 
 def test_a_rest_begins_and_ends():

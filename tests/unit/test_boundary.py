@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_triforce.verification.boundary import Boundary, BoundaryFault, Check
+from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
 
 VOCAB = 8
 
@@ -12,9 +12,9 @@ def distribution(seed: int) -> torch.Tensor:
     return torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed)).softmax(-1)
 
 
-def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[Boundary, dict]:
+def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[DraftProbsStore, dict]:
     """A boundary with proposals, and each one's distributions."""
-    boundary, probs = Boundary(check=check), {}
+    boundary, probs = DraftProbsStore(check=check), {}
     for number, (name, tokens) in enumerate(proposals.items()):
         probs[name] = [distribution(100 * number + place) for place in range(len(tokens))]
         boundary.export_proposal(name, tokens, probs[name], len(tokens))
@@ -49,7 +49,7 @@ def test_a_proposal_that_is_cut_keeps_its_first_rows():
 
 
 def test_certain_tokens_have_one_hot_rows():
-    boundary = Boundary(check=Check.RAISE)
+    boundary = DraftProbsStore(check=Check.RAISE)
     boundary.export_proposal("one", [6, 2], [None, distribution(1)], 2)
     rows = boundary.take(["one"], [2], [6, 2])
     assert torch.equal(rows[0], torch.eye(VOCAB)[6])
@@ -71,10 +71,10 @@ FAULTS = {
 def test_a_fault_is_found_named_and_harmless(fault):
     """Its tokens are verified as certain ones: of these any are right."""
     tokens, probs, planned = FAULTS[fault]
-    with pytest.raises(BoundaryFault, match="request bad"):
-        Boundary(check=Check.RAISE).export_proposal("bad", tokens, probs, planned)
+    with pytest.raises(ContractViolation, match="request bad"):
+        DraftProbsStore(check=Check.RAISE).export_proposal("bad", tokens, probs, planned)
     found = []
-    boundary = Boundary(lambda: found.append(1), Check.VALUES)
+    boundary = DraftProbsStore(lambda: found.append(1), Check.VALUES)
     boundary.export_proposal("good", [3], [distribution(5)], 1)
     boundary.export_proposal("bad", tokens, probs, planned)
     assert len(found) == 1
@@ -87,7 +87,7 @@ def test_a_fault_is_found_named_and_harmless(fault):
 def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
     boundary, _ = handed_up(check, bad=[1, 2], good=[3])
     if check is Check.RAISE:
-        with pytest.raises(BoundaryFault, match="request bad"):
+        with pytest.raises(ContractViolation, match="request bad"):
             boundary.take(["bad", "good"], [2, 1], [1, 4, 3])
         return
     rows = boundary.take(["bad", "good"], [2, 1], [1, 4, 3])
@@ -96,15 +96,15 @@ def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
 
 def test_rows_that_are_not_the_tokens_are_found_where_they_are_laid_out(monkeypatch):
     """The fault that there was: a greedy request's rows were as many as another's proposal has."""
-    lay_out = Boundary._lay_out
+    lay_out = DraftProbsStore._lay_out
 
     def faulty(rows, token_ids):
         return lay_out(rows, token_ids)[2:]
 
-    monkeypatch.setattr(Boundary, "_lay_out", staticmethod(faulty))
+    monkeypatch.setattr(DraftProbsStore, "_lay_out", staticmethod(faulty))
     arguments = ["greedy", "sampled"], [4, 2], [0, 0, 0, 0, 1, 2]
     boundary, _ = handed_up(sampled=[1, 2])
-    with pytest.raises(BoundaryFault, match="4 rows of q for 6 tokens"):
+    with pytest.raises(ContractViolation, match="4 rows of q for 6 tokens"):
         boundary.take(*arguments)
     boundary, _ = handed_up(Check.SHAPES, sampled=[1, 2])
     assert boundary.take(*arguments) is None, "all are verified as certain ones"
@@ -113,7 +113,7 @@ def test_rows_that_are_not_the_tokens_are_found_where_they_are_laid_out(monkeypa
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
     with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):
-        Boundary()
+        DraftProbsStore()
 
 
 def test_a_cut_at_a_forbidden_token_is_exact_for_certain_tokens_only():
@@ -139,7 +139,7 @@ def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Those that were before go first; the others decode plainly."""
     from types import SimpleNamespace
 
-    from vllm_triforce.worker.v1.batch import RunnerBatch
+    from vllm_triforce.runner_v1.batch import RunnerBatch
 
     reader = object.__new__(RunnerBatch)
     reader._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))

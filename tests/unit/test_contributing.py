@@ -37,12 +37,12 @@ BACKEND = '''
 
 from collections import Counter
 
-from vllm_triforce.attention.backends.cpu import CPUBackend
+from vllm_triforce.attention.platforms.cpu import CPUPlatform
 
 ASKED: Counter[str] = Counter()
 
 
-class AbacusBackend(CPUBackend):
+class AbacusBackend(CPUPlatform):
     """Over the CPU's kernels, in the place of the CPU's own."""
 
     name = "abacus"
@@ -65,9 +65,9 @@ FITS = """
         return platform.is_out_of_tree()
 """
 CHOSEN = """
-from tests.unit.test_attention import backend_for, platform
-print("chosen:", backend_for(platform("CPU")).name, backend_for(platform("OOT")).name)
-backend_for(platform("TPU"))
+from tests.unit.test_attention import platform_for, platform
+print("chosen:", platform_for(platform("CPU")).name, platform_for(platform("OOT")).name)
+platform_for(platform("TPU"))
 """
 TESTS_AND_ENGINE = """
 import sys
@@ -78,9 +78,9 @@ from pathlib import Path
 from tests.conftest import Engines, triforce
 from tests.generation import generate
 from tests.models import make_llama
-from tests.unit.test_attention import backend_for, current_platform
-from vllm_triforce.attention.backends.abacus import ASKED
-print("chosen:", backend_for(current_platform).name)
+from tests.unit.test_attention import platform_for, current_platform
+from vllm_triforce.attention.platforms.abacus import ASKED
+print("chosen:", platform_for(current_platform).name)
 llm = Engines().get(make_llama(Path("model")), triforce(retrieval_budget=256), max_model_len=1024)
 generate(llm, [[*range(2, 50)] * 12], max_tokens=16)
 print("asked:", ASKED["build"])
@@ -90,7 +90,7 @@ print("asked:", ASKED["build"])
 SOURCE = '''
 """Repeat: the newest token, again and again."""
 
-from vllm_triforce.host.sources.source import Offer, TokenSource
+from vllm_triforce.runner_v1.sources.source import Offer, TokenSource
 
 
 class Repeat(TokenSource):
@@ -109,12 +109,12 @@ class Repeat(TokenSource):
         return [int(token_ids[-1])] * count
 '''
 DEVICE_SOURCE = '''
-"""``host/sources/repeat.py`` on the device."""
+"""``runner_v1/sources/repeat.py`` on the device."""
 
-from vllm_triforce.device.sources.source import DeviceSource
+from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
-class DeviceRepeat(DeviceSource):
+class DeviceRepeat(DraftSourceV2):
     """Repeat."""
 
     name = "repeat"
@@ -265,6 +265,6 @@ def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
     adapters.write_text(before.replace(line, swapped))
     run(copy, "tools/ledger.py")
     run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "| `GPUModelRunner (V1).another` | `worker/v1/adapters.py` | an example" in (
+    assert "| `GPUModelRunner (V1).another` | `runner_v1/adapters.py` | an example" in (
         (copy / "patches" / "README.md").read_text()
     )

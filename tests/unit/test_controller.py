@@ -21,15 +21,14 @@ from vllm_triforce.controller import (
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
 from vllm_triforce.controller.backoff import REEVALUATION_SHARE
-from vllm_triforce.controller.choice import LEVELS, PLAIN_ROUTE, Route
+from vllm_triforce.controller.drafts import InnerRounds
 from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
-from vllm_triforce.controller.inner_rounds import InnerRounds
 from vllm_triforce.controller.learning import Planned
 from vllm_triforce.controller.measurements import Measurements, interpolate
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.promise import Promise, kind_of
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route, SourceTraits
 
 # One source whose tokens take passes, and one that has some where it finds a match.
 DRAFT, LOOKUP = "a draft", "a lookup"

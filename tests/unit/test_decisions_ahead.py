@@ -10,9 +10,9 @@ import pytest
 from tests.unit.test_controller import DRAFT, LONG_PAYS, NOTHING_PAYS, SOURCES, accepted
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel
-from vllm_triforce.controller.ahead import DecisionsAhead, Outcome, StepSeen
-from vllm_triforce.controller.choice import LEVELS
+from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.controller.routes import LEVELS
 
 GAMMA = 2
 # An 8B model with grouped heads on an H200, by arithmetic: its weights are most of what is read, up
@@ -57,12 +57,12 @@ class Clock:
         return self.now
 
 
-def decisions(measured: Measurements, clock: Clock | None = None) -> DecisionsAhead:
+def decisions(measured: Measurements, clock: Clock | None = None) -> AsyncController:
     config = TriForceConfig().fill(can_adapt=True, model=DRAFT, has_fixed_shapes=True).resolve(32)
     assert config.gamma == GAMMA
     controller = Controller(config, SOURCES[:1], whole_rounds=True)
     controller.start(CostModel(measured))
-    return DecisionsAhead(controller, DRAFT, clock or Clock())
+    return AsyncController(controller, DRAFT, clock or Clock())
 
 
 class FixedDecisions:
@@ -284,7 +284,7 @@ def test_a_text_that_changes_is_noticed():
 
 def test_nothing_is_proposed_before_it_is_known_what_passes_take():
     config = TriForceConfig().fill(can_adapt=True, model=DRAFT, has_fixed_shapes=True).resolve(32)
-    made = DecisionsAhead(Controller(config, SOURCES[:1], whole_rounds=True), DRAFT)
+    made = AsyncController(Controller(config, SOURCES[:1], whole_rounds=True), DRAFT)
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})
     seeded = Candidate("a", 100_000, 12, has_seed=True)

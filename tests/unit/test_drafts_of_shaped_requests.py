@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_triforce.worker.v1.rejection import CompleteRejectionSampler
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
 
 VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
 PROCESSORS = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor)

@@ -9,10 +9,10 @@ from tests.conftest import triforce
 from tests.models import make_llama
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import allocating
-from vllm_triforce.verification.inner import verify
-from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.verification.sampling_rows import SamplingRows
-from vllm_triforce.worker.draft_loading import loading_draft
+from vllm_triforce.core.draft_cache import loading_draft
+from vllm_triforce.core.sampling import SamplingRows
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.verification import verify
 
 # The draft's files.
 

@@ -8,10 +8,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from vllm_triforce.core.step_plan import StepPlan, attach
-from vllm_triforce.core.step_report import Proposed, StepReport
-from vllm_triforce.core.step_report import attach as send
-from vllm_triforce.scheduler.figures import FiguresOfProposals
+from vllm_triforce.core.plan import RequestReport, StepPlan, StepReport, attach
+from vllm_triforce.core.plan import attach as send
+from vllm_triforce.scheduler.stats import PaddingStatsMixin
 
 NUM_PLANNED = 6
 
@@ -47,7 +46,7 @@ class VLLMs:
         return stats
 
 
-class Ours(FiguresOfProposals, VLLMs):
+class Ours(PaddingStatsMixin, VLLMs):
     def step(self, number: int, accepted: dict[str, int], report=None, invalid=None, waiting=()):
         """vLLM's figures of one step, which verifies as many tokens of each request as were
         planned."""
@@ -64,7 +63,7 @@ class Ours(FiguresOfProposals, VLLMs):
             sampled_token_ids=[[5] * (1 + count) for count in accepted.values()],
         )
         if report is not None:
-            proposed = {name: Proposed(count, 1, 0, 0) for name, count in report[1].items()}
+            proposed = {name: RequestReport(count, 1, 0, 0) for name, count in report[1].items()}
             send(result, lambda: StepReport(report[0], proposed))
         return self.update_from_output(output, result)
 

@@ -12,7 +12,7 @@ from vllm_triforce.config import TriForceConfig
 def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.memory import beside_kv_cache, room_for_kv_cache
+    from vllm_triforce.worker.memory import extra_memory, kv_cache_budget
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
@@ -29,8 +29,8 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
     config = TriForceConfig(**keys).resolve(16)
     drafts = {i: SimpleNamespace(num_kv_heads=12, head_size=64) for i in range(draft_layers)}
     layers = {i: layer for i in range(32)}
-    beside = beside_kv_cache(layers, drafts, config, vllm_config)
-    return room_for_kv_cache(available, *beside, config)
+    beside = extra_memory(layers, drafts, config, vllm_config)
+    return kv_cache_budget(available, *beside, config)
 
 
 def test_memory_is_left_for_what_grows_with_the_kv_cache():
@@ -85,7 +85,7 @@ def manager():
 def test_plain_decoding_has_its_graphs(manager):
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs
+    from vllm_triforce.runner_v2.decode_graphs import add_plain_decode_graphs
 
     before = manager.dispatch(3, 3, uniform_token_count=1, num_active_loras=0)
     assert before.cg_mode == CUDAGraphMode.PIECEWISE, "the fault that is mended"
@@ -108,7 +108,7 @@ def test_every_mix_of_lengths_has_a_graph(manager):
     """Where the attention allows it: what stock vLLM decodes in one graph, TriForce does."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs, serve_any_mix
+    from vllm_triforce.runner_v2.decode_graphs import add_plain_decode_graphs, serve_any_mix
 
     assert serve_any_mix(manager)
     add_plain_decode_graphs(manager)
@@ -137,9 +137,9 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
     from vllm_triforce.attention.query_recorder import StaticQueryRecorder
-    from vllm_triforce.worker.v2.decode_graphs import (
+    from vllm_triforce.runner_v2.decode_graphs import (
         add_plain_decode_graphs,
-        record_nothing_in_plain_graphs,
+        disable_recording_in_plain_graphs,
         serve_any_mix,
     )
 
@@ -149,7 +149,7 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
         1, torch.zeros(5, dtype=torch.int32), 4, 2, 8, 7, 10, torch.float32
     )
     runner = SimpleNamespace(cudagraph_manager=manager)
-    record_nothing_in_plain_graphs(runner, recorder)
+    disable_recording_in_plain_graphs(runner, recorder)
     heard = {}
 
     def capture(self, create_forward_fn):
@@ -186,7 +186,7 @@ def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, above):
     however many tokens each has; but not those whose rounds are graphs."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.device.model_pass import PassGraphs
+    from vllm_triforce.runner_v2.passes import PassGraphs
 
     sizes = [32, 64, 100] if above else [1, 4, 16, 32, 64, 100]
     made = object.__new__(PassGraphs)
@@ -316,7 +316,7 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
     from vllm.config.compilation import CUDAGraphMode
 
     from tools import memory_table as table
-    from vllm_triforce.worker.v2.decode_graphs import add_plain_decode_graphs
+    from vllm_triforce.runner_v2.decode_graphs import add_plain_decode_graphs
 
     config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
     for seqs in (256, 1024):
@@ -334,12 +334,12 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
 def test_levels_that_take_no_part_have_no_graphs(levels, expected):
     """And none of theirs are reserved."""
     pytest.importorskip("triton")
-    from vllm_triforce.device.graph_sizes import num_graphs
-    from vllm_triforce.device.triforce import DeviceTriForce
+    from vllm_triforce.runner_v2.graph_sizes import num_graphs
+    from vllm_triforce.runner_v2.proposer import ProposerV2
 
     config = TriForceConfig(levels=levels).fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
     captured = []
-    made = object.__new__(DeviceTriForce)
+    made = object.__new__(ProposerV2)
     made.sources = {}
     made.level2 = SimpleNamespace(capture=lambda mode: captured.append("level 2"))
     made._parts = SimpleNamespace(config=config)
@@ -359,7 +359,7 @@ def test_fewer_graphs_hold_what_all_held(any_mix):
     from vllm.config.compilation import CUDAGraphMode
 
     from tools import memory_table as table
-    from vllm_triforce.worker.v2.decode_graphs import serve_any_mix, thin_decode_graphs
+    from vllm_triforce.runner_v2.decode_graphs import serve_any_mix, thin_decode_graphs
 
     before, _ = table.captured(256, 12)
     if any_mix:

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_triforce.scheduler.grammar_masks import SizesGrammarMasks
+from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 
 MAX_NUM_SEQS = 200
 NUM_DRAFTS = 32
@@ -90,7 +90,7 @@ class Stock:
         return found
 
 
-class Ours(SizesGrammarMasks, Stock):
+class Ours(GrammarMaskMixin, Stock):
     pass
 
 
@@ -120,7 +120,7 @@ def test_masks_are_as_many_as_without_speculation_until_somebody_drafts(schedule
 def test_masks_on_the_device_are_for_those_that_are_speculated_on(monkeypatch):
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-    from vllm_triforce.worker.v2.grammar_masks import bound_grammar_masks
+    from vllm_triforce.runner_v2.grammar_masks import bound_grammar_masks
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     held = []

@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 
 from tests.unit import verification_oracle as oracle
-from vllm_triforce.verification import inner
-from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.verification.sampling import token_distribution
-from vllm_triforce.verification.sampling_rows import SamplingRows
+from vllm_triforce.core.sampling import SamplingRows
+from vllm_triforce.runner_v1 import verification as inner
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.sampling import token_distribution
 
 VOCAB = 5
 ROUNDS = 60_000

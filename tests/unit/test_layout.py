@@ -23,7 +23,7 @@ WITHOUT_VLLM = [
     "vllm_triforce/cache",
     "vllm_triforce/controller",
     "vllm_triforce/selection",
-    "vllm_triforce/config/asked.py",
+    "vllm_triforce/config/keys.py",
     "vllm_triforce_bench/acceptance",
     "vllm_triforce_bench/acceptance/policies",
 ]
@@ -61,7 +61,7 @@ def test_lowest_layers_know_no_vllm(place):
         assert not any(m == "vllm" or m.startswith("vllm.") for m in imports(file)), file
 
 
-@pytest.mark.parametrize("one, other", [("host", "device"), ("device", "host")])
+@pytest.mark.parametrize("one, other", [("runner_v1", "runner_v2"), ("runner_v2", "runner_v1")])
 def test_the_runners_share_core_and_nothing_else(one, other):
     for path in (PACKAGE / one).rglob("*.py"):
         assert not any(m.startswith(f"vllm_triforce.{other}") for m in imports(path)), path
@@ -70,7 +70,7 @@ def test_the_runners_share_core_and_nothing_else(one, other):
 @pytest.mark.parametrize("one, other", [("cpu", "gpu"), ("gpu", "cpu")])
 def test_attention_on_a_platform_needs_no_other(one, other):
     attention = PACKAGE / "attention"
-    for path in [*(attention / one).rglob("*.py"), attention / "backends" / f"{one}.py"]:
+    for path in [*(attention / one).rglob("*.py"), attention / "platforms" / f"{one}.py"]:
         others = f"vllm_triforce.attention.{other}"
         assert not any(module.startswith(others) for module in imports(path)), path
 
@@ -108,7 +108,7 @@ def test_no_file_is_long():
     long = {
         str(path.relative_to(ROOT)): count
         for path in PACKAGE.rglob("*.py")
-        if (count := len(path.read_text().splitlines())) > 300
+        if (count := len(path.read_text().splitlines())) > 450
     }
     assert not long, long
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_triforce.controller.choice import Choice
-from vllm_triforce.controller.source_traits import SourceTraits
-from vllm_triforce.host.draft_batch import Proposal
-from vllm_triforce.host.level1 import Level1, Offers
-from vllm_triforce.host.sources.source import Drafted, Offer, TokenSource
-from vllm_triforce.host.triforce import TriForceSpeculator
+from vllm_triforce.controller.routes import Choice, SourceTraits
+from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.verification.noise import InnerNoise
-from vllm_triforce.verification.sampling_rows import SamplingRows
+from vllm_triforce.runner_v1.draft_batch import Proposal
+from vllm_triforce.runner_v1.drafting import Level1, Offers
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.sources.source import Drafted, Offer, TokenSource
+from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 
 
 class Careless(TokenSource):

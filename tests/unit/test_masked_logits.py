@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_triforce.verification.masked_logits import masked_logits
-from vllm_triforce.verification.sampling import token_distribution
+from vllm_triforce.runner_v1.sampling import token_distribution
+from vllm_triforce.runner_v2.sampling import masked_logits
 
 _MASKS = {
     "top_k": torch.tensor([3, 20, 1], dtype=torch.int32),

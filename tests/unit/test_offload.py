@@ -10,7 +10,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config import check_offload as module
 from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.offload.placement import all_would_fit, place_layers
-from vllm_triforce.worker.offloading import plan_offload
+from vllm_triforce.offload.startup import plan_offload
 
 GIB = 1 << 30
 # Llama-3.1-8B in blocks of 16 tokens: 8 heads of 128 numbers of two bytes, keys and values.

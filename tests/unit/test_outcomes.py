@@ -10,8 +10,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.scheduler.outcomes import CountsOutcomes
-from vllm_triforce.scheduler.scheduler import TriForceScheduler
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin
+from vllm_triforce.scheduler.v1 import TriForceScheduler
 from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
 from vllm_triforce.vllm_patches.counters import _into_scheduler_stats
 
@@ -42,7 +42,7 @@ class VLLMs:
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=sent)}
 
 
-class Ours(CountsOutcomes, VLLMs):
+class Ours(OutcomeStatsMixin, VLLMs):
     def step(self, **verified: tuple[int, int]):
         """A step that the worker has counted whole."""
         counters, result = LevelCounters(), SimpleNamespace(req_ids=list(verified))
@@ -87,7 +87,7 @@ def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
 def test_what_is_counted_is_what_is_left_of_the_padding(scheduler):
     """Outcomes are counted last: of the classes behind, only vLLM's own have a part in it."""
     order = scheduler.__mro__
-    behind = order[order.index(CountsOutcomes) + 1 :]
+    behind = order[order.index(OutcomeStatsMixin) + 1 :]
     counted = ("update_from_output", "make_spec_decoding_stats")
     ours = [c for c in behind if c.__module__.startswith("vllm_triforce")]
     assert Scheduler in behind and not any(name in vars(c) for c in ours for name in counted)

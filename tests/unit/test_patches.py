@@ -58,7 +58,7 @@ def fresh_host():
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 
-    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     fix_kernel_rebinding()  # another test of this process may have loaded numba
     importlib.reload(cpu_triton_utils)
@@ -69,7 +69,7 @@ def test_expand_kernel_is_mended_once(fresh_host):
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    from vllm_triforce.vllm_patches.expand_kernel import expand_kernel_works, fix_expand_kernel
+    from vllm_triforce.vllm_patches.cpu_build import expand_kernel_works, fix_expand_kernel
 
     assert not expand_kernel_works(), "vLLM has mended this itself: delete the patch"
     assert fix_expand_kernel() is True
@@ -201,18 +201,19 @@ def replacements() -> dict[str, tuple]:
     from vllm.v1.worker.utils import allocate_kv_cache
 
     from vllm_triforce.offload.cache import OffloadedCache
-    from vllm_triforce.verification.top_p import TopPMasks
-    from vllm_triforce.vllm_patches import expand_kernel, kv_connector
-    from vllm_triforce.worker.v1.adapters import AdapterSwitch
-    from vllm_triforce.worker.v1.runner import TriForceProposer
-    from vllm_triforce.worker.v1.stock_path import StockPath
-    from vllm_triforce.worker.v2.adapters import LevelAdapters
+    from vllm_triforce.runner_v1.adapters import AdapterSwitch
+    from vllm_triforce.runner_v1.plain_steps import PlainSteps
+    from vllm_triforce.runner_v1.runner import TriForceProposer
+    from vllm_triforce.runner_v1.top_p import TopPMasks
+    from vllm_triforce.runner_v2.adapters import LevelAdapters
+    from vllm_triforce.vllm_patches import cpu_build as expand_kernel
+    from vllm_triforce.vllm_patches import kv_connector
 
     runner = GPUModelRunner
     return {
-        "EXECUTE_MODEL": (runner.execute_model, StockPath.execute_model),
-        "SAMPLE_TOKENS": (runner.sample_tokens, StockPath.sample_tokens),
-        "SAMPLE": (runner._sample, StockPath.sample),
+        "EXECUTE_MODEL": (runner.execute_model, PlainSteps.execute_model),
+        "SAMPLE_TOKENS": (runner.sample_tokens, PlainSteps.sample_tokens),
+        "SAMPLE": (runner._sample, PlainSteps.sample),
         "DRAFT_PROBS": (runner._get_spec_decode_draft_probs, TriForceProposer._draft_probs_of),
         "ACTIVE_LORAS": (runner._set_active_loras, AdapterSwitch._remember),
         "DUMMY_RUN_LORAS": (runner.maybe_dummy_run_with_lora, LevelAdapters._select_dummies),
@@ -297,19 +298,21 @@ OUR_OBJECTS = {
 BY_HAND = {
     "config/refusal.py": {"error", "sys.excepthook"},  # Python's
     "plugin.py": {"loader.exec_module"},  # Python's
-    "core/step_plan.py": {"scheduler_output"},
-    "core/step_report.py": {"output.get_output", "output", "result"},
-    "scheduler/plans.py": {"request.spec_token_ids"},
+    "core/plan.py": {"scheduler_output", "output.get_output", "output", "result"},
+    "scheduler/v2.py": {"request.spec_token_ids"},
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
-    "scheduler/outcomes.py": {"output.spec_decode_metrics"},
-    "scheduler/figures.py": {"figures.histogram", "figures.num_draft_tokens"},
+    "scheduler/stats.py": {
+        "output.spec_decode_metrics",
+        "figures.histogram",
+        "figures.num_draft_tokens",
+    },
     "metrics/carrier.py": {"output.get_output", "output", "result"},
-    "scheduler/draft_carrier.py": {"output"},
+    "scheduler/v1.py": {"output"},
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
-    "worker/v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
-    "worker/v2/grammar_masks.py": {"masks.__dict__"},
-    "worker/v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
-    "worker/v2/request_facts.py": {
+    "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
+    "runner_v2/grammar_masks.py": {"masks.__dict__"},
+    "runner_v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
+    "runner_v2/request_flags.py": {
         "complete.__dict__",
         "complete.handed_up",
         "complete.names_tokens",
@@ -357,7 +360,7 @@ def test_an_engine_can_start_beside_llvmlite(monkeypatch):
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher
 
-    from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     class Kernel:
         pass

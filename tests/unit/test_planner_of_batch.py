@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_triforce.controller.choice import LEVELS
 from vllm_triforce.controller.options import Options
-from vllm_triforce.controller.planner_of_batch import plan_by_routes
+from vllm_triforce.controller.planner import plan_by_routes
+from vllm_triforce.controller.routes import LEVELS
 
 LOOKUP, DRAFT = "prompt_lookup", "draft_model"
 PLAIN, NUM_REQS = 10.0, 3

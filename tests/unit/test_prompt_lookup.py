@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-source = pytest.importorskip("vllm_triforce.host.sources.prompt_lookup")
+source = pytest.importorskip("vllm_triforce.runner_v1.sources.prompt_lookup")
 
 
 def on_host(token_ids: np.ndarray, max_ngram: int, count: int) -> list[int]:

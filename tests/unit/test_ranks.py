@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller.choice import LEVELS
-from vllm_triforce.core.disabled_requests import DisabledRequests
-from vllm_triforce.core.step_plan import Proposing, StepPlan, attach_plan
-from vllm_triforce.device.slots import Slots
-from vllm_triforce.worker.v2 import runner as module
-from vllm_triforce.worker.v2.reports import Reports
-from vllm_triforce.worker.v2.routes import Routes
+from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.core.eligibility import DisabledRequests
+from vllm_triforce.core.plan import RequestPlan, StepPlan, attach_plan
+from vllm_triforce.runner_v2 import runner as module
+from vllm_triforce.runner_v2.reports import Reports
+from vllm_triforce.runner_v2.routes import Routes
+from vllm_triforce.runner_v2.slots import Slots
 
-ALL = Proposing(LEVELS, 6, 3)
+ALL = RequestPlan(LEVELS, 6, 3)
 NAMES = ["broken", "waiting"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.packages import BROKEN, GROUP, POLICY, put_project
-from vllm_triforce.config.draft_sources import DEVICE_SOURCES, SOURCES
+from vllm_triforce.config.draft_sources import SOURCES, SOURCES_V2
 from vllm_triforce.registry import Registry
 from vllm_triforce.selection import POLICIES
 
@@ -32,7 +32,7 @@ def install(tmp_path, monkeypatch) -> Callable[..., None]:
 def test_groups_are_those_that_are_documented():
     assert POLICIES._group == GROUP
     assert SOURCES._group == "vllm_triforce.draft_sources"
-    assert DEVICE_SOURCES._group == "vllm_triforce.device_draft_sources"
+    assert SOURCES_V2._group == "vllm_triforce.draft_sources_v2"
 
 
 def test_a_policy_of_another_package_is_known_and_loaded_when_asked_for(install):
@@ -87,11 +87,12 @@ def test_two_packages_with_one_name_are_refused(install):
 
 
 def test_configuration_knows_it(install, monkeypatch):
-    from vllm_triforce.config import TriForceConfig, asked, draft_sources
+    from vllm_triforce.config import TriForceConfig, draft_sources
+    from vllm_triforce.config import keys as asked
 
     install("mine", {"newest": "mine_module:Newest"})
     install("source", {"repeat": "source_module:Repeat"}, "", "vllm_triforce.draft_sources")
-    sources = Registry("vllm_triforce.host.sources", SOURCES._base, (), SOURCES._group)
+    sources = Registry("vllm_triforce.runner_v1.sources", SOURCES._base, (), SOURCES._group)
     monkeypatch.setattr(asked, "POLICIES", policies())
     monkeypatch.setattr(draft_sources, "SOURCES", sources)
     assert TriForceConfig(selection="newest", draft_sources="repeat").selection == "newest"
@@ -105,7 +106,8 @@ def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, 
     """Who asks for it is told what is wrong before a model is loaded; nobody else is."""
     from tests.conftest import triforce
     from tests.unit.test_plugin import engine_config
-    from vllm_triforce.config import asked, checks
+    from vllm_triforce.config import checks
+    from vllm_triforce.config import keys as asked
 
     install("broken", BROKEN)
     monkeypatch.setattr(asked, "POLICIES", policies())

@@ -9,10 +9,10 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.fake_graphs import without_gpu
-from vllm_triforce.device.batch import CAPTURED_SAMPLING, DeviceSampling
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING, SamplingV2
 
-CAPTURED, PRESENT = DeviceSampling(False, has_masks=True, is_shaped=True), DeviceSampling(True)
+CAPTURED, PRESENT = SamplingV2(False, has_masks=True, is_shaped=True), SamplingV2(True)
 
 
 class Pass:
@@ -36,18 +36,18 @@ class Pass:
 def made(monkeypatch):
     pytest.importorskip("triton")
     replayed = without_gpu(monkeypatch)
-    from vllm_triforce.device.row_work import RowWork
+    from vllm_triforce.runner_v2.passes import GraphedRound
 
     def make(max_rows: int = 5):
         rows, its, calls = Rows(max_rows, 6, 2, max_rows, 100, torch.device("cpu")), Pass(), []
 
-        def work(sampling: DeviceSampling) -> tuple[int]:
+        def work(sampling: SamplingV2) -> tuple[int]:
             assert sampling is (CAPTURED if its.is_inlined else PRESENT)
             calls.append((rows.num_rows, its.is_inlined))
             return (rows.num_rows,)
 
         config = SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64))
-        made = RowWork(work, CAPTURED, rows, [its], config, torch.device("cpu"), "round")
+        made = GraphedRound(work, CAPTURED, rows, [its], config, torch.device("cpu"), "round")
         return made, rows, calls, replayed
 
     return make
@@ -87,13 +87,13 @@ def test_rounds_of_every_kind_are_captured():
     captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
     assert list(captured) == ["greedy", "any"]
     for asked in itertools.product((False, True), repeat=3):
-        batch = DeviceSampling(*asked)
+        batch = SamplingV2(*asked)
         its = captured[batch.kind]
         assert its.is_shaped >= batch.is_shaped
         assert its.all_greedy <= batch.all_greedy
         # Masks leave the best token.
         assert batch.all_greedy or its.has_masks >= batch.has_masks
-    assert DeviceSampling(True, has_masks=True).kind == "greedy", "which draws nothing"
+    assert SamplingV2(True, has_masks=True).kind == "greedy", "which draws nothing"
 
 
 def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):

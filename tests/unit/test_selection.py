@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
-from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.device.selections import DeviceSelections
 from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.selection import POLICIES, SelectionPolicy, Summary
 from vllm_triforce.selection.quest import QuestPolicy
 from vllm_triforce.selection.retrieval import RetrievalPolicy
@@ -115,7 +115,7 @@ def test_scores_of_another_shape_are_refused_by_both_loops(wrong):
     assert told.format(found, 3) in str(refused.value)
     config = TriForceConfig(retrieval_budget=10 * BLOCK).resolve(BLOCK)
     rows = Rows(1, 6, 2, 3, 100, CPU)
-    device = DeviceSelections(config, None, query[:, None], 20, 2, rows, 1, CPU)
+    device = SelectionsV2(config, None, query[:, None], 20, 2, rows, 1, CPU)
     device._policy = policy
     tables, first_row = torch.arange(13)[None], torch.tensor([0])
     with pytest.raises(ValueError) as refused:
@@ -349,7 +349,7 @@ def test_both_loops_select_alike(policy, group):
     keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
     queries = torch.randn(num_layers, 5, num_heads * group, dim)
     rows = Rows(3, 6, 2, 3, 100, CPU)
-    found = DeviceSelections(config, None, queries, num_blocks, num_heads, rows, 3, CPU)
+    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows, 3, CPU)
     for kind, summaries in found.summaries.items():
         for layer, vectors in enumerate(kind.of(keys, 3).transpose(1, 2)):
             summaries.write(layer, torch.arange(num_blocks), vectors)

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_triforce.config.mark import mark
+from vllm_triforce.config.tag import mark
 from vllm_triforce.vllm_patches.sessions import _from_its_own_tokens
 
 PROMPT, ANSWER, PIECE = list(range(100)), [7, 8, 9], [1, 2]

@@ -11,16 +11,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_controller import LONG_PAYS
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller.ahead import Outcome
-from vllm_triforce.controller.choice import LEVELS
-from vllm_triforce.core.fixed_plan import fixed_proposing
-from vllm_triforce.core.step_plan import Proposing, StepPlan, attach, plan_of
-from vllm_triforce.core.step_report import Proposed, StepReport, report_of
-from vllm_triforce.core.step_report import attach as send
-from vllm_triforce.scheduler.plans import PlansSteps, _outcomes
+from vllm_triforce.controller.async_controller import Outcome
+from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.core.plan import (
+    RequestPlan,
+    RequestReport,
+    StepPlan,
+    StepReport,
+    attach,
+    fixed_plan,
+    plan_of,
+    report_of,
+)
+from vllm_triforce.core.plan import attach as send
+from vllm_triforce.scheduler.v2 import StepPlanMixin, _outcomes
 
 PLACEHOLDERS = [-1] * 6
-ALL = Proposing(LEVELS, 6, 3)
+ALL = RequestPlan(LEVELS, 6, 3)
 
 
 def resolved(can_adapt: bool = False, **keys):
@@ -63,7 +70,7 @@ class VLLMs:
                 self.requests[request_id].spec_token_ids = PLACEHOLDERS
 
 
-class Ours(PlansSteps, VLLMs):
+class Ours(StepPlanMixin, VLLMs):
     def step(self, *requests: Running) -> dict:
         """The plan of a step of these requests."""
         self.requests = {request.request_id: request for request in requests}
@@ -149,16 +156,16 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
 @pytest.mark.parametrize(
     ("levels", "most", "expected"),
     [
-        ("1,2,3", 6, Proposing(LEVELS, 6, 3)),
-        ("1,2,3", 1, Proposing(LEVELS, 1, 1)),
-        ("1,3", 5, Proposing("prompt_lookup", 5, 3)),
-        ("2,3", 4, Proposing(LEVELS, 4, 4)),
+        ("1,2,3", 6, RequestPlan(LEVELS, 6, 3)),
+        ("1,2,3", 1, RequestPlan(LEVELS, 1, 1)),
+        ("1,3", 5, RequestPlan("prompt_lookup", 5, 3)),
+        ("2,3", 4, RequestPlan(LEVELS, 4, 4)),
     ],
 )
 def test_what_is_always_proposed(levels, most, expected):
     config = resolved(levels=levels)
     assert config.gamma == 2
-    assert fixed_proposing(config, most) == expected
+    assert fixed_plan(config, most) == expected
 
 
 def test_a_plan_goes_where_its_step_goes():
@@ -191,7 +198,7 @@ class Outputs:
         )
         if before is not None:
             proposed = {
-                name: Proposed(its.num_tokens - shorter, its.num_rounds, 3, 1)
+                name: RequestReport(its.num_tokens - shorter, its.num_rounds, 3, 1)
                 for name, its in before.proposing.items()
             }
             send(output, lambda: StepReport(before.number, proposed, measured))
@@ -261,7 +268,7 @@ def test_nothing_is_chosen_before_passes_were_measured_and_then_it_is_learnt_fro
 
 def test_what_padding_was_accepted_is_no_merit(choosing):
     """More tokens came than were proposed: the full pass verified padding, too."""
-    report = StepReport(3, {"a": Proposed(2, 1, 1, 0), "gone": Proposed(4, 2, 1, 1)})
+    report = StepReport(3, {"a": RequestReport(2, 1, 1, 0), "gone": RequestReport(4, 2, 1, 1)})
     output = SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[[1, 2, 3, 4]])
     found = _outcomes(report, {"a": [-1] * 6}, output)
     assert found == {"a": Outcome(2, 2, 2, 1, 1, 0)}
@@ -270,7 +277,7 @@ def test_what_padding_was_accepted_is_no_merit(choosing):
 
 def test_a_report_goes_with_the_output_of_the_step_after():
     """And is made only when the output is asked for, by which the device is done."""
-    from vllm_triforce.worker.v2.reports import Reports
+    from vllm_triforce.runner_v2.reports import Reports
 
     reports, device = Reports(torch.device("cpu")), torch.device("cpu")
     outcomes = torch.tensor([[6, 3, 4, 1]], dtype=torch.int32, device=device)
@@ -282,7 +289,7 @@ def test_a_report_goes_with_the_output_of_the_step_after():
     reports.begin(8)
     later = SimpleNamespace(req_ids=["a"], get_output=lambda: SimpleNamespace())
     made = reports.send(later).get_output()
-    assert report_of(made) == StepReport(7, {"a": Proposed(6, 3, 4, 1)})
+    assert report_of(made) == StepReport(7, {"a": RequestReport(6, 3, 4, 1)})
     reports.measured(LONG_PAYS)
     reports.begin(8)  # one without tokens: it has no output
     reports.begin(9)

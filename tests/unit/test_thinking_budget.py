@@ -9,7 +9,7 @@ import torch
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from vllm_triforce.worker.v1.thinking_budget import PlainThinkingBudget
+from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 8, 42

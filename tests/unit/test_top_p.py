@@ -6,14 +6,14 @@ import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from vllm_triforce.verification import top_p
-from vllm_triforce.verification.top_p import (
+from vllm_triforce.runner_v1 import top_p
+from vllm_triforce.runner_v1.top_p import (
     ROUNDING,
+    FastTopP,
     TopPMasks,
     apply_top_k_top_p,
 )
-from vllm_triforce.verification.top_p_rows import keep_rows
-from vllm_triforce.worker.v1.top_p import FastTopP
+from vllm_triforce.runner_v1.top_p_rows import keep_rows
 
 
 def vllms(logits, k, p):

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from vllm_triforce.controller.whole_rounds import _reached, lengthened
+from vllm_triforce.controller.round_lengths import _reached, lengthened
 
 
 def chances(num_rounds: int, rate: float, gamma: int) -> list[float]:

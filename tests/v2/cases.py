@@ -78,7 +78,7 @@ def _verified(llm, prompts) -> dict:
 
 def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
-    speculator, (parts, share) = speculator_of(llm), worker_of(llm).beside_kv_cache()
+    speculator, (parts, share) = speculator_of(llm), worker_of(llm).extra_memory()
     built = speculator._built
     selections, draft = built.triforce.level2.selections, built.triforce.sources["draft_model"]
     layers = speculator.vllm_config.compilation_config.static_forward_context

@@ -14,8 +14,7 @@ import torch
 
 from vllm_triforce.attention.layer_offload import LayerOffload
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.chunk_summaries import BlockSummaries
-from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
+from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
 
@@ -130,7 +129,7 @@ class RaggedRetrievalAttention(RetrievalAttention):
     @abstractmethod
     def block_summaries(self) -> BlockSummaries:
         """For each layer, a function from block ids [n] and a kind to
-        [n, num_kv_heads, head_dim]. Runner V1 asks once (``cache/chunk_summaries.py``)."""
+        [n, num_kv_heads, head_dim]. Runner V1 asks once (``cache/summaries.py``)."""
 
     def uniform(
         self,

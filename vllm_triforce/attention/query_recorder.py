@@ -35,7 +35,7 @@ class _Pausable:
             self.paused = before
 
 
-class DeafRecorder:
+class NullRecorder:
     """Where nobody selects."""
 
     paused = True
@@ -118,7 +118,7 @@ class StaticQueryRecorder(_Pausable):
     lengths too, for a query that is at most ``max_decode_tokens - 1`` tokens newer.
 
     Nothing is kept in a step behind which nobody selects, as ``expect`` says. A captured graph does
-    not hear of it: those for plain decoding are captured without (``worker/v2/decode_graphs.py``).
+    not hear of it: those for plain decoding are captured without (``runner_v2/decode_graphs.py``).
 
     Args:
         query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_triforce.cache.chunk_summaries import ChunkSummaries
+from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy
 
 

@@ -1,9 +1,9 @@
 """What TriForce cannot run on, refused with the value, the reason and the remedy."""
 
-from vllm_triforce.config.asked import TriForceConfig
+from vllm_triforce.config.check_draft import has_alibi, has_sinks
 from vllm_triforce.config.check_offload import check_offload
-from vllm_triforce.config.draft_sources import DEVICE_SOURCES
-from vllm_triforce.config.layer_kinds import has_alibi, has_sinks
+from vllm_triforce.config.draft_sources import SOURCES_V2
+from vllm_triforce.config.keys import TriForceConfig
 from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
 from vllm_triforce.selection import POLICIES
@@ -110,10 +110,10 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if vllm_config.use_v2_model_runner:
         for name in config.sources:
-            if name not in DEVICE_SOURCES:
+            if name not in SOURCES_V2:
                 raise ValueError(
                     f"draft_sources={config.draft_sources!r}: {name!r} drafts on the host, Model "
-                    f"Runner V2 on the device; use one of {DEVICE_SOURCES.names}"
+                    f"Runner V2 on the device; use one of {SOURCES_V2.names}"
                 )
     if not is_cpu() and not vllm_config.use_v2_model_runner:
         raise ValueError(

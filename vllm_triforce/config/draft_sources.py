@@ -3,14 +3,14 @@
 from vllm_triforce.registry import Registry
 
 SOURCES = Registry(
-    "vllm_triforce.host.sources",
+    "vllm_triforce.runner_v1.sources",
     base=("source", "DraftSource"),
     group="vllm_triforce.draft_sources",
 )
-DEVICE_SOURCES = Registry(
-    "vllm_triforce.device.sources",
-    base=("source", "DeviceSource"),
-    group="vllm_triforce.device_draft_sources",
+SOURCES_V2 = Registry(
+    "vllm_triforce.runner_v2.sources",
+    base=("source", "DraftSourceV2"),
+    group="vllm_triforce.draft_sources_v2",
 )
 
 # Used where nothing is asked for, the preferred one first.

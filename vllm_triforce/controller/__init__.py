@@ -1,10 +1,10 @@
 """The controller: what each request does in a step, from measured times and acceptance."""
 
-from vllm_triforce.controller.choice import PLAIN, Choice, Route
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import Measurements, StepTime
 from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.routes import PLAIN, Choice, Route
 
 __all__ = [
     "PLAIN",

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.choice import Route
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import Route, SourceTraits
 
 
 @dataclass

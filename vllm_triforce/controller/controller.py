@@ -13,16 +13,20 @@ import numpy as np
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Rates
 from vllm_triforce.controller.backoff import SpeculationBackoff
-from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
 from vllm_triforce.controller.cost_model import CostModel
+from vllm_triforce.controller.drafts import DraftLengths
 from vllm_triforce.controller.fixed import FixedChoices
 from vllm_triforce.controller.learning import Learning, Planned
-from vllm_triforce.controller.level1 import Level1Choices
 from vllm_triforce.controller.options import Candidate, Options, build_options
-from vllm_triforce.controller.planner import Plan, best_alone, plan
-from vllm_triforce.controller.planner_of_batch import plan_by_routes, seconds_of_batch
+from vllm_triforce.controller.planner import (
+    Plan,
+    best_alone,
+    plan,
+    plan_by_routes,
+    seconds_of_batch,
+)
 from vllm_triforce.controller.promise import Kind
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
@@ -57,7 +61,7 @@ class Controller(Learning):
         self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
         self.backoff = SpeculationBackoff()
         self._optimistic_rates = Rates.hoped(sources)
-        self._level1 = Level1Choices(config, self.sources, self.acceptance)
+        self._level1 = DraftLengths(config, self.sources, self.acceptance)
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model

@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.choice import LEVELS, Route
 from vllm_triforce.controller.exploration_budget import ExplorationBudget
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, best_alone
 from vllm_triforce.controller.promise import Kind, Promise, kind_of
+from vllm_triforce.controller.routes import LEVELS, Route
 
 # Steps with drafts after which a plain one says again what is compared with.
 _PROBE_AGAIN = 16
@@ -171,7 +171,7 @@ class Exploration:
         plain_seconds: float,
         num_plain: int,
         margin: float,
-        first_seconds: float = 0.0,
+        remaining_setup_s: float = 0.0,
     ) -> None:
         """Lets requests speculate that would not, or by a route that promises more than theirs
         but is thought little of, as far as the budget goes: those first that have waited longest
@@ -183,10 +183,10 @@ class Exploration:
                 nobody, as it is with most trials.
             optimistic: gives the same options if as much is accepted as may be hoped for.
             num_plain: further requests of the batch.
-            first_seconds: what it takes besides that anybody speculates at all; the first trial
+            remaining_setup_s: what it takes besides that anybody speculates at all; the first trial
                 bears it where nobody does.
         """
-        more = 0.0 if (columns >= 0).any() else first_seconds
+        more = 0.0 if (columns >= 0).any() else remaining_setup_s
         could = _beyond_present(found, columns)
         could[[candidate.request_id in self._in_flight for candidate in candidates]] = False
         if self._turn % _OTHER_ROUTES_EVERY:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.lengths import FIXED_GAMMA, FIXED_LENGTH
-from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
+from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
 
 
 class FixedChoices:

@@ -7,12 +7,11 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance
-from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Planned:
         lengths = options.lengths[rows, columns]
         # What is read once is no part of it: such steps are not compared, or
         # reads_window() adds it.
-        seconds = (options.seconds - options.borne_seconds)[rows, columns]
+        seconds = (options.seconds - options.amortized_setup_s)[rows, columns]
         verified = sum(
             int(length) * model.draft_seconds(candidates[row].is_greedy)
             for row, length in zip(rows, lengths)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rates, expected_by_length
-from vllm_triforce.controller.choice import LEVELS, PLAIN, Choice, Route
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.source_traits import SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, Route, SourceTraits
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Candidate:
     that always have."""
     has_seed: bool = False
     is_greedy: bool = True
-    tokens_behind: int = 0
+    num_uncached_tokens: int = 0
     """That the draft model has to read before it can draft."""
     tokens_unselected: int = 0
     """Of context that level 2 has not looked through yet; 0 once it has."""
@@ -49,9 +48,9 @@ class Options:
         is_possible: [num_reqs, num_options], bool.
         routes: [num_options].
         confidences: of each request, by route.
-        first_seconds: [num_reqs, num_options], what the next proposal takes longer than
+        remaining_setup_s: [num_reqs, num_options], what the next proposal takes longer than
             ``seconds``, because the draft's window or level 2's selection has to be made.
-        borne_seconds: [num_reqs, num_options], the part of that which is in ``seconds``.
+        amortized_setup_s: [num_reqs, num_options], the part of that which is in ``seconds``.
         passes: [num_reqs, num_options], rounds of levels 1 and 2, or passes of the draft.
         shared_seconds: [num_reqs, num_options], the part of ``seconds`` that is the request's share
             of those.
@@ -63,14 +62,14 @@ class Options:
     is_possible: np.ndarray
     routes: list[Route] = field(default_factory=list)
     confidences: list[dict[Route, int | None]] = field(default_factory=list)
-    first_seconds: np.ndarray | float = 0.0
-    borne_seconds: np.ndarray | float = 0.0
+    remaining_setup_s: np.ndarray | float = 0.0
+    amortized_setup_s: np.ndarray | float = 0.0
     passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
     shared_seconds: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
 
     def next_seconds(self, row: int, column: int) -> float:
         """What a request's next proposal takes, with all that has to be made for it first."""
-        first = np.broadcast_to(self.first_seconds, self.seconds.shape)
+        first = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
         return float(self.seconds[row, column] + first[row, column])
 
     def choice(self, row: int, column: int) -> Choice:
@@ -123,7 +122,7 @@ def build_options(
     per_token = np.array([slope + model.draft_seconds(c.is_greedy) for c in candidates])[:, None]
     full = per_token * places + company * (attention[rows, places + 1] - attention[:, 1:2])
 
-    window = np.array([model.reading_window(c.tokens_behind) for c in candidates])[:, None]
+    window = np.array([model.reading_window(c.num_uncached_tokens) for c in candidates])[:, None]
     selecting = np.array([model.first_selection(c.tokens_unselected) for c in candidates])[:, None]
 
     confidences: list[dict[Route, int | None]] = [

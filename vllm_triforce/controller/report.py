@@ -1,9 +1,9 @@
 """What the controller decided, for the log."""
 
 from vllm_triforce.controller.acceptance import LEVEL2_PRIOR
-from vllm_triforce.controller.choice import PLAIN_ROUTE
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.routes import PLAIN_ROUTE
 
 
 def describe(controller: Controller) -> str:

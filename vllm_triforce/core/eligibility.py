@@ -1,9 +1,15 @@
 """Who is speculated on, and how long a proposal may be: what both runners hold to.
 
-Runner V2 knows lengths on the device alone, where ``kernels/bookkeeping.py`` applies ``room()``.
+Runner V2 knows lengths on the device alone, where ``kernels/row_state.py`` applies ``room()``.
+
+Requests that are not speculated on again, because a level's logits had a NaN.
 """
 
-from vllm_triforce.verification.sampling_rows import GREEDY_EPSILON
+from collections.abc import Iterator
+
+from vllm.logger import init_logger
+
+from vllm_triforce.core.sampling import GREEDY_EPSILON
 
 
 def decodes_plainly(params) -> bool:
@@ -41,3 +47,52 @@ def room(num_computed: int, most: int, reserved: int, limit: int, min_context: i
     if num_computed < min_context:
         return 0
     return min(most, reserved - num_computed, limit - 2 - num_computed)
+
+
+logger = init_logger("vllm.triforce")
+
+
+class DisabledRequests:
+    """Their names; the first one is logged, all are counted."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._has_warned = False
+        self.num_disabled = 0
+        """Since the engine started."""
+
+    def add(self, request_id: str, whose: str) -> None:
+        """
+        Args:
+            whose: logits they were.
+        """
+        if request_id in self._names:
+            return
+        self._names.add(request_id)
+        self.num_disabled += 1
+        self.warn(request_id, whose)
+
+    def warn(self, request_id: str, whose: str) -> None:
+        """Logs the first one."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "NaN in %s logits for request %s: it goes on without speculation, its output is "
+                "not affected. Further requests are counted (vllm:triforce_nan_requests_total), "
+                "not logged; check the model's weights and dtype.",
+                whose,
+                request_id,
+            )
+
+    def discard(self, request_id: str) -> None:
+        """A request that has left the engine."""
+        self._names.discard(request_id)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

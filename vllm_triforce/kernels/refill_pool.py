@@ -4,8 +4,8 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.counters import NUM_POOL_BLOCKS, NUM_POOL_BYTES, NUM_POOL_HITS
-from vllm_triforce.kernels.faults import stored_type
-from vllm_triforce.kernels.row_metadata import NEW_OWNER, REFRESH, SLOT, row_value
+from vllm_triforce.kernels.nan_guard import stored_type
+from vllm_triforce.kernels.row_table import NEW_OWNER, REFRESH, SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
 
 # Places whose blocks are compared with all that are wanted at a time.

@@ -6,17 +6,16 @@ from contextlib import contextmanager
 import torch
 from vllm.triton_utils import triton
 
-from vllm_triforce.kernels.bookkeeping import begin_rows_kernel, finish_rows_kernel
 from vllm_triforce.kernels.distributions import DrawParameters, SamplingParameters
-from vllm_triforce.kernels.faults import Faults
-from vllm_triforce.kernels.feeding import (
+from vllm_triforce.kernels.nan_guard import NanFlags
+from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
-    feed_draft_kernel,
-    feed_target_kernel,
-    feed_window_kernel,
+    prepare_draft_inputs_kernel,
+    prepare_target_inputs_kernel,
+    prepare_window_inputs_kernel,
 )
-from vllm_triforce.kernels.outcomes import OutcomeColumn
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_state import commit_rows_kernel, init_rows_kernel
+from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn
 
 
 class Rows:
@@ -52,7 +51,7 @@ class Rows:
         # that were full, when the selection was made.
         self.slot_tail = integers(num_slots)
         self.slot_known = integers(num_slots)
-        self.faults = Faults(
+        self.faults = NanFlags(
             row=integers(max_rows),
             slot=integers(num_slots),
             row_metadata=self.row_metadata,
@@ -117,7 +116,7 @@ class Rows:
         """Reads each row's lengths and says how much it may propose."""
         self.num_rows = len(row_metadata)
         self.row_metadata[: self.num_rows].copy_(row_metadata)
-        begin_rows_kernel[(self.max_rows,)](
+        init_rows_kernel[(self.max_rows,)](
             self.row_metadata,
             self.num_rows,
             self.count,
@@ -172,7 +171,7 @@ class Rows:
         blocks_per_slot: int,
     ) -> None:
         """The newest ``inputs.query_len`` tokens of each row, at their places in its window."""
-        feed_window_kernel[(padded_rows,)](
+        prepare_window_inputs_kernel[(padded_rows,)](
             self.row_metadata,
             self.count,
             all_token_ids,
@@ -203,7 +202,7 @@ class Rows:
         blocks_per_slot: int,
     ) -> None:
         """Level 1's newest token of each row, behind what the pass before it fed."""
-        feed_draft_kernel[(padded_rows,)](
+        prepare_draft_inputs_kernel[(padded_rows,)](
             self.row_metadata,
             self.count,
             self.drafted,
@@ -237,7 +236,7 @@ class Rows:
                 of layers in host memory.
             pool_width: blocks that a slot has there.
         """
-        feed_target_kernel[(padded_rows,)](
+        prepare_target_inputs_kernel[(padded_rows,)](
             self.row_metadata,
             self.count,
             tables,
@@ -273,7 +272,7 @@ class Rows:
     def finish(
         self,
         draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        handed_up,  # kernels/export_proposal.py, written
+        handed_up,  # kernels/proposals.py, written
         counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
         is_direct: bool,
     ) -> None:
@@ -282,7 +281,7 @@ class Rows:
         Args:
             is_direct: whether they are level 1's alone.
         """
-        finish_rows_kernel[(self.num_rows,)](
+        commit_rows_kernel[(self.num_rows,)](
             draft_tokens,
             self.row_metadata,
             self.proposal,

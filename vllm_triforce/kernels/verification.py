@@ -1,6 +1,6 @@
 """Level 2's test of what level 1 drafted, without a word to the host.
 
-The rule is ``verification/inner.py``'s: accept with probability min(1, p2/p1), recover from
+The rule is ``runner_v1/verification.py``'s: accept with probability min(1, p2/p1), recover from
 norm(max(p2 - p1, 0)), or add the bonus token. Distributions come as logits that are already
 masked by the request's top-k, top-p and min-p, and as the logarithms of their sums.
 """
@@ -16,15 +16,16 @@ from vllm_triforce.kernels.counters import (
     NUM_NAN_REQUESTS,
 )
 from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
+from vllm_triforce.kernels.draw import ExponentialSampler, draw_kernel, winner
 from vllm_triforce.kernels.noise import uniform
-from vllm_triforce.kernels.outcomes import (
+from vllm_triforce.kernels.row_table import (
     LEVEL1_ACCEPTED,
     LEVEL1_REJECTED,
     NUM_OUTCOMES,
     NUM_ROUNDS,
+    SLOT,
+    row_value,
 )
-from vllm_triforce.kernels.race import Race, race_kernel, winner
-from vllm_triforce.kernels.row_metadata import SLOT, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _RECOVER, _ACCEPT = _noise.RECOVER, _noise.ACCEPT
@@ -164,7 +165,7 @@ def verify_drafts(
     target: LevelLogits,  # level 2's, of gamma + 1 places
     draft: Distributions | None,  # level 1's, of gamma places; None: each token was certain
     sampling: DrawParameters,
-    race: Race,
+    race: ExponentialSampler,
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
 ) -> None:
     """Accepts a prefix of each row's drafts, adds one token, and extends the proposal."""
@@ -197,7 +198,7 @@ def verify_drafts(
         CERTAIN=certain,
     )
     if not all_greedy:
-        race_kernel[(num_rows, race.num_blocks)](
+        draw_kernel[(num_rows, race.num_blocks)](
             own.logits,
             own.lse,
             draft.logits,

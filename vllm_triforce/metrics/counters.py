@@ -1,8 +1,17 @@
-"""Per-level counters of one engine."""
+"""Per-level counters of one engine.
 
+Counters that kernels add to, and what the host knows of them.
+
+Seconds by part of a proposal.
+"""
+
+import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+
+import torch
 
 
 class DeviceCounter(IntEnum):
@@ -64,7 +73,7 @@ class LevelCounters:
     num_nan_requests: int = 0
     """Requests that went on without speculation because a level's logits had a NaN."""
     num_boundary_faults: int = 0
-    """Proposals that were not what level 3's test needs (``verification/boundary.py``)."""
+    """Proposals that were not what level 3's test needs (``runner_v1/draft_probs.py``)."""
     num_staged_bytes: int = 0
     """Of KV in host memory that full passes read (``kernels/stage_blocks.py``), of one rank."""
     num_pool_blocks: int = 0
@@ -152,3 +161,66 @@ class LevelCounters:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+class DeviceCounters:
+    """One worker's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        """[len(DeviceCounter)], int64, added to."""
+        self.known = LevelCounters()
+        """A copy of ``sums``, at most some steps old; the host may add to it what it counts."""
+        # On its way to the host, and what says that it is there.
+        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def read(self) -> LevelCounters:
+        """Sums so far; waits for the device."""
+        counters = LevelCounters()
+        _set(counters, self.sums)
+        return counters
+
+    def reset(self) -> None:
+        self.sums.zero_()
+
+    def note(self) -> None:
+        """Brings ``known`` up to date with what had been counted at the last call, without a wait
+        for the device."""
+        if self.sums.device.type == "cpu":
+            _set(self.known, self.sums)
+            return
+        if self._copy is not None and self._copy[1].query():
+            _set(self.known, self._copy[0])
+            self._copy = None
+        if self._copy is None:
+            self._copy = self.sums.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._copy[1].record()
+
+
+def _set(counters: LevelCounters, sums: torch.Tensor) -> None:
+    for name, value in read_device_counters(sums.tolist()).items():
+        setattr(counters, name, value)
+
+
+class PartTimes:
+    """Adds up what each part takes.
+
+    On a device that runs behind the host, times are those of launching, unless ``synchronize``
+    is set: then every part waits for the device, which is for measuring and costs speed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.synchronize = False
+        self._is_asynchronous = device.type != "cpu"
+
+    @contextmanager
+    def part(self, name: str):
+        start = self._now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self.synchronize and self._is_asynchronous:
+            torch.accelerator.synchronize()
+        return time.perf_counter()

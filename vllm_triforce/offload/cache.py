@@ -13,9 +13,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import allocating
-from vllm_triforce.core.private_cache import allocate_layers
-from vllm_triforce.offload.bandwidth import measure_bandwidth
-from vllm_triforce.offload.host_memory import HostMemory
+from vllm_triforce.core.draft_cache import allocate_layers
+from vllm_triforce.offload.host_memory import HostMemory, measure_bandwidth
 from vllm_triforce.offload.placement import Placement
 from vllm_triforce.offload.side_stream import side_stream_of
 from vllm_triforce.offload.staging import HostLayer, Staging

@@ -2,9 +2,9 @@
 
 import torch
 
-from vllm_triforce.kernels.faults import BlockCleaner
+from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.refill_pool import PoolRefill
-from vllm_triforce.kernels.row_metadata import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 
 
@@ -63,7 +63,7 @@ class RetrievalPool:
         )
         """Where level 2's tokens go, as ``PassInputs`` has it for the KV cache."""
         self._block_tables = blocks.view(num_slots, width)
-        self._cleaner = BlockCleaner(pools, block_size, device)
+        self._cleaner = NanScrubber(pools, block_size, device)
 
     def begin(self, tables: torch.Tensor) -> None:
         """A proposal begins.

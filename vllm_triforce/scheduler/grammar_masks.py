@@ -21,7 +21,7 @@ class _ConfigOfStep:
         return getattr(self._vllm_config, name)
 
 
-class SizesGrammarMasks:
+class GrammarMaskMixin:
     """Over a scheduler of vLLM's: grammars cost what they cost without speculation, until a step
     has drafts."""
 

@@ -5,6 +5,13 @@ request, and preempts others for them. Here a step is scheduled as without specu
 free then is lent to the requests that propose behind the step, as far as they propose, and what is
 lent is taken back, drafts included, once the next step's plain tokens need it. The worker forgets
 blocks that were taken back (``blocks_kept()``).
+
+Blocks that accepted tokens fill are found in the prefix cache at once.
+
+vLLM's scheduler adds a block to the prefix cache when the step that fills it is scheduled, and
+leaves tokens out that are still to be accepted. Those of a request's last step would be left out
+for ever: where it ends, or is preempted, the next turn, or itself, computes them again.
+``AsyncScheduler`` does this by itself.
 """
 
 from bisect import bisect_right
@@ -25,7 +32,7 @@ def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
     return getattr(scheduler_output, _ATTRIBUTE, {})
 
 
-class LendsBlocks:
+class LookaheadMixin:
     """Over a scheduler of vLLM's: drafts never cost another request its place."""
 
     # The scheduler's own.
@@ -271,3 +278,22 @@ def _announce(scheduler_output, name: str, block_ids: tuple[list[int], ...]) -> 
     if before is not None:
         block_ids = tuple(ids + more for ids, more in zip(before, block_ids))
     cached.new_block_ids[place] = block_ids
+
+
+class PrefixCacheMixin:
+    """Over ``Scheduler``: adds the blocks that a step's accepted tokens filled."""
+
+    # The scheduler's own.
+    kv_cache_manager: Any
+
+    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
+        new_token_ids, stopped = super()._update_request_with_output(
+            request, new_token_ids, is_stale
+        )
+        # A single token fills nothing that was not known when the step was scheduled. Behind a
+        # stop, tokens were computed that the request does not have.
+        if len(new_token_ids) > 1 and not is_stale:
+            self.kv_cache_manager.cache_blocks(
+                request, min(request.num_computed_tokens, request.num_tokens - 1)
+            )
+        return new_token_ids, stopped

@@ -1,28 +1,284 @@
-"""vLLM's schedulers for Model Runner V2, whose steps carry plans."""
+"""On Model Runner V2 it is the scheduler that says what a step's requests propose behind it.
+
+An asynchronous scheduler runs ahead of the worker, and the worker of its device: neither can know
+what is proposed. What was planned they do know. A request that proposes nothing is given no
+placeholders, and is verified as without speculation: off costs nothing.
+
+    scheduler: plans a step, and sends the plan with it               core/plan.py
+    worker: proposes by it; what came of it goes with the next output core/plan.py
+    scheduler: learns from that, and from when outputs come           controller/async_controller.py
+
+Of a request whose logits had a NaN the worker's report says so, and no more is planned for it.
+
+vLLM's schedulers for Model Runner V2, whose steps carry plans.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_triforce.scheduler.accepted_blocks import CachesAcceptedBlocks
-from vllm_triforce.scheduler.figures import FiguresOfProposals
-from vllm_triforce.scheduler.grammar_masks import SizesGrammarMasks
-from vllm_triforce.scheduler.lookahead import LendsBlocks
-from vllm_triforce.scheduler.outcomes import CountsOutcomes
-from vllm_triforce.scheduler.plans import PlansSteps
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.config.keys import METHOD
+from vllm_triforce.controller import Candidate, Controller, CostModel
+from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
+from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
+from vllm_triforce.core.plan import (
+    RequestPlan,
+    StepPlan,
+    StepReport,
+    attach_plan,
+    fixed_plan,
+    plan_of,
+    report_of,
+)
+from vllm_triforce.core.sampling import GREEDY_EPSILON
+from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
+from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin
+
+
+@dataclass
+class _Output:
+    """The output that came last."""
+
+    at: float
+    request_ids: frozenset[str]
+
+
+class StepPlanMixin:
+    """Over a scheduler of vLLM's: each step carries its plan."""
+
+    clock = staticmethod(time.perf_counter)
+
+    # The scheduler's own.
+    vllm_config: Any
+    requests: dict[str, Any]
+    running: list[Any]
+    num_spec_tokens: int
+    max_num_running_reqs: int
+    max_model_len: int
+    _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
+    """As in ``lookahead.py``."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        keys = dict(self.vllm_config.additional_config[METHOD])
+        keys.pop("draft_model")
+        self._config = config = ResolvedConfig.from_dict(keys)
+        self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
+        self._with_slots: set[str] = set()
+        """The worker keeps something for so many requests at a time; theirs until they end, or lose
+        their blocks."""
+        self._disabled: set[str] = set()
+        """They are not speculated on again: their logits had a NaN."""
+        self._decisions: AsyncController | None = None
+        if config.choices:
+            traits = [SOURCES[name].traits() for name in config.sources]
+            self._decisions = AsyncController(
+                Controller(config, traits, whole_rounds=True),
+                config.sources[0],
+                lambda: self.clock(),
+            )
+        self._num_steps = 0
+        self._last: _Output | None = None
+        self._decided_on: set[str] = set()
+
+    # Before a step.
+
+    def _update_after_schedule(self, scheduler_output):
+        super()._update_after_schedule(scheduler_output)
+        self._disabled &= self.requests.keys()
+        self._with_slots &= {request.request_id for request in self.running} - self._disabled
+        names = scheduler_output.num_scheduled_tokens
+        able = {}
+        if len(names) <= self._config.max_batch:
+            able = {name: most for name in names if (most := self._most(self.requests[name]))}
+        plan = self._with_room(scheduler_output, self._plan(able, len(names) - len(able)))
+        attach_plan(scheduler_output, plan)
+        for name in names:
+            request = self.requests[name]
+            if request.spec_token_ids:
+                its = plan.proposing.get(name)
+                request.spec_token_ids = request.spec_token_ids[: its.num_tokens if its else 0]
+
+    def _with_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
+        """``plan``, as far as there are blocks for it: first for requests with a seed, which are to
+        propose as they would alone."""
+        has_seed = {
+            name: seed_of_draws(self.requests[name].sampling_params) is not None
+            for name in plan.proposing
+        }
+        wanted = {
+            name: plan.proposing[name].num_tokens
+            for name in sorted(has_seed, key=has_seed.__getitem__, reverse=True)
+        }
+        lent = self._lend(scheduler_output, wanted)
+        if lent == wanted:
+            return plan
+        proposing = {
+            name: replace(its, num_tokens=lent[name])
+            for name, its in plan.proposing.items()
+            if lent[name]
+        }
+        return replace(plan, proposing=proposing)
+
+    def _plan(self, able: Mapping[str, int], num_plain: int) -> StepPlan:
+        """
+        Args:
+            able: tokens that each request may propose at most.
+            num_plain: the step's other requests.
+        """
+        if self._decisions is None:
+            number, self._num_steps = self._num_steps, self._num_steps + 1
+            fixed = {most: fixed_plan(self._config, most) for most in set(able.values())}
+            proposing = {name: fixed[most] for name, most in able.items()}
+            return StepPlan(number, proposing, tuple(self._disabled))
+        for name in self._decided_on - self.requests.keys():
+            self._decisions.release(name)
+        self._decided_on &= self.requests.keys()
+        self._decided_on.update(able)
+        number, chosen = self._decisions.decide(
+            list(able), lambda name: self._candidate(self.requests[name], able[name]), num_plain
+        )
+        proposing = {
+            name: RequestPlan(choice.route, choice.num_tokens, rounds)
+            for name, (choice, rounds) in chosen.items()
+        }
+        return StepPlan(number, proposing, tuple(self._disabled))
+
+    def _most(self, request) -> int:
+        """Tokens that a request may propose behind the step that was just scheduled."""
+        # An upper bound: what is in flight may be rejected.
+        if (
+            request.is_prefill_chunk
+            or request.request_id in self._disabled
+            or request.num_computed_tokens < self._config.min_context
+            or decodes_plainly(request.sampling_params)
+        ):
+            return 0
+        most = self.num_spec_tokens
+        if seed_of_draws(request.sampling_params) is None:
+            # This step adds a token at least, and so does the next one, beside the proposal. How
+            # much is known of it depends on when outputs come, and nothing of a request with a
+            # seed may: the device, which knows, cuts its proposals alone.
+            most = min(most, self._num_left(request) - 2)
+        return most if most > 0 and self._has_slot(request.request_id) else 0
+
+    def _has_slot(self, request_id: str) -> bool:
+        if request_id not in self._with_slots and len(self._with_slots) < self._num_slots:
+            self._with_slots.add(request_id)
+        return request_id in self._with_slots
+
+    def _candidate(self, request, most: int) -> Candidate:
+        params = request.sampling_params
+        return Candidate(
+            request.request_id,
+            request.num_computed_tokens,
+            most,
+            # Whether there is a match is known on the device alone.
+            {name: 0 for name in self._config.sources},
+            seed_of_draws(params) is not None,
+            params.temperature < GREEDY_EPSILON,
+            num_left=self._num_left(request),
+        )
+
+    def _num_left(self, request) -> int:
+        """Tokens that it may still emit, beside those that are in flight."""
+        end = request.num_prompt_tokens + request.max_tokens
+        return min(end, self.max_model_len) - request.num_tokens
+
+    # Behind a step.
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        report = report_of(model_runner_output)
+        if report is not None:
+            self._disabled.update(report.disabled)
+        if self._decisions is not None:
+            self._learn(self._decisions, scheduler_output, model_runner_output, report)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _learn(
+        self,
+        decisions: AsyncController,
+        scheduler_output,
+        model_runner_output,
+        report: StepReport | None,
+    ) -> None:
+        plan = plan_of(scheduler_output)
+        now, last = self.clock(), self._last
+        scheduled = scheduler_output.num_scheduled_tokens
+        if not scheduled or plan is None:
+            return
+        if report is not None and report.measured is not None:
+            decisions.controller.start(CostModel(report.measured))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        self._last = _Output(now, frozenset(scheduled))
+        tokens = [scheduled[name] for name in cached.req_ids]
+        decodes = [1 + len(drafts.get(name, ())) for name in cached.req_ids]
+        alive = [self.requests[name] for name in cached.req_ids if name in self.requests]
+        is_comparable = (
+            last is not None
+            and last.request_ids == scheduled.keys() == set(cached.req_ids)
+            and tokens == decodes
+            and len(alive) == len(tokens)
+        )
+        decisions.ended(
+            StepSeen(
+                plan.number,
+                tokens,
+                cached.num_computed_tokens,
+                all(request.sampling_params.temperature < GREEDY_EPSILON for request in alive),
+                now - last.at if last is not None else 0.0,
+                _outcomes(report, drafts, model_runner_output)
+                if report is not None and report.number == plan.number - 1
+                else {},
+                is_comparable,
+            )
+        )
+
+
+def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outcome]:
+    """Of the proposals that a step has verified.
+
+    Args:
+        drafts: what the step had verified, by request; padding included.
+    """
+    places, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+    outcomes = {}
+    for name, its in report.proposed.items():
+        if name not in places:
+            continue
+        num_verified = min(its.num_tokens, len(drafts.get(name, ())))
+        num_accepted = min(num_verified, max(0, len(sampled[places[name]]) - 1))
+        outcomes[name] = Outcome(
+            its.num_tokens,
+            num_verified,
+            num_accepted,
+            its.num_rounds,
+            its.level1_accepted,
+            its.level1_rejected,
+        )
+    return outcomes
 
 
 class TriForceSchedulerV2(
-    PlansSteps, LendsBlocks, CachesAcceptedBlocks, CountsOutcomes, SizesGrammarMasks, Scheduler
+    StepPlanMixin, LookaheadMixin, PrefixCacheMixin, OutcomeStatsMixin, GrammarMaskMixin, Scheduler
 ):
     """Waits for each step's proposals, and has those verified."""
 
 
 class TriForceAsyncSchedulerV2(
-    PlansSteps,
-    LendsBlocks,
-    FiguresOfProposals,
-    CountsOutcomes,
-    SizesGrammarMasks,
+    StepPlanMixin,
+    LookaheadMixin,
+    PaddingStatsMixin,
+    OutcomeStatsMixin,
+    GrammarMaskMixin,
     AsyncScheduler,
 ):
     """Has as many tokens verified as were planned, proposed or not."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import is_refusal, print_refusals_alone, refusing
 from vllm_triforce.vllm_patches.patch import Patch
 

@@ -1,6 +1,6 @@
 """The counters go with vLLM's own messages (``metrics/carrier.py``)."""
 
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics import carrier
 from vllm_triforce.vllm_patches.patch import Patch
 

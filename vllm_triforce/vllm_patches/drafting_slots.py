@@ -6,7 +6,7 @@ levels have inputs of their own. With the token gone, a prompt that just fits in
 need another one, and its first token would come that much later.
 """
 
-from vllm_triforce.config.mark import is_triforce
+from vllm_triforce.config.tag import is_triforce
 from vllm_triforce.vllm_patches.patch import Patch
 
 

@@ -2,7 +2,7 @@
 
 Once speculation is configured, it asks the worker for drafts after every step
 (``EngineCore.post_step`` in vllm/v1/engine/core.py): a message there and back
-(``scheduler/draft_carrier.py``).
+(``scheduler/v1.py``).
 """
 
 from vllm_triforce.vllm_patches.patch import Patch

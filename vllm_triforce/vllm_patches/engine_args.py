@@ -12,9 +12,9 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_triforce.config import check_draft, checks
-from vllm_triforce.config.asked import METHOD, TriForceConfig
-from vllm_triforce.config.mark import mark
+from vllm_triforce.config.keys import METHOD, TriForceConfig
 from vllm_triforce.config.refusal import refusing
+from vllm_triforce.config.tag import mark
 from vllm_triforce.vllm_patches.cli_args import FLAGS, is_asked_for, naming_flags, with_flags
 from vllm_triforce.vllm_patches.patch import Patch
 
@@ -38,7 +38,7 @@ _WORKERS = {
 }
 
 # Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
-_SCHEDULER_V1 = "vllm_triforce.scheduler.scheduler.TriForceScheduler"
+_SCHEDULER_V1 = "vllm_triforce.scheduler.v1.TriForceScheduler"
 _SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceSchedulerV2"
 _ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
 

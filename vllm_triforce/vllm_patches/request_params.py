@@ -1,12 +1,12 @@
 """Requests that vLLM refuses as soon as any speculation is configured are answered.
 
 ``SamplingParams._validate_spec_decode`` refuses ``min_p`` and ``logit_bias``, since vLLM's
-rejection sampler of Model Runner V1 leaves them out. Ours (``worker/v1/rejection.py``) applies
+rejection sampler of Model Runner V1 leaves them out. Ours (``runner_v1/rejection.py``) applies
 them, and so does Model Runner V2 (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/
 sampler.py): a deployment that adds TriForce goes on answering what it answered before.
 """
 
-from vllm_triforce.config.mark import is_triforce
+from vllm_triforce.config.tag import is_triforce
 from vllm_triforce.vllm_patches.patch import Patch
 
 

@@ -5,7 +5,7 @@ A turn may end inside a run of accepted tokens. vLLM's scheduler then goes on be
 threw away for that of the next piece, and keeps the turn's last token, which it discards elsewhere.
 """
 
-from vllm_triforce.config.mark import is_triforce
+from vllm_triforce.config.tag import is_triforce
 from vllm_triforce.vllm_patches.patch import Patch
 
 

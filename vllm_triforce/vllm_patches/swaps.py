@@ -132,7 +132,7 @@ DRAFT_PROBS = Swap(
     "_get_spec_decode_draft_probs",
     "vLLM keeps the distributions of one step's drafts, for all requests or none: a request that "
     "has to wait a step costs the whole batch its own. Ours are kept by request, checked "
-    "(`verification/boundary.py`) and laid out for what is verified",
+    "(`runner_v1/draft_probs.py`) and laid out for what is verified",
     "vLLM keeps them by request",
 )
 EXECUTE_MODEL = Swap("GPUModelRunner (V1)", "execute_model", _PLAIN_STEPS, _NOBODY_DRAFTS)
@@ -185,7 +185,7 @@ TOP_K_TOP_P = Swap(
     "vllm.v1.sample (two modules)",
     "apply_top_k_top_p",
     "while tokens are sampled: on the CPU vLLM sorts the vocabulary for each token; the "
-    "replacement (`verification/top_p.py`) keeps the same tokens and leaves to vLLM the rows "
+    "replacement (`runner_v1/top_p.py`) keeps the same tokens and leaves to vLLM the rows "
     "where rounding or ties decide",
     "vLLM's CPU path does not sort",
 )
@@ -199,7 +199,7 @@ EXPAND_KERNEL = Swap(
 DISPATCHER_VARS = Swap(
     "vllm.triton_utils.dispatcher",
     "vars",
-    "`verification/top_p_rows.py` is compiled by numba, as vLLM's `ngram` is, and the benchmark "
+    "`runner_v1/top_p_rows.py` is compiled by numba, as vLLM's `ngram` is, and the benchmark "
     "has several engines in a process. Once numba is loaded, no other engine starts on the CPU: "
     "`_rebind_kernels` takes `vars(value)` of a module's value for a dict, and llvmlite's `lib` "
     "answers with a foreign function. vLLM 0.32.0 and 0.33.0",

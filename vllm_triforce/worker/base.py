@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
-from vllm_triforce.scheduler.draft_carrier import attach_drafts
+from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import buffers, share_of_kv_cache
 
@@ -27,10 +27,10 @@ def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
 
 def _speculator_v2(config: ResolvedConfig) -> type:
     if config.is_plain:
-        from vllm_triforce.worker.v2.plain import PlainSpeculatorV2
+        from vllm_triforce.runner_v2.speculator import PlainSpeculatorV2
 
         return PlainSpeculatorV2
-    from vllm_triforce.worker.v2.runner import TriForceSpeculatorV2
+    from vllm_triforce.runner_v2.runner import TriForceSpeculatorV2
 
     return TriForceSpeculatorV2
 
@@ -51,7 +51,7 @@ class TriForceWorkerMixin:
         super().init_device()
         config, _ = read_config(self.vllm_config)
         if config.kv_offload_gib is not None:
-            from vllm_triforce.worker.offloading import check_chosen_backend
+            from vllm_triforce.offload.startup import check_chosen_backend
 
             check_chosen_backend(self.vllm_config)
         runner = self.model_runner
@@ -60,7 +60,7 @@ class TriForceWorkerMixin:
             self.triforce = _speculator_v2(config)(*arguments)
             swaps.SPECULATOR.set(runner, self.triforce)
         else:
-            from vllm_triforce.worker.v1.runner import TriForceProposer
+            from vllm_triforce.runner_v1.runner import TriForceProposer
 
             self.triforce = TriForceProposer(*arguments)
             swaps.DRAFTER.set(runner, self.triforce)
@@ -69,7 +69,7 @@ class TriForceWorkerMixin:
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         if self.use_v2_model_runner:
-            from vllm_triforce.worker.v2.grammar_masks import bound_grammar_masks
+            from vllm_triforce.runner_v2.grammar_masks import bound_grammar_masks
 
             bound_grammar_masks(self.model_runner, read_config(self.vllm_config)[0])
 
@@ -79,7 +79,7 @@ class TriForceWorkerMixin:
         specs = super().get_kv_cache_spec()
         return {name: spec for name, spec in specs.items() if name not in draft_layers}
 
-    def beside_kv_cache(self) -> tuple[dict[str, int], float]:
+    def extra_memory(self) -> tuple[dict[str, int], float]:
         """Bytes that TriForce takes beside the KV cache, by what for, and for each byte of it."""
         config, _ = read_config(self.vllm_config)
         if config.is_plain:
@@ -95,7 +95,7 @@ class TriForceWorkerMixin:
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:
         """Bytes of KV cache on the device and in host memory together."""
-        from vllm_triforce.worker.offloading import plan_offload
+        from vllm_triforce.offload.startup import plan_offload
 
         config, _ = read_config(self.vllm_config)
         specs = self.get_kv_cache_spec()
@@ -106,7 +106,7 @@ class TriForceWorkerMixin:
         if self._offload is None:
             super().initialize_from_config(kv_cache_config)
         else:
-            from vllm_triforce.worker.offloading import allocating_with, report_offload
+            from vllm_triforce.offload.startup import allocating_with, report_offload
 
             with allocating_with(self._offload):
                 super().initialize_from_config(kv_cache_config)
@@ -157,7 +157,7 @@ class TriForceWorkerMixin:
         return None if measured is None else measured.to_dict()
 
     def triforce_offload(self) -> dict | None:
-        """What lies in host memory, and how fast it is read (``worker/offloading.py``); None where
+        """What lies in host memory, and how fast it is read (``offload/startup.py``); None where
         nothing does."""
         return self._offload_report
 

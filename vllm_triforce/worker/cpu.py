@@ -2,7 +2,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_triforce.vllm_patches.expand_kernel import fix_expand_kernel
+from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 
 
@@ -24,5 +24,5 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
         config, _ = read_config(self.vllm_config)
         if config.kv_offload_gib is None:
             return available
-        fixed, share = self.beside_kv_cache()
+        fixed, share = self.extra_memory()
         return self.plan_offload(available - sum(fixed.values()), share)

@@ -5,7 +5,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
-from vllm_triforce.worker.memory import logits_in_flight, room_for_kv_cache
+from vllm_triforce.worker.memory import kv_cache_budget, logits_in_flight
 
 logger = init_logger("vllm.triforce")
 
@@ -16,13 +16,13 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)
-        parts, share = self.beside_kv_cache()
+        parts, share = self.extra_memory()
         if parts:
             parts |= self._beside_estimate(config)
         fixed = sum(parts.values())
         if config.kv_offload_gib is not None:
             return self.plan_offload(available - fixed, share)
-        left = room_for_kv_cache(available, fixed, share, config)
+        left = kv_cache_budget(available, fixed, share, config)
         parts |= {"chunk summaries": int(left * share)}
         logger.info_once(
             "TriForce leaves %.2f of %.2f GiB to the KV cache. The rest in GiB: %s.",

@@ -2,9 +2,9 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_triforce.cache.quantized_summaries import SCALE_BYTES
+from vllm_triforce.cache.summaries import SCALE_BYTES
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.device.graph_sizes import MAX_ROWS
+from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
 
 # Copies in float32 of level 2's logits that a proposal with top-k or top-p makes.
@@ -76,7 +76,7 @@ def share_of_kv_cache(layers: dict, config: ResolvedConfig, vllm_config) -> floa
     return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 
-def beside_kv_cache(
+def extra_memory(
     layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
 ) -> tuple[int, float]:
     """Bytes that are taken whatever the KV cache's size, and for each of its bytes.
@@ -88,11 +88,11 @@ def beside_kv_cache(
     return sum(fixed.values()), share_of_kv_cache(layers, config, vllm_config)
 
 
-def room_for_kv_cache(available_bytes: int, fixed: int, share: float, config) -> int:
+def kv_cache_budget(available_bytes: int, fixed: int, share: float, config) -> int:
     """What is left of vLLM's estimate for its KV cache.
 
     Args:
-        fixed, share: of ``beside_kv_cache()``.
+        fixed, share: of ``extra_memory()``.
 
     Raises:
         ValueError: nothing is left.

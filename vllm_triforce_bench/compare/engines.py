@@ -10,10 +10,10 @@ from vllm.entrypoints.llm import LLM
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.vllm_patches.kernel_rebinding import fix_kernel_rebinding
+from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 from vllm_triforce_bench.compare.errors import BadInput
 from vllm_triforce_bench.compare.methods import Variant
 from vllm_triforce_bench.compare.model_facts import ModelFacts, kv_cache_bytes

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.vllm_patches.expand_kernel import fix_expand_kernel
+from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce_bench.compare import grid, identity
 from vllm_triforce_bench.compare.engines import Engine, SpeculationStats, end, start
 from vllm_triforce_bench.compare.grid import PairedSet

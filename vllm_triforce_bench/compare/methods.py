@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.asked import METHOD as TRIFORCE
+from vllm_triforce.config.keys import METHOD as TRIFORCE
 from vllm_triforce_bench.compare.errors import BadInput
 
 STOCK = "stock"

@@ -4,7 +4,7 @@ import logging
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 
 
 class BadOptions(Exception):

@@ -50,12 +50,12 @@ def layers_of(vllm_config) -> Layers:
     """
     from vllm.platforms import current_platform
 
-    from vllm_triforce.attention.backends import backend_for
+    from vllm_triforce.attention.platforms import platform_for
     from vllm_triforce.core.kv_groups import attention_layers
 
     ranks = vllm_config.parallel_config.tensor_parallel_size
     model = _build(vllm_config)
-    attention = backend_for(current_platform).retrieval()
+    attention = platform_for(current_platform).retrieval()
     retrieving, dense = {}, {}
     layers = attention_layers(vllm_config)
     for name, layer in layers.items():

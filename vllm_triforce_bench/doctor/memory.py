@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_triforce.config.asked import METHOD
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.predict.steps import OTHER_BYTES
@@ -13,7 +13,7 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
     """Bytes of one rank. Weights and layers are divided evenly, which they nearly are."""
     from vllm.platforms import current_platform
 
-    from vllm_triforce.worker.memory import beside_kv_cache
+    from vllm_triforce.worker.memory import extra_memory
 
     keys = dict(vllm_config.additional_config[METHOD])
     draft = keys.pop("draft_model")
@@ -22,7 +22,7 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
     fixed, share = 0, 0.0
     if not config.is_plain:
         drafts = _draft_layers(vllm_config) if draft else {}
-        fixed, share = beside_kv_cache(retrieving, drafts, config, vllm_config)
+        fixed, share = extra_memory(retrieving, drafts, config, vllm_config)
     each = _bytes_of_kv_number(vllm_config)
     kv = sum(
         2 * its.num_kv_heads * its.head_size * each

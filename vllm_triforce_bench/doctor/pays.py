@@ -30,7 +30,7 @@ def pays(
         acceptances: of level 2's tokens, by the full pass.
         say: is told what takes a while.
     """
-    from vllm_triforce.config.asked import METHOD
+    from vllm_triforce.config.keys import METHOD
 
     try:
         predictor = _predictor(vllm_config, layers, machine, say)
@@ -58,7 +58,7 @@ def _predictor(vllm_config, layers: Layers, machine: Machine | None, say) -> Pre
     Raises:
         ValueError: something is not counted in the model of time; says what.
     """
-    from vllm_triforce.config.asked import METHOD
+    from vllm_triforce.config.keys import METHOD
 
     keys = vllm_config.additional_config[METHOD]
     if keys["levels"] == "3" or keys["kv_offload_gib"] is not None:

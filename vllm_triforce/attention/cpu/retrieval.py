@@ -1,10 +1,14 @@
-"""Level 2's attention on the CPU: one call of vLLM's kernel per layer."""
+"""The order of a query's rows when every KV head of a request is a sequence of its own.
+
+Level 2's attention on the CPU: one call of vLLM's kernel per layer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -12,11 +16,30 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention, replace_impl
 from vllm_triforce.attention.cpu.impl import FP8, RetrievalCPUAttentionImpl, SparseCPUMetadata
-from vllm_triforce.attention.cpu.sequence_rows import sequence_rows
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.chunk_summaries import BlockSummaries
 from vllm_triforce.cache.key_layout import KeyLayout
+from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
+
+
+def sequence_rows(
+    query_lens: torch.Tensor,  # [num_reqs]
+    num_kv_heads: int,
+) -> torch.Tensor | None:  # [num_tokens * num_kv_heads]
+    """Rows of ``query.view(num_tokens * num_kv_heads, ...)`` in the order of one-head sequences.
+
+    None where every request has one token: the order is then unchanged.
+    """
+    lens = query_lens.tolist()
+    if all(n == 1 for n in lens):
+        return None
+    heads = np.arange(num_kv_heads)
+    rows, start = [], 0
+    for n in lens:
+        tokens = np.arange(start, start + n)
+        rows.append((tokens[None, :] * num_kv_heads + heads[:, None]).ravel())
+        start += n
+    return torch.from_numpy(np.concatenate(rows))
 
 
 class CPURetrievalAttention(RaggedRetrievalAttention):

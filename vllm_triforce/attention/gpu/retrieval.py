@@ -14,8 +14,8 @@ from vllm_triforce.attention.gpu.impl import (
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
-from vllm_triforce.cache.quantized_summaries import QuantizedSummaries
-from vllm_triforce.kernels.chunk_summaries import KeyPointers, update_chunk_summaries
+from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
 
 # fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.

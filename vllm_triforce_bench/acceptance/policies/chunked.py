@@ -5,8 +5,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from vllm_triforce.cache.chunk_summaries import ChunkSummaries
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy, Summary
 from vllm_triforce_bench.acceptance.policies.base import LabPolicy
 

@@ -1,0 +1,39 @@
+"""Attention backends: each further module here has one, of the module's name."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_triforce.attention.platforms.base import AttentionPlatform
+from vllm_triforce.registry import Registry
+
+if TYPE_CHECKING:
+    from vllm.platforms import Platform
+
+BACKENDS: Mapping[str, type[AttentionPlatform]] = Registry(__name__, ("base", "AttentionPlatform"))
+
+
+def platform_for(platform: "Platform") -> type[AttentionPlatform]:
+    """The backend that fits a platform; of one and a subclass of it, the subclass.
+
+    Raises:
+        ValueError: none fits, or several.
+    """
+    fitting = [backend for backend in BACKENDS.values() if backend.fits(platform)]
+    found = [
+        backend
+        for backend in fitting
+        if not any(issubclass(other, backend) for other in fitting if other is not backend)
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"platform {platform.device_name!r} has several attention backends, "
+            f"{' and '.join(repr(backend.name) for backend in found)}; let fits() of one say no, "
+            "or make one a subclass of the other"
+        )
+    *others, last = sorted(name for backend in BACKENDS.values() for name in backend.platforms)
+    raise ValueError(
+        f"TriForce has no sparse attention for platform {platform.device_name!r} yet; use vLLM on "
+        f"{', '.join(others)} or {last}, or another speculative method"
+    )

@@ -1,0 +1,118 @@
+"""Level 2's summaries of retrieval chunks, kept by block id (paper, section 4.2: mean keys).
+
+Level 2's summaries of retrieval chunks on a GPU, in a byte a number.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_triforce.selection import Summary
+
+BlockSummaries = Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]]
+"""For each layer, a function from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
+
+
+class ChunkSummaries:
+    """Summaries of full blocks, one of each kind per layer, KV head and block id.
+
+    Held beside the KV cache and as large as it divided by ``2 * block_size``, each kind.
+
+    Args:
+        kinds: those that the selection policy asks for; maybe none.
+        num_layers, num_kv_heads, head_dim: geometry of the layers that retrieve.
+        num_blocks: blocks in vLLM's pool.
+        dtype: the model's.
+        block_summaries: the attention backend's.
+    """
+
+    def __init__(
+        self,
+        kinds: Iterable[Summary],
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_summaries: BlockSummaries,
+    ) -> None:
+        self.num_layers, self.num_blocks, self.num_kv_heads = num_layers, num_blocks, num_kv_heads
+        self.device = device
+        # Head-major, so that one gather gives the operand of a batched product.
+        shape = (num_layers, num_kv_heads, num_blocks, head_dim)
+        self.keys = {kind: torch.zeros(shape, dtype=dtype, device=device) for kind in kinds}
+        """By kind [num_layers, num_kv_heads, num_blocks, head_dim]."""
+        self._block_summaries = block_summaries
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.numel() * keys.element_size() for keys in self.keys.values())
+
+    def update(
+        self,
+        block_ids: torch.Tensor,  # [n], int64, full blocks
+    ) -> None:
+        """Summarises blocks that became full."""
+        for kind, keys in self.keys.items():
+            for layer, of_blocks in zip(keys, self._block_summaries):
+                found = of_blocks(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
+                layer.index_copy_(1, block_ids, found.to(layer.dtype))
+
+    def gather(
+        self,
+        block_ids: torch.Tensor,  # [n], int64
+    ) -> dict[Summary, torch.Tensor]:  # by kind [num_layers, num_kv_heads, n, head_dim]
+        return {kind: keys.index_select(2, block_ids) for kind, keys in self.keys.items()}
+
+
+SCALE_BYTES = 4
+"""Of one vector: the KV cache's share would be twice as large without."""
+
+
+@dataclass
+class QuantizedSummaries:
+    """One vector for each layer, KV head and block id, rounded to 127 steps of its largest number.
+
+    bfloat16 rounds that number as coarsely; blocks are ranked by sums over all numbers.
+    """
+
+    values: torch.Tensor  # [num_layers, num_kv_heads, num_blocks, head_dim], int8
+    scales: torch.Tensor  # [num_layers, num_kv_heads, num_blocks], float32
+
+    @classmethod
+    def allocate(cls, shape: tuple[int, ...], device: torch.device) -> "QuantizedSummaries":
+        return cls(
+            torch.zeros(shape, dtype=torch.int8, device=device),
+            torch.zeros(shape[:-1], dtype=torch.float32, device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() + SCALE_BYTES * self.scales.numel()
+
+    def of_layers(self, start: int, stop: int) -> "QuantizedSummaries":
+        return QuantizedSummaries(self.values[start:stop], self.scales[start:stop])
+
+    def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            blocks: int, of any shape.
+
+        Returns:
+            [num_layers, num_kv_heads, *blocks.shape, head_dim], float32.
+        """
+        return self.values[:, :, blocks].float() * self.scales[:, :, blocks, None]
+
+    def write(self, layer: int, blocks: torch.Tensor, vectors: torch.Tensor) -> None:
+        """
+        Args:
+            blocks: [n], int64.
+            vectors: [num_kv_heads, n, head_dim].
+        """
+        vectors = vectors.float()
+        scales = vectors.abs().amax(-1) / 127
+        steps = vectors / scales.where(scales > 0, torch.ones(()))[..., None]
+        self.values[layer].index_copy_(1, blocks, steps.round().to(torch.int8))
+        self.scales[layer].index_copy_(1, blocks, scales)

@@ -1,0 +1,88 @@
+"""The draft's KV cache, beside vLLM's.
+
+The draft as it is loaded: an error that names it, and its first run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
+
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.streaming import StreamingCache
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.vllm_patches import swaps
+
+
+def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):
+    """Gives the draft's layers a cache of their own.
+
+    Returns:
+        the cache's bookkeeping, and vLLM's metadata builder for the layers.
+    """
+    specs = {layer.get_kv_cache_spec(vllm_config) for layer in layers.values()}
+    if len(specs) != 1:
+        raise ValueError(
+            f"the draft's layers have {len(specs)} kinds of KV cache, TriForce needs one; "
+            "use a draft whose layers are alike"
+        )
+    spec = specs.pop()
+    cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    num_bytes = len(layers) * spec.page_size_bytes * cache.num_blocks
+    with allocating(
+        f"level 1's cache of {num_slots} windows of {config.window_tokens} tokens",
+        num_bytes,
+        device,
+        "lower --max-num-seqs, num_recent_tokens or num_sink_tokens",
+    ):
+        caches = allocate_layers(list(layers), spec, cache.num_blocks, layout, device)
+    for name, layer in layers.items():
+        swaps.LAYER_CACHE.set(layer, caches[name])
+    first = next(iter(layers.values()))
+    group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
+    group.create_metadata_builders(vllm_config, device, spec.block_size)
+    return cache, group.get_metadata_builder()
+
+
+def allocate_layers(
+    names: list[str], spec, num_blocks: int, layout, device
+) -> dict[str, torch.Tensor]:
+    """KV tensors of so many blocks for each layer, in the form that vLLM would give them."""
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=page * num_blocks * len(names),
+        layers=names,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+    )
+    return allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
+
+
+@contextmanager
+def loading_draft(draft_model: str) -> Iterator[None]:
+    """Around vLLM's loader, whose own errors do not say which of the two models they are about.
+
+    Raises:
+        RuntimeError: loading failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"draft model {draft_model!r} could not be loaded ({type(error).__name__}: {error}); "
+            "check its files, or leave 'model' out of speculative_config for prompt lookup"
+        ) from error
+
+
+def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
+    """Runs a draft once, so that it is compiled before the first request."""
+    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {})

@@ -1,0 +1,304 @@
+"""Summaries of blocks that became full, for all layers, heads and requests in one launch.
+
+Scores of every retrieval chunk, for all layers at once, without gathering mean keys.
+
+Block tables of level 2's one-head sequences, for all layers, heads and requests.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.selection import Summary
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def _chunk_summaries_kernel(
+    layer_key_ptrs,  # [num_layers], uint64
+    key_like,  # any tensor of the keys' dtype
+    key_scales,  # [num_layers]
+    values_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+    scales_ptr,  # [num_layers, num_kv_heads, num_blocks], written
+    tables_ptr,  # [num_reqs, width]
+    table_stride,
+    first_ptr,  # [num_reqs]
+    last_ptr,  # [num_reqs]
+    max_blocks,
+    block_stride,
+    token_stride,
+    head_stride,
+    scales_layer_stride,
+    scales_head_stride,
+    KIND: tl.constexpr,  # of Summary
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) // max_blocks
+    place = tl.load(first_ptr + row) + tl.program_id(0) % max_blocks
+    if place >= tl.load(last_ptr + row):
+        return
+    head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    block = tl.load(tables_ptr + row * table_stride + place).to(tl.int64)
+
+    keys = tl.cast(tl.load(layer_key_ptrs + layer), tl.pointer_type(key_like.dtype.element_ty))
+    tokens = tl.arange(0, PADDED_BLOCK)
+    dims = tl.arange(0, PADDED_DIM)
+    offsets = tokens[:, None].to(tl.int64) * token_stride + dims[None, :]
+    is_token = tokens[:, None] < BLOCK_SIZE
+    mask = is_token & (dims[None, :] < HEAD_DIM)
+    key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
+    key = key.to(tl.float32)
+    if KIND == "mean":
+        found = tl.sum(key, axis=0) / BLOCK_SIZE
+    elif KIND == "min":
+        found = tl.min(tl.where(is_token, key, float("inf")), axis=0)
+    else:
+        found = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
+    found = found * tl.load(key_scales + layer)
+    found = tl.where(dims < HEAD_DIM, found, 0.0)
+    scale = tl.max(tl.abs(found), axis=0) / 127
+    steps = tl.floor(found / tl.where(scale > 0, scale, 1.0) + 0.5)
+    place = layer * scales_layer_stride + head * scales_head_stride + block
+    tl.store(scales_ptr + place, scale)
+    out = values_ptr + place * HEAD_DIM + dims
+    tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
+
+
+class KeyPointers:
+    """Where the keys of each layer are; all layers have the same strides.
+
+    Args:
+        keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], a view of its KV cache.
+        scales: per layer, what a stored number is multiplied by (1 unless the cache is quantized).
+    """
+
+    def __init__(self, keys: list[torch.Tensor], scales: list[float]) -> None:
+        if len({(k.stride(), k.shape, k.dtype) for k in keys}) != 1:
+            raise ValueError("the layers that retrieve have KV caches of different layouts")
+        self.like = keys[0]
+        self.device = device = keys[0].device
+        self.pointers = torch.tensor(
+            [k.data_ptr() for k in keys], dtype=torch.uint64, device=device
+        )
+        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
+        _, self.block_size, self.num_heads, self.head_dim = keys[0].shape
+        self.strides = keys[0].stride()[:3]
+
+
+def update_chunk_summaries(
+    keys: KeyPointers,
+    kind: Summary,
+    summaries: QuantizedSummaries,
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
+    last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+    max_blocks: int,  # upper bound of last - first
+) -> None:
+    if max_blocks <= 0:
+        return
+    block_stride, token_stride, head_stride = keys.strides
+    num_layers = len(keys.pointers)
+    _chunk_summaries_kernel[(len(tables) * max_blocks, keys.num_heads, num_layers)](
+        keys.pointers,
+        keys.like,
+        keys.scales,
+        summaries.values,
+        summaries.scales,
+        tables,
+        tables.stride(0),
+        first,
+        last,
+        max_blocks,
+        block_stride,
+        token_stride,
+        head_stride,
+        summaries.scales.stride(0),
+        summaries.scales.stride(1),
+        KIND=kind.value,
+        BLOCK_SIZE=keys.block_size,
+        HEAD_DIM=keys.head_dim,
+        PADDED_DIM=triton.next_power_of_2(keys.head_dim),
+        PADDED_BLOCK=triton.next_power_of_2(keys.block_size),
+    )
+
+
+_CHUNKS_PER_PROGRAM = 64
+
+
+@triton.jit(do_not_specialize=["max_chunks"])
+def _chunk_scores_kernel(
+    queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
+    query_layer_stride,
+    query_row_stride,
+    query_rows_ptr,  # [num_reqs]
+    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
+    means_layer_stride,
+    means_head_stride,
+    tables_ptr,  # [num_reqs, width]
+    table_stride,
+    num_chunks_ptr,  # [num_reqs]
+    scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
+    num_layers,
+    max_chunks,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    layer = (tl.program_id(1) % num_layers).to(tl.int64)
+    kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
+    num_kv_heads = tl.num_programs(1) // num_layers
+    chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
+    # The first chunk is kept without a vote.
+    is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
+    blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
+    dims = tl.arange(0, PADDED_DIM)
+    places = layer * means_layer_stride + kv_head * means_head_stride + blocks.to(tl.int64)
+    means = tl.load(
+        means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
+        other=0,
+    ).to(tl.float32)
+    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0) * scale
+    query_row = tl.load(query_rows_ptr + row).to(tl.int64)
+    for member in tl.static_range(GROUP):
+        head = kv_head * GROUP + member
+        query = tl.load(
+            queries_ptr
+            + layer * query_layer_stride
+            + query_row * query_row_stride
+            + head * HEAD_DIM
+            + dims,
+            mask=dims < HEAD_DIM,
+            other=0.0,
+        ).to(tl.float32)
+        score = tl.sum(means * query[None, :], axis=1) * scales
+        score = tl.where(is_candidate, score, float("-inf"))
+        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
+        tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
+
+
+def score_chunks(
+    queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
+    query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
+    summaries: Mapping[Summary, QuantizedSummaries],
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
+    max_chunks: int,  # columns of the result
+) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
+    """Votes of ``selection/retrieval.py``, products of queries and mean keys: with several
+    query heads to a KV head, each votes with its softmax over the candidates.
+
+    Chunks that are no candidates (the first, and all from the tail on) have -inf.
+    """
+    means = summaries[Summary.MEAN]
+    num_layers, _, num_heads, head_dim = queries.shape
+    num_kv_heads, num_reqs = means.values.shape[1], len(tables)
+    group = num_heads // num_kv_heads
+    scores = torch.empty(
+        (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
+    )
+    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(max_chunks, _CHUNKS_PER_PROGRAM))
+    _chunk_scores_kernel[grid](
+        queries,
+        queries.stride(0),
+        queries.stride(1),
+        query_rows,
+        means.values,
+        means.scales,
+        means.scales.stride(0),
+        means.scales.stride(1),
+        tables,
+        tables.stride(0),
+        num_chunks,
+        scores,
+        num_layers,
+        max_chunks,
+        head_dim**-0.5 if group > 1 else 1.0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        CHUNKS=_CHUNKS_PER_PROGRAM,
+    )
+    if group == 1:
+        return scores
+    votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
+    places = torch.arange(max_chunks, device=votes.device)
+    candidates = (places > 0) & (places < num_chunks[:, None])
+    return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
+
+
+@triton.jit
+def _sparse_tables_kernel(
+    out_ptr,  # [num_layers, max_reqs * num_kv_heads, width]
+    out_layer_stride,
+    selected_ptr,  # [num_slots, num_layers, num_kv_heads, max_selected]
+    max_selected,
+    slots_ptr,  # [num_reqs]
+    num_selected_ptr,  # [num_reqs]
+    tail_start_ptr,  # [num_reqs]
+    num_blocks_ptr,  # [num_reqs]
+    tables_ptr,  # [num_reqs, table_width]
+    table_stride,
+    width,
+    per_block,
+    per_head,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    num_heads, num_layers = tl.num_programs(1), tl.num_programs(2)
+    num_selected = tl.load(num_selected_ptr + row)
+    tail_start = tl.load(tail_start_ptr + row)
+    num_blocks = tl.load(num_blocks_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * max_selected
+    out = out_ptr + layer * out_layer_stride + (row * num_heads + head) * width
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_selected = column < num_selected
+        logical = tail_start + column - num_selected
+        in_tail = (column >= num_selected) & (logical < num_blocks)
+        block = tl.load(selected + column, mask=is_selected, other=0)
+        block += tl.load(tables_ptr + row * table_stride + logical, mask=in_tail, other=0)
+        # Beyond what is allocated stands vLLM's null block; no sequence reaches it.
+        tl.store(out + column, block * per_block + head * per_head, mask=column < width)
+
+
+def build_sparse_tables(
+    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
+    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
+    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
+    num_selected: torch.Tensor,  # [num_reqs], int32
+    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
+    num_blocks: torch.Tensor,  # [num_reqs], int32, blocks that are allocated
+    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
+    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
+) -> None:
+    """Each table is the selected blocks and then the tail: recent blocks and all after them."""
+    num_layers, num_heads = selected.shape[1:3]
+    width = out.shape[2]
+    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
+        out,
+        out.stride(0),
+        selected,
+        selected.shape[3],
+        slots,
+        num_selected,
+        tail_start,
+        num_blocks,
+        tables,
+        tables.stride(0),
+        width,
+        *head_strides,
+        BLOCK=min(1024, triton.next_power_of_2(width)),
+    )

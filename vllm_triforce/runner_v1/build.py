@@ -1,0 +1,124 @@
+"""Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
+
+from vllm.platforms import current_platform
+
+from vllm_triforce.attention.base import RaggedRetrievalAttention
+from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.controller import Controller
+from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.runner_v1.drafting import Level1
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.sources.source import SourceParts
+from vllm_triforce.runner_v1.speculator import TriForceSpeculator
+from vllm_triforce.selection import POLICIES
+
+
+class BuiltSpeculator:
+    """The speculator and the parts that a runner's adapter needs.
+
+    Args:
+        target_layers, draft_layers: attention layers by name.
+        attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
+        block_sizes: tokens in a block of each KV cache group's block table.
+    """
+
+    def __init__(
+        self,
+        vllm_config,
+        config: ResolvedConfig,
+        target,
+        target_layers: dict,
+        draft,
+        draft_layers: dict,
+        kv_cache_config,
+        attn_groups,
+        block_sizes: list[int],
+        device,
+    ) -> None:
+        self.counters = LevelCounters()
+        self.config = config
+        retrieval_attention = _ragged_attention()
+        groups, sparse_layers, sparse_builder = group_layers(
+            kv_cache_config, attn_groups, block_sizes, target_layers, retrieval_attention, config
+        )
+        self.recorder = QueryRecorder(
+            len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
+        )
+        attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
+        policy = POLICIES[config.selection]()
+        summaries = _chunk_summaries(
+            policy,
+            sparse_layers,
+            vllm_config.model_config.dtype,
+            device,
+            attention.block_summaries(),
+        )
+        cache = RetrievalCache(
+            summaries,
+            policy,
+            block_size=config.block_size,
+            budget_blocks=config.budget_blocks,
+            recent_blocks=config.recent_blocks,
+            refresh_interval=config.refresh_interval,
+            head_strides=attention.head_strides(),
+        )
+        parts = SourceParts(vllm_config, config, draft, draft_layers, device)
+        sources = [SOURCES[name].build(parts) for name in config.sources]
+        controller = Controller(config, [source.traits() for source in sources])
+        self.speculator = TriForceSpeculator(
+            Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
+            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
+            controller,
+            InnerNoise(
+                vllm_config.model_config.seed,
+                device,
+                replica=vllm_config.parallel_config.data_parallel_index,
+            ),
+            self.counters,
+        )
+
+
+def _ragged_attention() -> type[RaggedRetrievalAttention]:
+    """
+    Raises:
+        ValueError: the platform's backend has passes of fixed shapes only.
+    """
+    backend = platform_for(current_platform)
+    retrieval = backend.retrieval()
+    if not issubclass(retrieval, RaggedRetrievalAttention):
+        raise ValueError(
+            f"use_v2_model_runner=False: attention backend {backend.name!r} has passes of fixed "
+            "shapes, for Model Runner V2 only; unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    return retrieval
+
+
+def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+    first = layers[0]
+    num_blocks = first.kv_cache.shape[0]
+    num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks
+    with allocating(
+        f"level 2's summaries of {num_blocks} blocks",
+        num_keys * first.head_size * dtype.itemsize,
+        device,
+        "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+        "VLLM_CPU_KVCACHE_SPACE on the CPU)",
+    ):
+        return ChunkSummaries(
+            policy.summaries,
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            dtype=dtype,
+            device=device,
+            block_summaries=block_summaries,
+        )

@@ -1,0 +1,183 @@
+"""Greedy verification of a full pass, Model Runner V1, on the host of a CPU engine.
+
+Model Runner V1's rejection test, with the request parameters that vLLM leaves out of it.
+
+vLLM builds no processor for ``min_p`` and ``logit_bias`` once speculation is configured
+(``build_logitsprocs``), and its rejection sampler would not ask them about draft tokens; where a
+request of the batch has ``logprob_token_ids``, it takes their log-probabilities for everybody's.
+"""
+
+from dataclasses import replace
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    LogitsProcessors,
+)
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_triforce.core.sampling import GREEDY_EPSILON
+from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
+from vllm_triforce.vllm_patches import swaps
+
+
+def only_argmax_counts(sampling: SamplingMetadata) -> bool:
+    """Whether each token is the largest logit's, and nothing else is asked for."""
+    holder = sampling.thinking_budget_state_holder
+    return (
+        sampling.all_greedy
+        and sampling.no_penalties
+        and sampling.max_num_logprobs is None
+        and not sampling.logprob_token_ids
+        and sampling.allowed_token_ids_mask is None
+        and not sampling.bad_words_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and not any(map(_changes_argmax, sampling.logitsprocs.non_argmax_invariant))
+    )
+
+
+def accepted_argmax(metadata: SpecDecodeMetadata, largest: list[int]) -> torch.Tensor:
+    """vLLM's greedy test on the host: its dozen small tensors take longer than the comparison.
+
+    Args:
+        largest: each request's draft tokens' argmax and its bonus token's, one request after the
+            other.
+
+    Returns:
+        [batch_size, max_spec_len + 1], int32: what is accepted and the token after that, then
+        placeholders.
+    """
+    drafted = iter(metadata.draft_token_ids.tolist())
+    rows, start = [], 0
+    for count in metadata.num_draft_tokens:
+        best = largest[start : start + count + 1]
+        start += count + 1
+        agrees = [next(drafted) == token for token in best[:count]]
+        num_accepted = (*agrees, False).index(False)
+        padding = [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - num_accepted)
+        rows.append(best[: num_accepted + 1] + padding)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _changes_argmax(processor) -> bool:
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return bool(processor.biases)
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return bool(processor.min_toks)
+    return True
+
+
+def support_all_sampling_params(runner, vllm_config, device) -> None:
+    """Gives a runner every built-in logits processor and a rejection sampler that heeds them."""
+    batch = runner.input_batch
+    processors = LogitsProcessors(
+        processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
+    )
+    swaps.LOGITS_PROCESSORS.set(batch, processors)
+    swaps.METADATA_PROCESSORS.set(batch.sampling_metadata, processors)
+    if vllm_config.reasoning_config is not None:
+        budget = PlainThinkingBudget(vllm_config.reasoning_config, batch.max_num_reqs, device)
+        swaps.THINKING_BUDGET.set(batch, budget)
+        swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
+    sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
+    swaps.REJECTION_SAMPLER.set(runner, sampler)
+
+
+class CompleteRejectionSampler(RejectionSampler):
+    """vLLM's, for every request parameter that its plain sampler takes."""
+
+    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
+        if is_on_host and only_argmax_counts(sampling_metadata):
+            tokens = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
+            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+        self._named = sampling_metadata.logprob_token_ids or {}
+        if self._named:
+            # The plain sampler would return only these for the bonus tokens.
+            sampling_metadata = replace(
+                sampling_metadata,
+                logprob_token_ids=None,
+                max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
+            )
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
+
+    def apply_logits_processors(self, logits, sampling_metadata, metadata):
+        """Of the draft tokens' logits; where no token was drafted the plain sampler sees to it."""
+        # As in the plain sampler: biases first, since a penalty depends on a logit's sign.
+        for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
+            if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
+                _add_biases(logits, _owners(metadata), processor.biases)
+        logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+                owners = _owners(metadata).to(logits.device)
+                min_p = processor.min_p[owners].view(-1)
+                _mask_below_min_p(logits, min_p, sampling_metadata.temperature[owners])
+        return logits
+
+    def _get_logprobs_tensors(
+        self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+    ) -> LogprobsTensors:
+        tensors = super()._get_logprobs_tensors(
+            max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+        )
+        if not self._named:
+            return tensors
+        if not self.is_logits_logprobs_mode:
+            bonus_logits = self.sampler.compute_logprobs(bonus_logits)
+        return _with_named_logprobs(tensors, self._named, bonus_logits, sampled_token_ids.shape[1])
+
+
+def _owners(metadata) -> torch.Tensor:  # [num_draft_tokens]
+    """The row of the batch that each draft token belongs to."""
+    counts = torch.tensor(metadata.num_draft_tokens)
+    return torch.arange(len(counts)).repeat_interleave(counts)
+
+
+def _with_named_logprobs(
+    tensors: LogprobsTensors,  # [batch_size * row_length, ...]
+    named: dict[int, list[int]],  # token ids by row of the batch; these rows have no drafts
+    logprobs: torch.Tensor,  # [batch_size, vocab_size]
+    row_length: int,
+) -> LogprobsTensors:
+    """Where a request names the tokens whose log-probabilities it wants, these."""
+    width = max(tensors.logprobs.shape[1], 1 + max(map(len, named.values())))
+    missing = (0, width - tensors.logprobs.shape[1])
+    ids = torch.nn.functional.pad(tensors.logprob_token_ids, missing)
+    values = torch.nn.functional.pad(tensors.logprobs, missing, value=float("-inf"))
+    for row, tokens in named.items():
+        chosen = torch.tensor(tokens, device=ids.device)
+        ids[row * row_length, 1 : 1 + len(tokens)] = chosen.to(ids.dtype)
+        values[row * row_length, 1 : 1 + len(tokens)] = logprobs[row, chosen]
+    return LogprobsTensors(ids, values, tensors.selected_token_ranks)
+
+
+def _add_biases(
+    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
+    owners: torch.Tensor,  # [num_draft_tokens], the row of the batch that each belongs to
+    biases: dict[int, dict[int, float]],  # by row of the batch, by token
+) -> None:
+    for place, owner in enumerate(owners.tolist()):
+        if bias := biases.get(owner):
+            tokens = torch.tensor(list(bias), device=logits.device)
+            logits[place, tokens] += torch.tensor(list(bias.values()), device=logits.device)
+
+
+def _mask_below_min_p(
+    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
+    min_p: torch.Tensor,  # [num_draft_tokens]
+    temperature: torch.Tensor,  # [num_draft_tokens]
+) -> None:
+    """Before the temperature is applied, which the plain sampler has done by then."""
+    temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
+    probs = (logits / temperature[:, None]).softmax(-1)
+    floor = probs.amax(-1, keepdim=True) * min_p[:, None]
+    logits.masked_fill_(probs < floor, float("-inf"))

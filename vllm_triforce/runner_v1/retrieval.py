@@ -1,0 +1,137 @@
+"""Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_triforce.attention.base import RaggedRetrievalAttention
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+
+
+class RetrievalLevel:
+    """Verifies drafts in one sparse pass of the target.
+
+    It writes KV into the lookahead slots that the scheduler reserved; the full pass writes the
+    same slots again, so nothing approximate survives.
+
+    Args:
+        groups: vLLM's KV cache groups; the sparse layers are all in one of them.
+        attention: the sparse mode of the platform's backend.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config,
+        groups: list[KVGroup],
+        attention: RaggedRetrievalAttention,
+        cache: RetrievalCache,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._groups = groups
+        self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
+        self._attention = attention
+        self.cache = cache
+        self._device = device
+        self.before_pass: Callable[[list[str], list[int]], None] | None = None
+        """Called before each pass with the requests and the number of tokens of each."""
+
+    @property
+    def query_shape(self) -> tuple[int, int, int]:
+        """[num_layers, num_heads, head_dim] of the queries that chunks are selected by."""
+        return self._attention.query_shape
+
+    def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
+        """Blocks that will be written anew, by KV cache group."""
+        self.cache.invalidate_summaries(block_ids[self._sparse_group])
+
+    def knows(self, request_id: str) -> bool:
+        """Whether something was selected for a request before."""
+        return request_id in self.cache
+
+    def begin(self, batch: DraftBatch) -> None:
+        """Refreshes what is due and lays out the block tables of the whole proposal."""
+        blocks = batch.block_tables[self._sparse_group]
+        selections = [
+            self.cache.selection(request_id, table, num_computed, query)
+            for request_id, table, num_computed, query in zip(
+                batch.request_ids, blocks, batch.num_computed_tokens, batch.queries
+            )
+        ]
+        reach = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
+        tables, self._skipped = self.cache.block_table(selections, blocks, reach)
+        self._sparse_tables = tables.unflatten(1, (len(batch), -1))
+
+    def forward(
+        self,
+        batch: DraftBatch,
+        proposal: Proposal,
+        rows: list[int],
+        drafted: list[list[int]],
+    ) -> torch.Tensor:  # [sum(len(drafted) + 1), vocab_size]
+        """Logits after the last token of each of ``rows`` and after each of its drafts."""
+        feed, first_positions = [], []
+        for row, tokens in zip(rows, drafted):
+            proposed = proposal.token_ids[row]
+            last = proposed[-1] if proposed else int(batch.token_ids[row][-1])
+            feed.append([last, *tokens])
+            first_positions.append(batch.num_computed_tokens[row] + len(proposed))
+        inputs = PassInput.from_rows(feed, first_positions, self._device)
+        if self.before_pass is not None:
+            self.before_pass([batch.request_ids[row] for row in rows], list(map(len, feed)))
+
+        metadata: dict = {}
+        slots: dict[str, torch.Tensor] = {}
+        for group, block_tables in zip(self._groups, batch.block_tables):
+            tables = [block_tables[row] for row in rows]
+            mapping = inputs.slot_mapping(tables, group.block_size)
+            slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
+            if group.dense_layer_names:
+                common = inputs.common_metadata(_padded(tables, self._device), mapping)
+                dense = group.dense_builder.build(0, common)
+                metadata |= dict.fromkeys(group.dense_layer_names, dense)
+            if group.sparse_layer_names:
+                skipped, sparse_tables = self._skipped, self._sparse_tables
+                if len(rows) < len(batch):
+                    skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
+                sparse = self._attention.build(
+                    inputs.query_lens, inputs.seq_lens - skipped, sparse_tables.flatten(1, 2)
+                )
+                metadata |= zip(group.sparse_layer_names, sparse)
+        hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)
+        return self._model.compute_logits(hidden)
+
+    def clean(self, batch: DraftBatch, row: int) -> None:
+        """Removes NaN from the lookahead slots of a request.
+
+        The full pass writes them again, but not before it reads the block they are in: kernels
+        multiply what is masked by 0, and 0 times NaN is NaN. An fp8 cache has none: vLLM's CPU
+        kernels store the largest number instead.
+        """
+        start = batch.num_computed_tokens[row]
+        layers = self._vllm_config.compilation_config.static_forward_context
+        for group, tables in zip(self._groups, batch.block_tables):
+            last = (start + batch.max_num_tokens[row] - 1) // group.block_size
+            blocks = tables[row][start // group.block_size : last + 1].astype(np.int64)
+            ids = torch.from_numpy(blocks).to(self._device)
+            for name in group.sparse_layer_names + group.dense_layer_names:
+                kv_cache = layers[name].kv_cache
+                kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
+
+    def release(self, request_id: str) -> None:
+        self.cache.release(request_id)
+
+
+def _padded(tables: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Block tables of unequal length as one tensor, [num_reqs, width]."""
+    width = max(map(len, tables))
+    padded = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return torch.from_numpy(padded).to(device)

@@ -1,0 +1,56 @@
+"""A request's own sampling parameters, applied to level 1's and level 2's logits."""
+
+import torch
+
+from vllm_triforce.core.sampling import SamplingRows
+from vllm_triforce.runner_v1.top_p import apply_top_k_top_p
+
+# Stands for a token where the logits have a NaN: no token can be chosen from them.
+NAN_TOKEN = -1
+
+
+def greedy_tokens(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+) -> torch.Tensor:  # [num_tokens], int64
+    """The argmax of each row, NAN_TOKEN where it has a NaN.
+
+    To torch a NaN is larger than anything, so the maximum shows it and no second look is taken.
+    """
+    best, tokens = logits.max(-1)
+    return tokens.masked_fill(best.isnan(), NAN_TOKEN)
+
+
+def has_nan(
+    probs: torch.Tensor,  # [num_tokens, vocab_size], by token_distribution()
+) -> list[bool]:  # [num_tokens]
+    """Which rows come from logits with a NaN: softmax has spread it over the whole row."""
+    return probs[:, 0].isnan().tolist()
+
+
+def token_distribution(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    sampling: SamplingRows,  # [num_tokens]
+) -> torch.Tensor:  # [num_tokens, vocab_size], float32
+    """What sampling from ``logits`` would draw from; one-hot at the argmax for greedy rows.
+
+    All NaN where the logits give no distribution.
+
+    Temperature, min-p, top-k, top-p in vLLM's order (vllm/v1/sample/sampler.py), so that
+    level 2's tokens lie inside what level 3 keeps.
+    """
+    greedy = sampling.is_greedy
+    has_greedy = bool(greedy.any())
+    temperature = sampling.temperature
+    if has_greedy:
+        temperature = torch.where(greedy, torch.ones_like(temperature), temperature)
+    scaled = logits.float() / temperature[:, None]
+    if sampling.min_p is not None:
+        probs = scaled.softmax(-1)
+        floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
+        scaled = scaled.masked_fill(probs < floor, float("-inf"))
+    probs = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    if has_greedy:
+        best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+        best.masked_fill_(probs[:, :1].isnan(), float("nan"))
+        probs = torch.where(greedy[:, None], best, probs)
+    return probs

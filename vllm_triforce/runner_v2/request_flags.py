@@ -1,0 +1,140 @@
+"""What the loop must know of a request's parameters and Model Runner V2 does not keep."""
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.kernels.proposals import DraftLogits, outer_test_rows
+from vllm_triforce.vllm_patches import swaps
+
+
+class RequestFlags(LogitsProcessor):
+    """Hears of each request where the sampler does, and leaves its logits as they are."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
+        self.decodes_plainly = np.zeros(max_num_reqs, dtype=bool)
+
+    def add_request(self, req_idx: int, sampling_params) -> bool:
+        self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
+        self.decodes_plainly[req_idx] = decodes_plainly(sampling_params)
+        return False
+
+    def apply(self, logits, ctx):
+        return logits
+
+
+def install_request_listener(runner, handed_up: DraftLogits) -> RequestFlags:
+    """Give a runner's sampler the listener, and its rejection sampler what it lacks.
+
+    Raises:
+        RuntimeError: the model has a rejection sampler of its own.
+    """
+    facts = RequestFlags(runner.max_num_reqs)
+    runner.sampler.logits_processors.append(facts)
+    if type(runner.rejection_sampler) is not RejectionSampler:
+        raise RuntimeError(
+            f"method='triforce' is not supported with {type(runner.rejection_sampler).__name__}: "
+            "it tests drafts in its own way. Use another method"
+        )
+    complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
+    complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
+    complete.handed_up = handed_up
+    # Where sampling is spread over ranks, what they gather has no place for named tokens.
+    complete.names_tokens = runner.batch_sharder is None
+    return facts
+
+
+class CompleteRejectionSamplerV2(RejectionSampler):
+    """Read distributions by slot, and return ``logprob_token_ids``.
+
+    vLLM's own reads a distribution for each of ``max_num_seqs`` requests, and returns no
+    ``logprob_token_ids`` as soon as anybody in the batch has drafts.
+    """
+
+    handed_up: DraftLogits
+    names_tokens: bool
+
+    def _verify(
+        self,
+        logits,
+        draft_logits,
+        draft_sampled,
+        pos,
+        cu_num_logits,
+        idx_mapping,
+        idx_mapping_np,
+        expanded_idx_mapping,
+        expanded_local_pos,
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,
+    ):
+        """As vLLM's, whose two calls these are; the second is told of slots."""
+        named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
+        self._num_named, self._owners = named * self.names_tokens, expanded_idx_mapping
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        states = self.sampler.sampling_states
+        rows = outer_test_rows(
+            self.handed_up,
+            expanded_idx_mapping,
+            expanded_local_pos,
+            verify_draft_sampled,
+            states.temperature.gpu,
+            states.seeds.gpu,
+        )
+        sampled, num_sampled = rejection_sample(
+            processed,
+            self.handed_up.logits,
+            rows.draft_tokens,
+            cu_num_logits,
+            pos,
+            rows.owners[cu_num_logits[:-1]],
+            rows.owners,
+            rows.places,
+            rows.temperature,
+            rows.seeds,
+            self.num_speculative_steps,
+            self.synthetic_conditional_rates,
+            use_fp64=self.sampler.use_fp64_gumbel,
+            use_block_verification=self.use_block_verification,
+        )
+        return processed, sampled, num_sampled
+
+    def _get_logprobs_tensors(
+        self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+    ):
+        if not self._num_named:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        # [num_logits]: each request's tokens, then places that nobody reads.
+        starts = cu_num_logits[:-1].repeat_interleave(cu_num_logits.diff(), output_size=len(logits))
+        places = torch.arange(len(logits), device=logits.device) - starts
+        requests = torch.arange(len(cu_num_logits) - 1, device=logits.device).repeat_interleave(
+            cu_num_logits.diff(), output_size=len(logits)
+        )
+        tokens = torch.where(places < num_sampled[requests], sampled[requests, places], 0)
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            tokens,
+            cu_num_logits_np.tolist() if len(logits) != len(cu_num_logits_np) - 1 else None,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self._owners,
+            max_per_req_token_ids=self._num_named,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )

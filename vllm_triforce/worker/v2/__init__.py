@@ -1,1 +1,0 @@
-"""Model Runner V2: our speculator behind vLLM's own interface of one."""
