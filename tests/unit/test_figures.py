@@ -8,8 +8,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from vllm_triforce.core.plan import RequestReport, StepPlan, StepReport, attach
-from vllm_triforce.core.plan import attach as send
+from vllm_triforce.core.plan import RequestReport, StepPlan, StepReport, attach_plan
+from vllm_triforce.core.plan import attach_report as send
 from vllm_triforce.scheduler.stats import PaddingStatsMixin
 
 NUM_PLANNED = 6
@@ -54,7 +54,7 @@ class Ours(PaddingStatsMixin, VLLMs):
         output.num_scheduled_tokens = dict.fromkeys(accepted, 1 + NUM_PLANNED)
         output.scheduled_spec_decode_tokens = {name: [-1] * NUM_PLANNED for name in accepted}
         output.num_invalid_spec_tokens = invalid
-        attach(output, StepPlan(number, {}))
+        attach_plan(output, StepPlan(number, {}))
         for name in [*accepted, *waiting]:
             figures = RequestSpecDecodeMetrics.new(NUM_PLANNED)
             self.requests.setdefault(name, SimpleNamespace(spec_decode_metrics=figures))

@@ -18,12 +18,12 @@ from vllm_triforce.core.plan import (
     RequestReport,
     StepPlan,
     StepReport,
-    attach,
+    attach_plan,
     fixed_plan,
     plan_of,
     report_of,
 )
-from vllm_triforce.core.plan import attach as send
+from vllm_triforce.core.plan import attach_report as send
 from vllm_triforce.scheduler.v2 import StepPlanMixin, _outcomes
 
 PLACEHOLDERS = [-1] * 6
@@ -173,7 +173,7 @@ def test_a_plan_goes_where_its_step_goes():
     output = SchedulerOutput.make_empty()
     assert plan_of(output) is None
     plan = StepPlan(7, {"a": ALL})
-    attach(output, plan)
+    attach_plan(output, plan)
     assert plan_of(pickle.loads(pickle.dumps(output))) == plan
 
 
