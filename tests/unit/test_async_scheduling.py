@@ -16,7 +16,7 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
         (True, True, "some.Scheduler", "some.Scheduler"),
         (False, False, "some.Scheduler", "some.Scheduler"),
         (False, True, None, f"{package}.v2.TriForceSchedulerV2"),
-        (False, False, None, f"{package}.scheduler.TriForceScheduler"),
+        (False, False, None, f"{package}.v1.TriForceScheduler"),
     ):
         scheduler_config = SimpleNamespace(async_scheduling=is_async, scheduler_cls=given)
         _choose_scheduler(
