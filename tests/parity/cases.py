@@ -61,7 +61,9 @@ class Case:
     disturbance: tuple = ()
     """What the first round is run with: see ``Driver.disturbed``."""
     at_least: Mapping[str, int] = field(default_factory=lambda: {"num_level2_accepted": 1})
-    """Of TriForce's counters, over all rounds: or nothing was tested."""
+    """Counters of TriForce that must have moved, over all rounds, or nothing was tested."""
+    unmoved: str = ""
+    """Why no counter has to move."""
     ties: float = 0.0
     """The share of requests that may part from stock vLLM where that is proven undecided."""
     skip: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +74,8 @@ class Case:
     def __post_init__(self) -> None:
         if unknown := set(self.skip) - {"host", "device"}:
             raise ValueError(f"case {self.name!r}: no runner is called {unknown}")
+        if bool(self.at_least) == bool(self.unmoved):
+            raise ValueError(f"case {self.name!r}: name a counter that must move, or say why none")
 
 
 def slow(stand_in: str) -> dict:
@@ -146,6 +150,7 @@ def _by_source(source: str) -> list[Case]:
             (requests(90, 700, 400, max_tokens=32), requests(700, max_tokens=48)),
             **{**small, "keys": {"retrieval_budget": 128, "adaptive": True}},
             at_least={},
+            unmoved="the controller may find that nothing pays on this machine",
         ),
         Case(
             f"crossing the gate-{source}",
@@ -737,12 +742,12 @@ PARAMETERS: dict[str, Callable] = {
 }
 # Too few tokens, or tokens that level 2 did not guess: what is accepted is not looked at.
 HARDLY_SPECULATED = {
-    "named logprobs",
-    "choice",
-    "eos",
-    "ignore_eos",
-    "allowed tokens",
-    "max_tokens",
+    "named logprobs": "is not speculated on",
+    "choice": "ends within a few tokens",
+    "eos": "ends within a few tokens",
+    "ignore_eos": "ends within a few tokens",
+    "allowed tokens": "ends within a few tokens",
+    "max_tokens": "ends within a few tokens",
 }
 # "named logprobs" beside other log-probabilities: stock vLLM itself gives the others these.
 TOGETHER = {
@@ -769,6 +774,7 @@ def _parameters() -> list[Case]:
             ("stock", "stopped") if "stop" in name else ("stock",),
             **BIG,
             at_least={} if name in HARDLY_SPECULATED else {"num_level2_accepted": 1},
+            unmoved=HARDLY_SPECULATED.get(name, ""),
             ties=1.0,
             skip=slow("parameters together"),
         )
@@ -880,6 +886,7 @@ def _parameters() -> list[Case]:
             ("stock", "ended after min_tokens"),
             **_small("draft_model"),
             at_least={},
+            unmoved="all end within the first proposals, at the latest after ten tokens",
         ),
     ]
 
