@@ -68,8 +68,6 @@ class Case:
     """The share of requests that may part from stock vLLM where that is proven undecided."""
     skip: Mapping[str, str] = field(default_factory=dict)
     """Why a runner, by name, does not run the case."""
-    thorough: bool = False
-    """Whether the case is left for a release."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.skip) - {"host", "device"}:
@@ -607,7 +605,6 @@ def _calibrated() -> list[Case]:
             keys=EIGHT | {"rejection_sample_method": "block"},
             **shape,
             skip={"host": "Runner V1 refuses it (config/checks.py)"},
-            thorough=True,
         ),
         Case(
             "seeded",
@@ -1196,5 +1193,33 @@ def _all() -> list[Case]:
     return [case for case in both if case.source in SOURCES]
 
 
+# Left for ``make test-all``, by runner: what another case, or the other runner, holds in less time.
+THOROUGH = {
+    "device": {
+        "chosen while running-draft_model",
+        "dice-biased",
+        "joining and leaving, in host memory",
+        "nan-sampled-1",
+        "nan-sampled-2, in host memory",
+        "preemption, in host memory",
+        "prefix caching, in host memory",
+        "sampled-block",
+        "sampled-full-budget",
+        "shaped-full-window",
+    },
+    "host": {
+        "full budget-gqa-512",
+        "full budget-random-64",
+        "greedy-gqa-draft_model-1-1-128",
+        "greedy-gqa-draft_model-4-8-256",
+        "greedy-gqa-prompt_lookup-1-3-128",
+        "greedy-pair-draft_model-1-1-128",
+        "greedy-pair-prompt_lookup-3-5-512",
+        "joint-draft_model-T=0.6",
+        "joint-prompt_lookup-T=0.6",
+        "policy-streaming-gqa",
+    },
+}
 CASES: dict[str, Case] = {case.name: case for case in _all()}
 assert len(CASES) == len(_all()), "two cases have one name"
+assert all(names <= CASES.keys() for names in THOROUGH.values()), "no case has that name"
