@@ -148,6 +148,7 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_retrieval_is_useful_and_beats_streaming(engines, pair):
     """On the embedded pair at 15K to 16K, budget 1,024 tokens: of level 2's tokens that level 3
     tests, at least 0.9 are accepted, and more than with the budget spent on recent tokens."""

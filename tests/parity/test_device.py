@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.cases import CASES
+from tests.parity.cases import CASES, THOROUGH
 from tests.parity.checks import check_all
 from tests.parity.device import Device
 from tests.parity.running import make_job
@@ -36,7 +36,7 @@ def device(jobs, tmp_path_factory):
         pytest.param(
             name,
             marks=[pytest.mark.skip(reason) for at, reason in case.skip.items() if at == "device"]
-            + [pytest.mark.thorough] * case.thorough,
+            + [pytest.mark.thorough] * (name in THOROUGH["device"]),
         )
         for name, case in CASES.items()
     ],

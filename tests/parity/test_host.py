@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.cases import CASES
+from tests.parity.cases import CASES, THOROUGH
 from tests.parity.checks import check_all
 from tests.parity.host import Host
 from tests.parity.running import make_job
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.thorough] * case.thorough)
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH["host"]))
         for name, case in CASES.items()
         if "host" not in case.skip
     ],
