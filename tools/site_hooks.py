@@ -1,7 +1,6 @@
 """What mkdocs does not do for the documentation site by itself; ``mkdocs.yml`` names this file.
 
-- Pages of the project's root (``ROOT_PAGES``) are pages of the site, and ``results/index.md`` lists
-  the records of measurements.
+- Pages of the project's root (``ROOT_PAGES``) are pages of the site.
 - Pages are written to be read in the repository too: a link to a file that is a page of the site
   goes there, one to any other file becomes its name, since the site knows no address of it.
 - Drawings (``docs/drawings/*.svg``) are inlined, so that they take the colours of the page.
@@ -29,7 +28,6 @@ ROOT_PAGES = {
     "README.md": "index.md",
 }
 _OWN_PAGE = "README.md"
-_RESULTS = "results/index.md"
 
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -42,33 +40,10 @@ def on_files(files, config):
         path = ROOT / source
         if source != _OWN_PAGE and path.is_file():
             files.append(File.generated(config, page, content=path.read_text()))
-    results = sorted((ROOT / "docs" / "results").glob("*.md"), reverse=True)
-    files.append(File.generated(config, _RESULTS, content=_list_of(results)))
     for file in files.static_pages():
         if file.src_uri.startswith("drawings/") and not file.src_uri.endswith("icon.svg"):
             file.inclusion = InclusionLevel.EXCLUDED
     return files
-
-
-def _list_of(results: list[Path]) -> str:
-    rows = []
-    for path in results:
-        title = path.read_text().splitlines()[0].lstrip("# ")
-        title = re.sub(r", \d+ \w+ \d{4}$", "", title)
-        rows.append(f"| {path.name[:10]} | [{title}]({path.name}) |")
-    return "\n".join(
-        [
-            "# Results",
-            "",
-            "What was run once, with the command, the machine and the commit; newest first. Pages",
-            "named predictions hold nothing that was measured.",
-            "",
-            "| date | what |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -91,8 +66,6 @@ def on_page_markdown(markdown, page, config, files):
 
 def _source_of(page: str) -> str:
     """The file that a page is made of, below the project's root."""
-    if page == _RESULTS:
-        return "docs/results"
     found = [source for source, name in ROOT_PAGES.items() if name == page and source != _OWN_PAGE]
     return found[0] if found else f"docs/{page}"
 
@@ -102,8 +75,7 @@ def _link(found: re.Match, source: str, page: str, pages: dict[str, str]) -> str
     if re.match(r"[a-z]+:|#|/", address):
         return found[0]
     name, _, anchor = address.partition("#")
-    folder = source if page == _RESULTS else posixpath.dirname(source)
-    target = posixpath.normpath(posixpath.join(folder, name))
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
     if target in pages:
         relative = posixpath.relpath(pages[target], posixpath.dirname(page) or ".")
         return f"[{text}]({relative}{'#' + anchor if anchor else ''})"

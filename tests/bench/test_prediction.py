@@ -153,7 +153,7 @@ def test_more_takes_longer():
 
 
 def test_budgets_cost_acceptance_as_in_the_lab():
-    """docs/results/2026-11-21-lab.md, at 16,384 tokens: 0.943 of 4,096 down to 0.869 of 256."""
+    """docs/results.md, at 16,384 tokens: 0.943 of 4,096 down to 0.869 of 256."""
     measured = {4096: 0.943, 2048: 0.922, 1024: 0.905, 512: 0.887, 256: 0.869}
     for budget, acceptance in measured.items():
         assert Acceptance(0.943).at(budget) == pytest.approx(acceptance, abs=0.01)
@@ -354,8 +354,8 @@ def test_a_validation_of_a_world_that_is_as_predicted(tmp_path):
 
 
 def test_the_cells_of_the_results_can_be_validated():
-    """docs/results/2026-11-22-stock-cells.json is such a file."""
-    file = ROOT / "docs" / "results" / "2026-11-22-stock-cells.json"
+    """Stock vLLM's cells of docs/results.md."""
+    file = ROOT / "tests" / "bench" / "stock_cells.json"
     machine = Machine("a CPU", 24e9, 17e9, 200e9, 1.0, launch_seconds=1e-5, kernel_seconds=1e-5)
     text = validation(machine, Counts(), [file])
     assert text.count("| the embedded target |") == 21

@@ -69,8 +69,7 @@ def _lines(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """Records of measurements apart: those say what was run once."""
-    docs = [path for path in (ROOT / "docs").rglob("*.md") if "results" not in path.parts]
+    docs = (ROOT / "docs").rglob("*.md")
     others = ("README.md", "CONTRIBUTING.md", "patches/README.md", "examples/README.md")
     more = (ROOT / "examples").glob("*/README.md")
     return sorted({*docs, *(ROOT / name for name in others), *more})

@@ -321,7 +321,7 @@ def test_rates_are_those_of_the_text():
     )
 
 
-if __name__ == "__main__":  # the table of docs/results/2026-11-23-plans.md
+if __name__ == "__main__":  # prints a table
     for name in ("mha", "gqa"):
         for level2, draft in ((0.8, 0.5), (0.95, 0.7), (0.99, 0.8)):
             for size in (1, 8):

@@ -122,7 +122,7 @@ def test_what_is_measured_is_what_is_predicted():
     assert model.level2(4, GAMMA + 1) == pytest.approx(costs.level2(4, GAMMA + 1))
 
 
-if __name__ == "__main__":  # the table of docs/results/2026-11-23-prediction.md
+if __name__ == "__main__":  # prints a table
     for *where, level2, draft in (*ASIDE, *PAYS, NOT_ADDITIVE):
         machine, model, context, size = where
         device, measured = world(machine, model, level2, draft)

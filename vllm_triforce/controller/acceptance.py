@@ -62,7 +62,7 @@ _DOUBT = 1 / 16
 _SURPRISING = 1e-4
 
 # What may be hoped for of level 3, acceptance of level 2's tokens per test: 0.96 by
-# docs/results/2026-11-21-cpu.md. What may be hoped for of level 2 is each source's to say.
+# docs/results.md. What may be hoped for of level 2 is each source's to say.
 LEVEL2_PRIOR = 0.95
 ROUND_PRIOR = 2.0
 """Tokens that a round of level 1 and level 2 adds."""

@@ -13,7 +13,7 @@ _NEW = 1 / 8
 # Of what a step was expected to take.
 _CREDIBLE = 2.0
 # Relative error of a prediction before any was compared with what happened: machines like the one
-# in docs/results/2026-11-21-cpu.md vary as much from run to run.
+# in docs/results.md vary as much from run to run.
 _FIRST_ERROR = 0.15
 # However well steps are predicted: what is accepted is not, and a gain of so little may be a loss.
 _LEAST_ERROR = 0.05

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--counts", type=Path, help="JSON file with counted launches (predict/counts.py)")
     add("--format", choices=("markdown", "json"), default="markdown")
     add("--output", type=Path, help="file, instead of the terminal")
-    add("--offload", action="store_true", help="with KV in host memory: the page of docs/results")
+    add("--offload", action="store_true", help="with KV in host memory: a page of Markdown")
     add(
         "--device-gib",
         type=float,

@@ -9,7 +9,7 @@ from vllm_triforce_bench.predict.machine import from_json
 @dataclass(frozen=True)
 class Counts:
     """Kernels, uploads and waits of a greedy step, by what makes them. The defaults were
-    counted with a draft on Model Runner V2 (docs/results/2026-11-23-counts.md), those within passes
+    counted with a draft on Model Runner V2 (docs/results.md), those within passes
     are read off its code; a file with others may take their place.
 
     Args:

@@ -1,4 +1,4 @@
-"""The page of predictions with KV in host memory, of docs/results."""
+"""The page of predictions with KV in host memory."""
 
 import datetime
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ PLAIN, DIRECT, LEVELS = "plain", "direct", "levels"
 DRAFT, LOOKUP = "draft", "lookup"
 # Of this budget is the acceptance of level 2 that is given.
 FULL_BUDGET = 4096
-# By what level 2's rejections grow where the budget is halved. docs/results/2026-11-21-lab.md:
+# By what level 2's rejections grow where the budget is halved. docs/results.md:
 # 0.057 at 4,096 tokens to 0.131 at 256, at a context of 16,384.
 _REJECTIONS_PER_HALVING = 1.23
 

@@ -1,4 +1,4 @@
-"""Cells of a prediction, as JSON or as the tables of docs/results."""
+"""Cells of a prediction, as JSON or as tables of Markdown."""
 
 from collections.abc import Iterable, Sequence
 

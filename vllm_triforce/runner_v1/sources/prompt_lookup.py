@@ -24,7 +24,7 @@ class PromptLookup(TokenSource):
     """
 
     name = "prompt_lookup"
-    # By docs/results/2026-11-21-cpu.md, 0.62 in all; from 1 token to 8 or more.
+    # By docs/results.md, 0.62 in all; from 1 token to 8 or more.
     hopes = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 
     def __init__(self, max_ngram: int) -> None:
