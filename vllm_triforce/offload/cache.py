@@ -14,10 +14,57 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import allocating
 from vllm_triforce.core.draft_cache import allocate_layers
+from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.offload.host_memory import HostMemory, measure_bandwidth
 from vllm_triforce.offload.placement import Placement
-from vllm_triforce.offload.side_stream import side_stream_of
-from vllm_triforce.offload.staging import HostLayer, Staging
+
+
+class HostLayer:
+    """KV cache of one layer in host memory, as attention reads it (``attention/layer_offload.py``).
+
+    Args:
+        host: [num_blocks, num_kv_heads, block_size, size], as the device sees it.
+        staging: on the device, the same shape and strides; shared by all layers.
+        counters: [len(DeviceCounter)], int64, added to.
+        pool: [num_slots * width, num_kv_heads, block_size, size], level 2's blocks; None where
+            level 2 never runs.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        staging: torch.Tensor,
+        counters: torch.Tensor,
+        pool: torch.Tensor | None,
+    ) -> None:
+        self.staging = staging
+        self.pool = pool
+        self._host = host
+        self._counters = counters
+
+    def staged(
+        self,
+        block_table: torch.Tensor,  # [num_reqs, width], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
+    ) -> torch.Tensor:
+        """Copy the blocks that these requests read to the staging layer, and return it.
+
+        The pass has written its keys and values of this layer to host memory before. Block ids
+        are the same, so block tables, slots and attention metadata stay vLLM's.
+        """
+        block_size = self._host.shape[2]
+        # In stream order: the layer before has read the staging layer when this copy runs.
+        stage_blocks(
+            self._host,
+            self.staging,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            block_size,
+            self._counters,
+        )
+        return self.staging
 
 
 class OffloadedCache:
@@ -32,11 +79,9 @@ class OffloadedCache:
         self.host_layer_names: list[str] = []
         self.hosts: list[torch.Tensor] = []
         """Of each of those layers, [num_blocks, num_kv_heads, block_size, size]."""
-        self.buffers: list[torch.Tensor] = []
-        """On the device, each of a layer's shape: where layers are staged (``staging.py``)."""
         self._memory: HostMemory | None = None
         self._spec: Any = None
-        self._staging: Staging | None = None
+        self._staging: torch.Tensor | None = None
 
     def allocate(
         self,
@@ -61,10 +106,9 @@ class OffloadedCache:
             caches = _allocate(
                 kv_cache_config, tensor, on_device, device, layout, kernel_block_sizes
             )
-        names = self.host_layer_names[: self.placement.num_buffers]
-        self.buffers = list(
-            _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes).values()
-        )
+        (self._staging,) = _allocate(
+            kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
+        ).values()
         part = _part(tensor, self.host_layer_names)
         self._memory = HostMemory(part.size, device)
         self.hosts = create_kv_cache_views(
@@ -79,7 +123,8 @@ class OffloadedCache:
 
     def bandwidth(self) -> float:
         """Bytes a second from host memory, measured; for a KV cache in which is nothing yet."""
-        return measure_bandwidth(self.hosts[0], self.buffers[0])
+        assert self._staging is not None
+        return measure_bandwidth(self.hosts[0], self._staging)
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
@@ -97,7 +142,7 @@ class OffloadedCache:
             return allocate_layers(names, self._spec, num_blocks, layout, device)
 
     def for_attention(
-        self, pools: dict[str, torch.Tensor], counters: torch.Tensor, device: torch.device
+        self, pools: dict[str, torch.Tensor], counters: torch.Tensor
     ) -> dict[str, HostLayer]:
         """Of each layer in host memory.
 
@@ -105,10 +150,10 @@ class OffloadedCache:
             pools: as ``allocate_pools`` gave them; none where level 2 never runs.
             counters: [len(DeviceCounter)], int64, added to.
         """
-        self._staging = Staging(self.hosts, self.buffers, counters, side_stream_of(device))
+        assert self._staging is not None
         return {
-            name: HostLayer(self._staging, number, pools.get(name))
-            for number, name in enumerate(self.host_layer_names)
+            name: HostLayer(host, self._staging, counters, pools.get(name))
+            for name, host in zip(self.host_layer_names, self.hosts)
         }
 
     def check_attached(self, names: list[str]) -> None:
@@ -125,11 +170,6 @@ class OffloadedCache:
                 f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
                 f"but the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
             )
-
-    def begin_step(self) -> None:
-        """A step comes."""
-        if self._staging is not None:
-            self._staging.join()
 
 
 def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:

@@ -14,7 +14,6 @@ class Placement:
     Args:
         page_bytes: of a block in one layer.
         pool_bytes: that each layer in host memory takes on the device for level 2.
-        num_buffers: layers on the device into which those in host memory are staged.
     """
 
     num_layers: int
@@ -22,7 +21,6 @@ class Placement:
     num_blocks: int
     page_bytes: int
     pool_bytes: int = 0
-    num_buffers: int = 1
 
     @property
     def num_host_layers(self) -> int:
@@ -35,7 +33,7 @@ class Placement:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer, and of each staging buffer."""
+        """Of a layer, and of the staging layer."""
         return self.num_blocks * self.page_bytes
 
     @property
@@ -52,11 +50,10 @@ def place_layers(
     pool_bytes: int,
     summary_share: float,
     most_blocks: int,
-    num_buffers: int = 1,
 ) -> Placement:
     """As many blocks as fit, up to ``most_blocks``; where several placements have as many, that
     with the most layers on the device. The fewer layers lie in host memory, the more blocks fit
-    there, and the fewer on the device, beside the staging buffers, the retrieval pool and the chunk
+    there, and the fewer on the device, beside the staging layer, the retrieval pool and the chunk
     summaries.
 
     Args:
@@ -66,7 +63,6 @@ def place_layers(
         pool_bytes: that each layer in host memory takes on the device for level 2.
         summary_share: bytes of chunk summaries for each byte of KV.
         most_blocks: that there is a use for.
-        num_buffers: into which layers in host memory are staged.
 
     Raises:
         ValueError: not one block fits on either side.
@@ -75,7 +71,7 @@ def place_layers(
     def blocks(num_device_layers: int) -> int:
         """That fit in host memory as well as on the device."""
         num_host = num_layers - num_device_layers
-        held = num_device_layers + min(num_buffers, num_host) + summary_share * num_layers
+        held = num_device_layers + 1 + summary_share * num_layers  # one layer is for staging
         room = device_bytes - pool_bytes * num_host
         in_host = min(most_blocks, host_bytes // (page_bytes * num_host))
         return min(in_host, int(max(0, room) // (page_bytes * held)))
@@ -84,12 +80,11 @@ def place_layers(
     if num_blocks < 1:
         raise ValueError(
             f"kv_offload_gib={host_bytes / _GIB:g}: the device has {device_bytes / _GIB:.2f} GiB "
-            f"for {num_buffers} staging buffers, chunk summaries and level 2's pool of "
-            f"{num_layers} layers, which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower "
+            f"for a staging layer, chunk summaries and level 2's pool of {num_layers} layers, "
+            f"which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower "
             "max_speculating_seqs or retrieval_budget, or raise --gpu-memory-utilization"
         )
-    num_buffers = min(num_buffers, num_layers - num_device_layers)
-    return Placement(num_layers, num_device_layers, num_blocks, page_bytes, pool_bytes, num_buffers)
+    return Placement(num_layers, num_device_layers, num_blocks, page_bytes, pool_bytes)
 
 
 def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:

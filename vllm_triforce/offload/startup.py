@@ -47,7 +47,7 @@ def plan_offload(
 
     Args:
         specs: of the target's layers by name, as vLLM has them.
-        device_bytes: left for KV, staging buffers, the pool and chunk summaries.
+        device_bytes: left for KV, the staging layer, the pool and chunk summaries.
         summary_share: bytes of chunk summaries for each byte of KV.
 
     Raises:
@@ -61,7 +61,7 @@ def plan_offload(
         )
     page, most = spec.page_size_bytes, _most_blocks(spec.block_size, config, vllm_config)
 
-    def place(num_seqs: int, host_bytes: int, num_buffers: int) -> Placement:
+    def place(num_seqs: int, host_bytes: int) -> Placement:
         return place_layers(
             num_layers=len(specs),
             page_bytes=page,
@@ -70,13 +70,11 @@ def plan_offload(
             pool_bytes=0 if config.is_plain else num_seqs * config.table_width * page,
             summary_share=summary_share,
             most_blocks=most,
-            num_buffers=num_buffers,
         )
 
     num_seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
     assert config.kv_offload_gib is not None
-    num_buffers = 2 if config.kv_offload_overlap else 1
-    placement = place(num_seqs, int(config.kv_offload_gib * _GIB), num_buffers)
+    placement = place(num_seqs, int(config.kv_offload_gib * _GIB))
     _check_room(placement, place, num_seqs, spec.block_size, config, vllm_config, device_bytes)
     if all_would_fit(placement, device_bytes, summary_share):
         logger.warning_once(
@@ -102,7 +100,7 @@ def _most_blocks(block_size: int, config: ResolvedConfig, vllm_config) -> int:
 
 def _check_room(
     placement: Placement,
-    place: Callable[[int, int, int], Placement],
+    place: Callable[[int, int], Placement],
     num_seqs: int,
     block_size: int,
     config: ResolvedConfig,
@@ -111,7 +109,7 @@ def _check_room(
 ) -> None:
     """
     Args:
-        place: from the pool's requests, bytes of host memory and staging buffers.
+        place: from the pool's requests, and bytes of host memory.
 
     Raises:
         ValueError: fewer blocks fit than were asked for, or than the longest request needs.
@@ -131,29 +129,26 @@ def _check_room(
         return  # with -1, vLLM takes the longest that fits
     enough = placement.num_layers * placement.page_bytes * needed
 
-    def fits(num_seqs: int, num_buffers: int) -> bool:
+    def fits(num_seqs: int) -> bool:
         try:
-            return place(num_seqs, enough, num_buffers).num_blocks >= needed
+            return place(num_seqs, enough).num_blocks >= needed
         except ValueError:
             return False
 
     remedies = []
-    buffers = 2 if config.kv_offload_overlap else 1
-    if buffers > 1 and not fits(num_seqs, buffers) and fits(1, 1):
-        remedies, buffers = ["kv_offload_overlap=false"], 1
-    most_seqs = next((n for n in range(num_seqs, 0, -1) if fits(n, buffers)), None)
+    most_seqs = next((n for n in range(num_seqs, 0, -1) if fits(n)), None)
     if most_seqs is None:
         remedies = [f"--max-model-len {(placement.num_blocks - 1) * block_size}"]
     else:
         if most_seqs < num_seqs:
             remedies.append(f"max_speculating_seqs={most_seqs}")
-        if place(most_seqs, int(config.kv_offload_gib * _GIB), buffers).num_blocks < needed:
+        if place(most_seqs, int(config.kv_offload_gib * _GIB)).num_blocks < needed:
             remedies.append(f"kv_offload_gib={enough / _GIB + 0.05:.1f}")
     pool = placement.num_host_layers * placement.pool_bytes
     raise ValueError(
         f"{asked}: KV of {(placement.num_blocks - 1) * block_size} tokens fits, fewer than "
         f"max_model_len={model.max_model_len}; the device has {device_bytes / _GIB:.2f} GiB for "
-        f"{placement.num_buffers} staging buffers, chunk summaries and level 2's pool, which takes "
+        f"a staging layer, chunk summaries and level 2's pool, which takes "
         f"{pool / _GIB:.2f} GiB for {num_seqs} requests; {' and '.join(remedies)} would do"
     )
 
@@ -174,7 +169,7 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
     rate = offload.bandwidth()
     logger.info_once(
         "TriForce keeps KV of %d tokens: the first %d of %d layers' on the device (%.2f GiB), the "
-        "others' in host memory (%.2f GiB). Beside it the device has staging buffers of %.2f GiB "
+        "others' in host memory (%.2f GiB). Beside it the device has a staging layer of %.2f GiB "
         "and level 2's pool of %.2f GiB. A full pass reads %.0f KiB from host memory for each "
         "token of context: over %d tokens it takes at least %.3g s at the %.1f GB/s measured here, "
         "and without speculation it is for one token.",
@@ -183,7 +178,7 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
         placement.num_layers,
         placement.num_device_layers * placement.layer_bytes / _GIB,
         placement.host_bytes / _GIB,
-        placement.num_buffers * placement.layer_bytes / _GIB,
+        placement.layer_bytes / _GIB,
         placement.num_host_layers * placement.pool_bytes / _GIB,
         of_token / 1024,
         length,
@@ -196,7 +191,7 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
         "num_host_layers": placement.num_host_layers,
         "device_bytes": placement.num_device_layers * placement.layer_bytes,
         "host_bytes": placement.host_bytes,
-        "staging_bytes": placement.num_buffers * placement.layer_bytes,
+        "staging_bytes": placement.layer_bytes,
         "pool_bytes": placement.num_host_layers * placement.pool_bytes,
         "bytes_per_token": of_token,
         "bytes_per_second": rate,

@@ -121,8 +121,6 @@ class TriForceWorkerMixin:
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        if self._offload is not None:
-            self._offload.begin_step()
         self.triforce.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output, *args, **kwargs)
         return output if output is None else self._with_counters(output)
