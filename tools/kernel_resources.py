@@ -26,7 +26,7 @@ from triton.runtime import driver, jit
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
+from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.selection import Summary
 
@@ -66,11 +66,10 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     device = torch.device("cpu")
     cache = torch.zeros(2, block_size, HEADS, 2 * HEAD_SIZE, dtype=dtype).transpose(1, 2)
     tables = torch.zeros(ROWS, 1024, dtype=torch.int32)
-    lens, starts = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32)
+    lens = torch.zeros(ROWS, dtype=torch.int32)
     counters = torch.zeros(len(DeviceCounter), dtype=torch.int64)
-    for part in Part:
-        name(block_size, dtype, part.name.lower())
-        stage_blocks(cache, cache, tables, lens, starts, block_size, counters, part)
+    name(block_size, dtype, "all")
+    stage_blocks(cache, cache, tables, lens, block_size, counters)
     name(block_size, dtype, f"budget {budget}")
     max_selected, width = budget // block_size, (budget + 64) // block_size
     rows = Rows(ROWS, LENGTH, GAMMA, ROWS, VOCAB_SIZE, device)

@@ -17,7 +17,6 @@ class LayerOffload(Protocol):
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
-        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     ) -> torch.Tensor:
         """The layer's KV cache, [num_blocks, num_kv_heads, block_size, size], on the device, as far
         as these requests read it."""

@@ -46,7 +46,6 @@ class HostLayer:
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
-        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     ) -> torch.Tensor:
         """Copy the blocks that these requests read to the staging layer, and return it.
 
@@ -55,15 +54,7 @@ class HostLayer:
         """
         block_size = self._host.shape[2]
         # In stream order: the layer before has read the staging layer when this copy runs.
-        stage_blocks(
-            self._host,
-            self.staging,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            block_size,
-            self._counters,
-        )
+        stage_blocks(self._host, self.staging, block_table, seq_lens, block_size, self._counters)
         return self.staging
 
 

@@ -71,13 +71,12 @@ def measure_bandwidth(host: torch.Tensor, staging: torch.Tensor) -> float:
     num_blocks, block_size = min(len(host), max(1, _MOST_BYTES // page)), host.shape[2]
     tables = torch.arange(num_blocks, dtype=torch.int32, device=staging.device)[None]
     seq_lens = torch.tensor([num_blocks * block_size], dtype=torch.int32, device=staging.device)
-    query_start_loc = torch.zeros(2, dtype=torch.int32, device=staging.device)
     counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=staging.device)
 
     def staged() -> float:
         _wait(staging.device)
         begin = time.perf_counter()
-        stage_blocks(host, staging, tables, seq_lens, query_start_loc, block_size, counters)
+        stage_blocks(host, staging, tables, seq_lens, block_size, counters)
         _wait(staging.device)
         return time.perf_counter() - begin
 
