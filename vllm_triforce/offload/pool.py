@@ -33,9 +33,8 @@ class RetrievalPool:
         max_selected: int,
         counters: torch.Tensor,
         rows: Rows,
-        num_slots: int,
-        device: torch.device,
     ) -> None:
+        num_slots, device = len(pools[0]) // width, pools[0].device
         self.width = width
         self.num_layers = len(pools)
         self._rows = rows

@@ -123,8 +123,6 @@ class SpeculatorBuild:
                 selections.max_selected,
                 counts.sums,
                 rows,
-                self.num_slots,
-                device,
             )
         self.shaping = LogitsProcessing(runner.sampler, runner.req_states, rows)
         self.adapters = None if runner.lora_config is None else LevelAdapters(runner)

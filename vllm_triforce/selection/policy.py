@@ -3,11 +3,25 @@ package, ``examples/custom_policy`` how to have one in a package of one's own.""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import ClassVar
 
 import torch
 
-from vllm_triforce.selection.summaries import Summary
+
+class Summary(StrEnum):
+    """A key that stands for those of a chunk, one number for each head dimension."""
+
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+    def of(self, keys: torch.Tensor, dim: int) -> torch.Tensor:
+        """In float32, of keys [..., tokens or head_dim, ...], without the axis ``dim``."""
+        if self is Summary.MEAN:
+            return keys.mean(dim, dtype=torch.float32)
+        return (keys.amin(dim) if self is Summary.MIN else keys.amax(dim)).float()
+
 
 Summaries = Mapping[Summary, torch.Tensor]
 """By kind [..., num_kv_heads, num_chunks, head_dim]."""
