@@ -71,14 +71,14 @@ def _poison_staging() -> None:
     come out as NaN."""
     from vllm_triforce.offload.cache import HostLayer
 
-    stage = getattr(HostLayer.staged, "stage", HostLayer.staged)
+    stage = getattr(HostLayer.stage, "stage", HostLayer.stage)
 
     def poisoned(layer, *reads):
         layer.staging.fill_(float("nan"))
         return stage(layer, *reads)
 
     poisoned.stage = stage
-    HostLayer.staged = poisoned
+    HostLayer.stage = poisoned
 
 
 def _check_pool(pool) -> None:

@@ -22,7 +22,7 @@ def placed(
     host: float,
     device: float,
     pool_blocks: int = 320,
-    most_blocks: int = 1 << 62,
+    max_blocks: int = 1 << 62,
 ):
     return place_layers(
         num_layers=32,
@@ -31,7 +31,7 @@ def placed(
         device_bytes=int(device * GIB),
         pool_bytes=pool_blocks * PAGE,
         summary_share=SHARE,
-        most_blocks=most_blocks,
+        max_blocks=max_blocks,
     )
 
 
@@ -78,7 +78,7 @@ def test_host_memory_for_which_there_is_no_use_is_left_and_layers_stay_on_the_de
     """131,072 tokens take 16 GiB of all layers; with 90 GiB asked for they would all lie in host
     memory, were it to be filled."""
     assert placed(90, 8).num_device_layers == 0
-    found = placed(90, 8, most_blocks=8193)
+    found = placed(90, 8, max_blocks=8193)
     assert found.num_blocks == 8193 and found.num_device_layers == 13
     assert device_bytes(found) <= 8 * GIB and found.host_bytes < 10 * GIB
 

@@ -13,7 +13,7 @@ class LayerOffload(Protocol):
     """[num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes; None
     where it never runs."""
 
-    def staged(
+    def stage(
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32

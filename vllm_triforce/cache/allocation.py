@@ -10,7 +10,9 @@ _GIB = 1 << 30
 
 
 @contextmanager
-def allocating(what: str, num_bytes: int, device: torch.device, remedy: str) -> Iterator[None]:
+def checked_allocation(
+    what: str, num_bytes: int, device: torch.device, remedy: str
+) -> Iterator[None]:
     """Around an allocation of ``num_bytes``.
 
     Raises:

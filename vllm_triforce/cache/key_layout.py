@@ -71,7 +71,7 @@ class KeyLayout:
             )
         return cls(found, head_dim)
 
-    def summary(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
+    def summarize(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
         """Of the keys of each block.
 
         Args:
@@ -82,7 +82,7 @@ class KeyLayout:
         """
         shape = raw.shape[:-1]
         if self.is_plain:
-            return kind.of(raw.view(*shape, self.block_size, self.head_dim), -2)
+            return kind.reduce(raw.view(*shape, self.block_size, self.head_dim), -2)
         if not self.is_transposed:
             raw = raw[..., self._order]
-        return kind.of(raw.view(*shape, self.head_dim, self.block_size), -1)
+        return kind.reduce(raw.view(*shape, self.head_dim, self.block_size), -1)

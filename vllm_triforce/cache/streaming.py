@@ -49,7 +49,7 @@ class StreamingWindow:
         self._cached = window
         return keep, window[keep:]
 
-    def behind(self, num_tokens: int) -> int:
+    def num_uncached_tokens(self, num_tokens: int) -> int:
         """How many tokens ``advance()`` would give to feed, if none of those cached is rejected."""
         grown = self.num_sink_tokens + num_tokens - self._start
         if grown > self.capacity or num_tokens <= self._start:

@@ -92,10 +92,10 @@ class QuantizedSummaries:
     def num_bytes(self) -> int:
         return self.values.numel() + SCALE_BYTES * self.scales.numel()
 
-    def of_layers(self, start: int, stop: int) -> "QuantizedSummaries":
+    def slice_layers(self, start: int, stop: int) -> "QuantizedSummaries":
         return QuantizedSummaries(self.values[start:stop], self.scales[start:stop])
 
-    def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
         """
         Args:
             blocks: int, of any shape.

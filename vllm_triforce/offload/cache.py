@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import allocate_layers
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.offload.host_memory import HostMemory, measure_bandwidth
@@ -42,7 +42,7 @@ class HostLayer:
         self._host = host
         self._counters = counters
 
-    def staged(
+    def stage(
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
@@ -124,7 +124,7 @@ class OffloadedCache:
         assert self._spec is not None
         names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        with allocating(
+        with checked_allocation(
             f"level 2's pool of {len(names)} layers in host memory",
             len(names) * self._spec.page_size_bytes * num_blocks,
             device,
@@ -132,7 +132,7 @@ class OffloadedCache:
         ):
             return allocate_layers(names, self._spec, num_blocks, layout, device)
 
-    def for_attention(
+    def make_host_layers(
         self, pools: dict[str, torch.Tensor], counters: torch.Tensor
     ) -> dict[str, HostLayer]:
         """Of each layer in host memory.

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -28,7 +28,7 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         what = "the KV cache in host memory"
-        with allocating(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
+        with checked_allocation(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
             self._memory = torch.zeros(num_bytes, dtype=torch.int8)
         self.view = self._memory
         """[num_bytes], int8, as the device sees it."""
@@ -37,7 +37,9 @@ class HostMemory:
         from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
         from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
-        with allocating(what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"):
+        with checked_allocation(
+            what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"
+        ):
             pin_tensor(self._memory)
             unpin = torch.cuda.cudart().cudaHostUnregister
             weakref.finalize(self, unpin, self._memory.data_ptr())

@@ -49,9 +49,9 @@ def place_layers(
     device_bytes: int,
     pool_bytes: int,
     summary_share: float,
-    most_blocks: int,
+    max_blocks: int,
 ) -> Placement:
-    """As many blocks as fit, up to ``most_blocks``; where several placements have as many, that
+    """As many blocks as fit, up to ``max_blocks``; where several placements have as many, that
     with the most layers on the device. The fewer layers lie in host memory, the more blocks fit
     there, and the fewer on the device, beside the staging layer, the retrieval pool and the chunk
     summaries.
@@ -62,7 +62,7 @@ def place_layers(
         device_bytes: left for KV and what is here beside it.
         pool_bytes: that each layer in host memory takes on the device for level 2.
         summary_share: bytes of chunk summaries for each byte of KV.
-        most_blocks: that there is a use for.
+        max_blocks: that there is a use for.
 
     Raises:
         ValueError: not one block fits on either side.
@@ -73,7 +73,7 @@ def place_layers(
         num_host = num_layers - num_device_layers
         held = num_device_layers + 1 + summary_share * num_layers  # one layer is for staging
         room = device_bytes - pool_bytes * num_host
-        in_host = min(most_blocks, host_bytes // (page_bytes * num_host))
+        in_host = min(max_blocks, host_bytes // (page_bytes * num_host))
         return min(in_host, int(max(0, room) // (page_bytes * held)))
 
     num_blocks, num_device_layers = max((blocks(number), number) for number in range(num_layers))

@@ -69,7 +69,7 @@ def plan_offload(
             device_bytes=device_bytes,
             pool_bytes=0 if config.is_plain else num_seqs * config.table_width * page,
             summary_share=summary_share,
-            most_blocks=most,
+            max_blocks=most,
         )
 
     num_seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
@@ -199,7 +199,7 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
 
 
 @contextmanager
-def allocating_with(offload: OffloadedCache) -> Iterator[None]:
+def offloaded_allocation(offload: OffloadedCache) -> Iterator[None]:
     """While vLLM allocates its KV cache."""
     import vllm.v1.worker.gpu.attn_utils as attn_utils
 

@@ -93,7 +93,7 @@ class SpeculatorBuild:
         counts = DeviceCounters(device)
         host_layers = {}
         if offload is not None:
-            host_layers = offload.for_attention(pools, counts.sums)
+            host_layers = offload.make_host_layers(pools, counts.sums)
         attention = retrieval_attention(layers, builder, self.recorder, host_layers)
         selections = SelectionsV2(
             config,

@@ -16,7 +16,7 @@ class Summary(StrEnum):
     MIN = "min"
     MAX = "max"
 
-    def of(self, keys: torch.Tensor, dim: int) -> torch.Tensor:
+    def reduce(self, keys: torch.Tensor, dim: int) -> torch.Tensor:
         """In float32, of keys [..., tokens or head_dim, ...], without the axis ``dim``."""
         if self is Summary.MEAN:
             return keys.mean(dim, dtype=torch.float32)

@@ -106,9 +106,9 @@ class TriForceWorkerMixin:
         if self._offload is None:
             super().initialize_from_config(kv_cache_config)
         else:
-            from vllm_triforce.offload.startup import allocating_with, report_offload
+            from vllm_triforce.offload.startup import offloaded_allocation, report_offload
 
-            with allocating_with(self._offload):
+            with offloaded_allocation(self._offload):
                 super().initialize_from_config(kv_cache_config)
             length = self.vllm_config.model_config.max_model_len
             self._offload_report = report_offload(self._offload, kv_cache_config, length)
