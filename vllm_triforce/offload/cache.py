@@ -159,7 +159,7 @@ class OffloadedCache:
         if names[-len(offloaded) :] != offloaded:
             raise ValueError(
                 f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
-                f"but the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
+                f"but level 2's last sparse layer is {names[-1]!r}. Drop kv_offload_gib."
             )
 
 
@@ -167,13 +167,13 @@ def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCac
     groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
     if len(groups) != 1 or len(tensors) != 1:
         raise ValueError(
-            f"kv_offload_gib: the target's layers are of {len(groups)} kinds, and one is staged "
-            "for all; use a model with full attention in every layer, or drop kv_offload_gib"
+            f"kv_offload_gib is not supported with {len(groups)} kinds of KV cache in the target: "
+            "all layers share one staging layer. Use a model with full attention in every layer."
         )
     if not (layout.is_layer_compact and layout.is_block_compact):
         raise ValueError(
-            f"kv_offload_gib with KV cache layout {layout.name}: a block of a layer does not lie "
-            "in one piece there, and has to be staged by itself; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            f"kv_offload_gib is not supported with KV cache layout {layout.name}: a layer's block "
+            "is not in one piece. Use VLLM_KV_CACHE_LAYOUT=LBNHC."
         )
     return tensors[0]
 

@@ -13,6 +13,7 @@ from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 
 _SENTINEL = 0x5A
+_MOST_BYTES = 64 << 20
 
 
 class HostMemory:
@@ -55,12 +56,9 @@ def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:
         view[place] = 0
         if seen != _SENTINEL or view[place].item() or memory[place]:  # item() waits for the device
             raise RuntimeError(
-                "kv_offload_gib: the device does not see the host's memory, but a copy of it; "
-                "check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib"
+                "kv_offload_gib: the device does not see the host's memory, but a copy of it. "
+                "Check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib."
             )
-
-
-_MOST_BYTES = 64 << 20
 
 
 def measure_bandwidth(host: torch.Tensor, staging: torch.Tensor) -> float:

@@ -72,8 +72,10 @@ class RetrievalPool:
         """
         rows = self._rows
         self.refill(rows, tables)
-        own = self.tables.view(rows.max_rows, *self._of_slots.shape[1:])[: rows.num_rows]
-        torch.index_select(self._of_slots, 0, rows.column(RowColumn.SLOT), out=own)
+        tables_of_rows = self.tables.view(rows.max_rows, *self._of_slots.shape[1:])
+        torch.index_select(
+            self._of_slots, 0, rows.column(RowColumn.SLOT), out=tables_of_rows[: rows.num_rows]
+        )
 
     def clean(self) -> None:
         """Removes NaN of the rows that have a fault: their slots will have other owners."""

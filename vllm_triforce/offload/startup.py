@@ -31,8 +31,8 @@ def check_chosen_backend(vllm_config) -> None:
         )
     if backend.get_name() == "FLASHINFER":
         raise ValueError(
-            "kv_offload_gib with FLASHINFER, which vLLM chooses here: its plans are not told of "
-            "staged layers yet; use --attention-backend FLASH_ATTN or TRITON_ATTN"
+            "kv_offload_gib is not supported with FLASHINFER, which vLLM chooses here: its plans "
+            "are made for another KV cache. Use --attention-backend FLASH_ATTN or TRITON_ATTN."
         )
 
 
@@ -56,8 +56,9 @@ def plan_offload(
     kinds = set(specs.values())
     if len(kinds) != 1 or not isinstance(spec := next(iter(kinds)), FullAttentionSpec):
         raise ValueError(
-            f"kv_offload_gib={config.kv_offload_gib:g}: the target's layers have {len(kinds)} "
-            "kinds of KV cache, and one layer with full attention is staged for all; drop it"
+            f"kv_offload_gib={config.kv_offload_gib:g} is not supported with {len(kinds)} kinds of "
+            "KV cache in the target: all layers share one staging layer with full attention. "
+            "Drop it."
         )
     page, most = spec.page_size_bytes, _most_blocks(spec.block_size, config, vllm_config)
 
@@ -79,7 +80,7 @@ def plan_offload(
     if all_would_fit(placement, device_bytes, summary_share):
         logger.warning_once(
             "kv_offload_gib=%g: the device has room for about as much KV cache (%.2f GiB), where "
-            "it is read faster; drop it, or raise it for longer contexts",
+            "it is read faster. Drop it, or raise it for longer contexts.",
             config.kv_offload_gib,
             placement.kv_bytes / _GIB,
         )
@@ -121,7 +122,7 @@ def _check_room(
         if placement.num_blocks < override:
             raise ValueError(
                 f"{asked} with num_gpu_blocks_override={override}: {placement.num_blocks} blocks "
-                "fit; raise the one or lower the other"
+                "fit. Raise the former or lower the latter."
             )
         return
     needed = -(-model.max_model_len // block_size) + 1  # one block is nobody's
