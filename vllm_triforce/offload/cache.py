@@ -1,4 +1,4 @@
-"""The KV cache of an engine whose last layers lie in host memory."""
+"""KV cache of an engine whose last layers lie in host memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,14 @@ from vllm_triforce.offload.placement import Placement
 
 
 class HostLayer:
-    """KV cache of one layer in host memory, as attention reads it (``attention/layer_offload.py``).
+    """One layer's KV cache in host memory, as attention reads it (``attention/layer_offload.py``).
 
     Args:
         host: [num_blocks, num_kv_heads, block_size, size], as the device sees it.
-        staging: on the device, the same shape and strides; shared by all layers.
+        staging: the same shape and strides, on the device; shared by all layers.
         counters: [len(DeviceCounter)], int64, added to.
-        pool: [num_slots * width, num_kv_heads, block_size, size], level 2's blocks; None where
-            level 2 never runs.
+        pool: [num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and
+            writes; None where level 2 never runs.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class HostLayer:
     ) -> torch.Tensor:
         """Copy the blocks that these requests read to the staging layer, and return it.
 
-        The pass has written its keys and values of this layer to host memory before. Block ids
-        are the same, so block tables, slots and attention metadata stay vLLM's.
+        The pass has already written this layer's new keys and values to host memory. The staging
+        layer has the same block ids, so block tables and attention metadata stay vLLM's.
         """
         block_size = self._host.shape[2]
-        # In stream order: the layer before has read the staging layer when this copy runs.
+        # Stream order suffices: the previous layer's attention has read the staging layer by now.
         stage_blocks(self._host, self.staging, block_table, seq_lens, block_size, self._counters)
         return self.staging
 
 
 class OffloadedCache:
-    """What lies where: the last layers in host memory, and what a full pass reads in their place.
+    """KV cache of the first layers on the device, of the others in host memory.
 
     Args:
-        placement: which layers lie on the device.
+        placement: which layers lie where.
     """
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.host_layer_names: list[str] = []
         self.hosts: list[torch.Tensor] = []
-        """Of each of those layers, [num_blocks, num_kv_heads, block_size, size]."""
+        """One for each host layer, [num_blocks, num_kv_heads, block_size, size]."""
         self._memory: HostMemory | None = None
         self._spec: Any = None
         self._staging: torch.Tensor | None = None
@@ -81,12 +81,14 @@ class OffloadedCache:
         layout: KVCacheLayout,
         kernel_block_sizes: list[int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """In the place of vLLM's (vllm/v1/worker/utils.py): by layer, [num_blocks, num_kv_heads,
-        block_size, size], those in host memory as the device sees it.
+        """Allocate the KV cache in place of vLLM's ``allocate_kv_cache`` (vllm/v1/worker/utils.py).
+
+        Returns:
+            By layer name [num_blocks, num_kv_heads, block_size, size]; host layers as the device
+            addresses them.
 
         Raises:
-            ValueError: layers are not one kind, or neither they nor their blocks lie one behind
-                the other.
+            ValueError: layers differ in kind, or the layout is not compact by layer and block.
         """
         tensor = _only_tensor(kv_cache_config, layout)
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -100,27 +102,27 @@ class OffloadedCache:
         (self._staging,) = _allocate(
             kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
         ).values()
-        part = _part(tensor, self.host_layer_names)
-        self._memory = HostMemory(part.size, device)
+        host_tensor = _subset(tensor, self.host_layer_names)
+        self._memory = HostMemory(host_tensor.size, device)
         self.hosts = create_kv_cache_views(
             self._memory.view,
             self._spec,
             kv_cache_config.num_blocks,
             layout,
-            part,
+            host_tensor,
             kernel_block_size=kernel_block_sizes[0] if kernel_block_sizes else None,
         )
         return caches | dict(zip(self.host_layer_names, self.hosts))
 
     def bandwidth(self) -> float:
-        """Bytes a second from host memory, measured; for a KV cache in which is nothing yet."""
+        """Measure bytes a second from host memory; overwrites the staging layer."""
         assert self._staging is not None
         return measure_bandwidth(self.hosts[0], self._staging)
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Level 2's blocks of each layer in host memory, by name, laid out as its KV cache."""
+        """Allocate level 2's blocks of each host layer, by name, in the KV cache's layout."""
         assert self._spec is not None
         names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
@@ -135,10 +137,10 @@ class OffloadedCache:
     def make_host_layers(
         self, pools: dict[str, torch.Tensor], counters: torch.Tensor
     ) -> dict[str, HostLayer]:
-        """Of each layer in host memory.
+        """Make what attention reads of each host layer, by layer name.
 
         Args:
-            pools: as ``allocate_pools`` gave them; none where level 2 never runs.
+            pools: result of ``allocate_pools``; empty where level 2 never runs.
             counters: [len(DeviceCounter)], int64, added to.
         """
         assert self._staging is not None
@@ -148,12 +150,13 @@ class OffloadedCache:
         }
 
     def check_attached(self, names: list[str]) -> None:
-        """
+        """Check that the layers that retrieve end with the host layers.
+
         Args:
-            names: of the layers whose attention reads what is staged, in their order.
+            names: layers whose attention level 2 replaces, in the model's order.
 
         Raises:
-            ValueError: those in host memory are not the last of them, or not among them.
+            ValueError: the host layers are not the last of ``names``.
         """
         offloaded = self.host_layer_names
         if names[-len(offloaded) :] != offloaded:
@@ -178,10 +181,10 @@ def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCac
     return tensors[0]
 
 
-def _part(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
+def _subset(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
     return replace(tensor, size=len(names) * tensor.layer_stride, layers=names, offset=0)
 
 
 def _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes):
-    part = replace(kv_cache_config, kv_cache_tensors=[_part(tensor, names)])
-    return allocate_kv_cache(part, device, layout, kernel_block_sizes)
+    subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, names)])
+    return allocate_kv_cache(subset, device, layout, kernel_block_sizes)
