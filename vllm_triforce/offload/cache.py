@@ -137,7 +137,7 @@ class OffloadedCache:
     def make_host_layers(
         self, pools: dict[str, torch.Tensor], counters: torch.Tensor
     ) -> dict[str, HostLayer]:
-        """Make what attention reads of each host layer, by layer name.
+        """Make the host layers that attention reads, by layer name.
 
         Args:
             pools: result of ``allocate_pools``; empty where level 2 never runs.

@@ -25,8 +25,8 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        what = "the KV cache in host memory"
-        with checked_allocation(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
+        purpose = "the KV cache in host memory"
+        with checked_allocation(purpose, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
             self._memory = torch.zeros(num_bytes, dtype=torch.int8)
         self.view = self._memory
         """[num_bytes], int8, as the device addresses it."""
@@ -36,7 +36,7 @@ class HostMemory:
         from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
         with checked_allocation(
-            what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"
+            purpose, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"
         ):
             pin_tensor(self._memory)
             unpin = torch.cuda.cudart().cudaHostUnregister

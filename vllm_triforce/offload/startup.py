@@ -130,7 +130,7 @@ def _check_room(
             )
         return
     min_blocks = -(-model.max_model_len // block_size) + 1  # vLLM keeps a null block
-    # With original_max_model_len = -1, vLLM lowers max_model_len to what fits.
+    # With original_max_model_len = -1, vLLM lowers max_model_len until it fits.
     if placement.num_blocks >= min_blocks or model.original_max_model_len == -1:
         return
     min_host_bytes = placement.num_layers * placement.page_bytes * min_blocks

@@ -1,8 +1,8 @@
-"""Selection policies: each further module here defines one, of the module's name. Other packages
-add theirs by an entry point of the group ``vllm_triforce.selection_policies``.
+"""Selection policies: every module but ``policy`` defines the one it is named after.
 
-The names are known without loading a policy, and so without torch; what policies are made of is
-loaded when it is asked for.
+Other packages add policies by an entry point of the group ``vllm_triforce.selection_policies``.
+Names are read without importing a policy or torch. ``SelectionPolicy`` and ``Summary`` are
+imported on first use.
 """
 
 import importlib
