@@ -5,11 +5,10 @@ from pathlib import Path
 
 import train_pair
 
-from .evaluation import evaluate
 from .export import export
 from .model import SIZES
 from .text import write_prompts
-from .training import train
+from .training import evaluate, train
 
 
 def main():

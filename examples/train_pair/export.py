@@ -4,9 +4,8 @@ import os
 
 import torch
 
-from .model import SIZES
-from .state import load_model
-from .tokenizer import BOS, EOS, VOCAB
+from .model import SIZES, load_model
+from .text import BOS, EOS, VOCAB
 
 
 def export(work, out):

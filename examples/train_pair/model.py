@@ -1,13 +1,12 @@
-"""A Llama, its sizes, and its losses."""
+"""A Llama, its sizes, losses and checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .sparse_attention import sparse_attention
-from .tokenizer import VOCAB
+from .text import VOCAB, save
 
 
 @dataclass
@@ -106,3 +105,62 @@ class Llama(nn.Module):
         logits = self(tokens[:, :-1], positions).flatten(0, 1).float()
         loss = -(teacher_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
         return loss, torch.stack((loss.detach(), loss.new_zeros(())))
+
+
+def sparse_attention(q, k, v, budget, recent, block=32, chunk=128):
+    """Causal attention to `budget` keys: the first block, the recent ones, and those blocks whose
+    mean key agrees best with the query before the chunk; a choice for each head and chunk."""
+    b, h, t, d = q.shape
+    chunks, blocks, width = t // chunk, t // block, chunk // block
+    near, extra = recent // block, budget // block - recent // block - 1
+    here = dict(device=q.device)
+    own = torch.arange(chunks, **here) * width  # the chunk's first block
+    with torch.no_grad():
+        means = k.view(b, h, blocks, block, d).mean(3)
+        asking = q[:, :, (own * block - 1).clamp(min=0)]
+        numbers = torch.arange(blocks, **here)
+        far = (numbers > 0) & (numbers < own[:, None] - near)
+        scores = (asking @ means.mT).masked_fill(~far, -torch.inf)
+        chosen = scores.topk(extra, -1).indices  # best first: what is not `far` comes last
+        close = own[:, None] + torch.arange(-near, width, **here)
+        fixed = torch.cat((torch.zeros_like(close[:, :1]), close), 1)
+        index = torch.cat((fixed.clamp(min=0).expand(b, h, -1, -1), chosen), -1)
+        base = torch.arange(b * h, **here).view(b, h, 1, 1) * blocks
+        rows = (index + base).transpose(1, 2)
+        used = torch.cat(
+            (close[:, :1] > 0, close >= 0, torch.arange(extra, **here) < far.sum(-1, keepdim=True)),
+            1,
+        )
+        place = (
+            torch.cat((fixed, fixed.new_zeros(chunks, extra)), 1)[..., None] * block
+            + torch.arange(block, **here)
+        ).flatten(1)
+        seen = place[:, None] <= (torch.arange(t, **here).view(chunks, chunk, 1))
+        seen = (seen & used.repeat_interleave(block, 1)[:, None])[:, None].repeat(b, 1, 1, 1)
+
+    def pick(x):
+        return F.embedding(rows, x.reshape(-1, block * d)).view(b * chunks, h, -1, d)
+
+    q = q.reshape(b, h, chunks, chunk, d).transpose(1, 2).flatten(0, 1)
+    out = F.scaled_dot_product_attention(q, pick(k), pick(v), attn_mask=seen)
+    return out.view(b, chunks, h, chunk, d).transpose(1, 2).reshape(b, h, t, d)
+
+
+def load_model(work, name, device="cpu"):
+    state = torch.load(work / f"{name}.pt", map_location=device)
+    model = Llama(Shape(**state["shape"]))
+    model.load_state_dict(state["model"])
+    return model.to(device).eval()
+
+
+def checkpoint(path, model, optimizers, done, step, tokens):
+    state = dict(
+        model=model.state_dict(),
+        shape=asdict(model.shape),
+        done=done,
+        step=step,
+        tokens=tokens,
+        optimizers=[o.state_dict() for o in optimizers],
+    )
+    save(path, state)
+    print("saved:", path.name, "tokens by length:", tokens, flush=True)

@@ -1,16 +1,15 @@
-"""Sources of Python code, as documents and as streams of tokens; what is held out."""
+"""Python sources as documents and token streams, their tokenizer, and windows of them."""
 
 import hashlib
 import itertools
+import os
 import re
 import sysconfig
 from pathlib import Path
 
 import torch
 
-from .state import save
-from .tokenizer import EOS, make_tokenizer
-
+BOS, EOS, VOCAB = 1, 2, 4096
 HELD_OUT = {"asyncio", "email", "argparse", "dataclasses", "tarfile", "typing"}
 HELD_OUT_HELPERS = re.compile(r"dataclass_module_|ann_module|mod_generics_cache|_typed_dict_helper")
 SKIPPED = {"site-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -70,6 +69,51 @@ def load_text(work, more_text=None):
     return train.long(), held.long()
 
 
+class Windows:
+    """Windows of the stream, without replacement: cut at a random offset, shuffled, again.
+
+    They are cut on the CPU and handed over on `device`."""
+
+    def __init__(self, stream, seed, device="cpu"):
+        self.stream, self.rng, self.starts = stream, torch.Generator().manual_seed(seed), {}
+        self.device = device
+
+    def rand(self, low, high):
+        return int(torch.randint(low, high, (1,), generator=self.rng))
+
+    def batch(self, rows, length, repeat=0.0):
+        """[rows, length + 1] tokens; every row begins with BOS, the sink. In a share `repeat`
+        of them a span reappears further on, which teaches copying from far back early."""
+        out = []
+        for _ in range(rows):
+            if not self.starts.get(length):
+                n = (len(self.stream) - length - 1) // length
+                starts = torch.randperm(n, generator=self.rng) * length + self.rand(0, length)
+                self.starts[length] = starts.tolist()
+            i = self.starts[length].pop()
+            row = self.stream[i : i + length + 1].clone()
+            if self.rand(0, 1000) < 1000 * repeat:
+                n = self.rand(16, length // 4)
+                a = self.rand(1, length - 2 * n)
+                b = self.rand(a + n, length - n + 1)
+                row[b : b + n] = row[a : a + n].clone()
+            row[0] = BOS
+            out.append(row)
+        return torch.stack(out).to(self.device)
+
+    def positions(self, rows, length, limit, skip=0.0):
+        """Positions 0, 1, 2 ...; in a share `skip` of the rows with two jumps somewhere, so that
+        distances up to `limit` are met without sequences that long (as PoSE does)."""
+        pos = torch.arange(length).repeat(rows, 1)
+        for row in pos:
+            if self.rand(0, 1000) < 1000 * skip:
+                room = self.rand(0, limit - length)
+                first = self.rand(0, room + 1)
+                row[self.rand(1, length) :] += first
+                row[self.rand(1, length) :] += room - first
+        return pos.to(self.device)
+
+
 def write_prompts(out, size=125_000):
     """Held-out text, whole files joined: one long file, and some by topic."""
     out.mkdir(parents=True, exist_ok=True)
@@ -82,3 +126,32 @@ def write_prompts(out, size=125_000):
             if path.split("/")[0] in (topic, f"{topic}.py") and len(chosen) + len(text) < size:
                 chosen += text + "\n\n"
         (out / f"{topic}.txt").write_text(chosen)
+
+
+def make_tokenizer(texts, path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    tok.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=["<unk>", "<s>", "</s>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    tok.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    tok.save(str(path.with_suffix(".tmp")))
+    os.replace(path.with_suffix(".tmp"), path)
+    return tok
+
+
+def save(path, state):
+    """In one piece: whoever ends us leaves the old or the new one."""
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)

@@ -1,15 +1,14 @@
-"""Training one of the two, paced by the clock."""
+"""Training of one of the two models, paced by the clock, and their evaluation."""
 
+import itertools
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from .model import SIZES, Llama
-from .muon import Muon
-from .state import checkpoint, load_model
-from .text import load_text
-from .windows import Windows
+from .model import SIZES, Llama, checkpoint, load_model
+from .text import BOS, Windows, load_text
 
 # (share of the time at which it begins, rows, length, share of rows with a far repeat, share with
 # jumps, (budget, recent) of the sparse pass that is to agree with the full one)
@@ -108,3 +107,59 @@ def train(name, args):
             )
             saved = time.time()
     checkpoint(path, model, optimizers, args.minutes, step, tokens_seen)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with orthogonalised updates for the matrices (Newton-Schulz, all layers at once)."""
+
+    def __init__(self, params, lr, momentum=0.95, weight_decay=0.02):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            by_shape = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape[1:], []).append(p)
+            for (rows, cols), params in by_shape.items():
+                update = []
+                for p in params:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    m.lerp_(p.grad, 1 - group["momentum"])
+                    update.append(p.grad.lerp(m, group["momentum"]))
+                x = torch.cat(update)
+                x = x.mT if rows > cols else x
+                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    y = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * y + 2.0315 * y @ y) @ x
+                x = (x.mT if rows > cols else x) * max(1, rows / cols) ** 0.5
+                for p, u in zip(params, x.split([len(p) for p in params])):
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(u, alpha=group["lr"])
+
+
+@torch.no_grad()
+def evaluate(work, length=16384, rows=4):
+    """Held-out loss by depth of context, and how often the draft's next token is the target's."""
+    held = load_text(work)[1]
+    target, draft = load_model(work, "target"), None
+    edges = [0, 512, 2048, 4096, 8192, length]
+    losses, agreed = [], []
+    if (work / "draft.pt").exists():
+        draft = load_model(work, "draft")
+    for i in range(rows):
+        start = i * (len(held) - length - 1) // max(1, rows - 1)
+        tokens = held[None, start : start + length + 1].clone()
+        tokens[:, 0] = BOS
+        logits = target(tokens[:, :-1], torch.arange(length)[None])[0]
+        losses.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none"))
+        if draft is not None:  # as at level 1: the sink and 256 to 511 recent tokens
+            cut = F.pad(tokens[0, 1:].unfold(0, 511, 256), (1, 0), value=BOS)
+            guess = draft(cut, torch.arange(512).repeat(len(cut), 1))[:, 256:].argmax(-1)
+            agreed.append((guess.flatten() == logits.argmax(-1)[256:]).float().mean())
+    losses = torch.stack(losses).mean(0)
+    for a, b in itertools.pairwise(edges):
+        print(f"held-out loss at depth {a:>6} to {b:>6}: {losses[a:b].mean():.3f}")
+    print(f"held-out loss, all of {length}: {losses.mean():.3f} nats a token")
+    if agreed:
+        print(f"draft's greedy token is the target's: {torch.stack(agreed).mean():.3f}")

@@ -17,11 +17,8 @@ sys.path.append(str(ROOT / "examples"))
 
 from train_pair.command import main
 from train_pair.model import SIZES, Llama, Shape
-from train_pair.muon import Muon
-from train_pair.text import documents, load_text
-from train_pair.tokenizer import VOCAB
-from train_pair.training import backward, one_loss
-from train_pair.windows import Windows
+from train_pair.text import VOCAB, Windows, documents, load_text
+from train_pair.training import Muon, backward, one_loss
 
 
 class NothingOnTheCPU(TorchDispatchMode):

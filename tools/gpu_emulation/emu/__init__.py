@@ -3,7 +3,6 @@
     python -m emu script.py args...        python -m emu -m module args...
 
 A file for each thing that is put in the place of the real one:
-  native.py      the driver, of which every call fails, and NVML, with one H200
   device.py      devices, streams and events of CUDA: its tensors lie on the CPU
   graphs.py      CUDA graphs: what is launched in a capture is kept, and launched again
   triton_jit.py  launches of Triton: compiled for sm_90, then interpreted
@@ -11,6 +10,7 @@ A file for each thing that is put in the place of the real one:
   cuda_ops.py    vLLM's CUDA operations and FlashAttention 3, in PyTorch
 """
 
+import ctypes
 import os
 import sys
 
@@ -34,14 +34,26 @@ def start() -> None:
     }.items():
         os.environ.setdefault(name, value)
 
-    from . import cuda_ops, device, graphs, native, triton_jit
+    from . import cuda_ops, device, graphs, triton_jit
 
-    native.load_stub_libraries()
+    _load_stub_libraries()
     device.install()
     graphs.install()
     triton_jit.install()
     _prepare_vllm()
     cuda_ops.install()
+
+
+def _load_stub_libraries() -> None:
+    """Loads them by path first: later requests for the same soname get these."""
+    folder = os.path.join(sys.prefix, "..", "stubs")
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"{path} is missing: run setup.sh, and use the Python of its venv"
+            )
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 def _prepare_vllm() -> None:
