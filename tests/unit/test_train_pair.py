@@ -58,7 +58,7 @@ def test_another_folder_adds_sources(tmp_path):
     (tmp_path / "more.py").write_text(text)
     found = [text for _, text, _ in documents(tmp_path)]
     assert text in found and len(found) > 100
-    assert len(documents(tmp_path, most_bytes=100_000)) < len(found)
+    assert len(documents(tmp_path, max_bytes=100_000)) < len(found)
 
 
 def gradients(micro_tokens, sparse, taught, rows=5, length=1024):
