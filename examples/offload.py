@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"Read from host memory by full passes: {counters.num_staged_bytes / 1e9:.3f} GB")
     if counters.num_pool_blocks:
         share = counters.num_pool_hits / counters.num_pool_blocks
-        print(f"Of what level 2 read, already on the device: {100 * share:.1f}%")
+        print(f"Already on the device, of the blocks read by level 2: {100 * share:.1f}%")
 
 
 if __name__ == "__main__":
