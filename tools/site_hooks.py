@@ -1,9 +1,9 @@
-"""What mkdocs does not do for the documentation site by itself; ``mkdocs.yml`` names this file.
+"""mkdocs hooks of the documentation site; ``mkdocs.yml`` names this file.
 
-- Pages of the project's root (``ROOT_PAGES``) are pages of the site, and ``results/index.md`` lists
+- Files outside ``docs`` (``ROOT_PAGES``) become pages of the site, and ``results/index.md`` lists
   the records of measurements.
-- Pages are written to be read in the repository too: a link to a file that is a page of the site
-  goes there, one to any other file becomes its name, since the site knows no address of it.
+- Pages are read in the repository too. A link to a file that is a page of the site leads to that
+  page, and a link to any other file becomes the file's name, since the site has no address for it.
 - Drawings (``docs/drawings/*.svg``) are inlined, so that they take the colours of the page.
 """
 
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 
-# Below the project's root, and where in the site.
+# Files below the project's root, and their pages.
 ROOT_PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
@@ -25,10 +25,10 @@ ROOT_PAGES = {
     "examples/prompts/README.md": "project/prompts.md",
     "examples/custom_policy/README.md": "project/custom-policy.md",
     "examples/monitoring/README.md": "project/monitoring.md",
-    # The site has a home of its own.
+    # The site has another home page.
     "README.md": "index.md",
 }
-_OWN_PAGE = "README.md"
+_README = "README.md"
 _RESULTS = "results/index.md"
 
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
@@ -37,10 +37,10 @@ _DRAWING = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re
 
 
 def on_files(files, config):
-    """Adds the pages that are not files below ``docs``."""
+    """Add the pages that are not files below ``docs``."""
     for source, page in ROOT_PAGES.items():
         path = ROOT / source
-        if source != _OWN_PAGE and path.is_file():
+        if source != _README and path.is_file():
             files.append(File.generated(config, page, content=path.read_text()))
     results = sorted((ROOT / "docs" / "results").glob("*.md"), reverse=True)
     files.append(File.generated(config, _RESULTS, content=_list_of(results)))
@@ -60,10 +60,10 @@ def _list_of(results: list[Path]) -> str:
         [
             "# Results",
             "",
-            "What was run once, with the command, the machine and the commit; newest first. Pages",
-            "named predictions hold nothing that was measured.",
+            "Records of single runs with command, machine and commit, newest first. Pages named",
+            "predictions contain no measurements.",
             "",
-            "| date | what |",
+            "| date | record |",
             "|---|---|",
             *rows,
             "",
@@ -72,15 +72,15 @@ def _list_of(results: list[Path]) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites links and inlines drawings, outside fenced code."""
+    """Rewrite links and inline drawings outside fenced code."""
     source = _source_of(page.file.src_uri)
     pages = {_source_of(file.src_uri): file.src_uri for file in files.documentation_pages()}
-    if _OWN_PAGE not in pages:
-        pages[_OWN_PAGE] = ROOT_PAGES[_OWN_PAGE]
+    if _README not in pages:
+        pages[_README] = ROOT_PAGES[_README]
 
     def rewrite(text: str) -> str:
-        text = _DRAWING.sub(lambda found: _drawing(found[1], found[2], source), text)
-        return _LINK.sub(lambda found: _link(found, source, page.file.src_uri, pages), text)
+        text = _DRAWING.sub(lambda match: _drawing(match[1], match[2], source), text)
+        return _LINK.sub(lambda match: _link(match, source, page.file.src_uri, pages), text)
 
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
@@ -90,17 +90,17 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _source_of(page: str) -> str:
-    """The file that a page is made of, below the project's root."""
+    """Return the source file of a page, below the project's root."""
     if page == _RESULTS:
         return "docs/results"
-    found = [source for source, name in ROOT_PAGES.items() if name == page and source != _OWN_PAGE]
-    return found[0] if found else f"docs/{page}"
+    sources = [source for source, name in ROOT_PAGES.items() if name == page and source != _README]
+    return sources[0] if sources else f"docs/{page}"
 
 
-def _link(found: re.Match, source: str, page: str, pages: dict[str, str]) -> str:
-    text, address = found[1], found[2]
+def _link(match: re.Match, source: str, page: str, pages: dict[str, str]) -> str:
+    text, address = match[1], match[2]
     if re.match(r"[a-z]+:|#|/", address):
-        return found[0]
+        return match[0]
     name, _, anchor = address.partition("#")
     folder = source if page == _RESULTS else posixpath.dirname(source)
     target = posixpath.normpath(posixpath.join(folder, name))
@@ -109,7 +109,7 @@ def _link(found: re.Match, source: str, page: str, pages: dict[str, str]) -> str
         return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
     path = ROOT / target
     if not path.exists() or _is_of_site(target):
-        return found[0]  # mkdocs copies it, or says that it is not there
+        return match[0]  # mkdocs copies the file, or reports that it is missing
     return text if "`" in text or text == target else f"{text} (`{target}`)"
 
 
