@@ -64,7 +64,7 @@ def main() -> int:
     new = written(old)
     if "--check" in sys.argv[1:]:
         if new != old:
-            print("patches/README.md is not what the patches say: run python tools/ledger.py")
+            print("patches/README.md is out of date: run python tools/ledger.py")
         return int(new != old)
     LEDGER.write_text(new)
     return 0
