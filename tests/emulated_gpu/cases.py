@@ -24,7 +24,7 @@ class Case:
             nothing.
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
-        one: whether one request at a time is speculated on, as with large models on small cards.
+        is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
         windows: whether every other layer of the target has a sliding window.
     """
 
@@ -34,14 +34,14 @@ class Case:
     plan: str = ""
     graphs: bool = False
     offload: bool = False
-    one: bool = False
+    is_single: bool = False
     windows: bool = False
 
     @property
     def name(self) -> str:
         stock = "" if self.plan else "stock"
         parts = [self.backend, self.source or stock, self.selection, self.plan]
-        parts += ["offload" * self.offload, "one" * self.one]
+        parts += ["offload" * self.offload, "single" * self.is_single]
         parts += ["windows" * self.windows, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 

@@ -60,7 +60,7 @@ def make_engine(case: Case, target: str, draft: str):
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
         triforce |= {"kv_offload_gib": 0.01}
-    if case.one:
+    if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(
         target,

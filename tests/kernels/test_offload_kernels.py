@@ -16,6 +16,7 @@ from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_table import Refresh, RowColumn
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
+from vllm_triforce.offload.cache import HostLayer
 
 
 def caches(count: int, heads: int, block_size: int, size: int, dtype, layout: str) -> torch.Tensor:
@@ -48,6 +49,15 @@ def test_each_block_that_is_read_is_staged_where_it_was(heads, block_size, size,
     # One that two requests read is brought for each.
     page = heads * block_size * size * host.element_size()
     assert counted(counters) == {DeviceCounter.NUM_STAGED_BYTES: 7 * page}
+
+
+def test_layers_are_staged_one_after_the_other_in_the_same_memory():
+    made = caches(12, 2, 16, 8, torch.float32, "head-major")
+    hosts, staging, counters = [made, made + 1000], torch.full_like(made, 252), new_counters()
+    for host in hosts:
+        layer = HostLayer(host, staging, counters, pool=None)
+        assert layer.stage(integers([[3, 9], [4, 0]]), integers([17, 16])) is staging
+        assert_staged(staging, host, {3, 9, 4})
 
 
 def assert_staged(staging, host, read: set[int]) -> None:
