@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# How TriForce does on a model and a text of your own: three measurements, each with a page to read.
+# Measures TriForce on a model and a text of your own, in three parts with a report each.
 #
 #   TARGET=MODEL DRAFT=DRAFT TEXT=book.txt bash examples/benchmark_your_model.sh
 #
-# On the embedded pair, in a few minutes on two cores (the figures then say that it works, not more):
+# On the embedded pair, in a few minutes on two cores (a test run, whose figures mean little):
 #
 #   SMALL=1 bash examples/benchmark_your_model.sh
 #
-# It needs the extra `bench` (pip install '.[bench]'). Each command goes on where it was stopped.
+# It needs the extra `bench` (pip install '.[bench]'). Each command resumes where it was stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TARGET=${TARGET:-examples/models/target}
 DRAFT=${DRAFT-examples/models/draft}      # empty: prompt lookup
-TEXT=${TEXT:-examples/prompts/held_out.txt}  # as what you serve; four times the longest context
+TEXT=${TEXT:-examples/prompts/held_out.txt}  # like the text you serve; four times the longest context
 OUTPUT=${OUTPUT:-benchmark-results}
 STEPS=${STEPS:-lab bench serve}
 
@@ -33,7 +33,7 @@ run() { echo "+ $*"; "$@"; }
 
 for step in $STEPS; do
   case $step in
-    # 1. Which retrieval budget? How often a token that reads a part of the cache is the full one's.
+    # 1. Agreement of greedy tokens with the full cache's, by retrieval budget.
     lab)
       # shellcheck disable=SC2086  # several budgets
       run "$VLLM_TRIFORCE" lab "$TARGET" --text "$TEXT" --experiments budget \
@@ -41,7 +41,7 @@ for step in $STEPS; do
         --replay-tokens "${REPLAY_TOKENS:-64}" --stretches "${STRETCHES:-3}" \
         --dtype "$DTYPE" --device "$DEVICE" --output "$OUTPUT/lab" ${LAB_MORE[@]+"${LAB_MORE[@]}"}
       ;;
-    # 2. A fixed batch: decode speed, acceptance, and whether greedy outputs are stock vLLM's.
+    # 2. Decode speed and acceptance of a fixed batch; greedy outputs compared with stock vLLM's.
     bench)
       run "$VLLM_TRIFORCE" bench --target "$TARGET" --draft "$DRAFT" --prompts "$TEXT" \
         --methods stock,ngram,triforce --contexts "${CONTEXTS:-4K,16K}" \
@@ -49,7 +49,7 @@ for step in $STEPS; do
         --budgets "${BUDGETS// /,}" --tokens "${TOKENS:-128}" --repetitions "${REPETITIONS:-3}" \
         --dtypes "$DTYPE" --output "$OUTPUT/bench" ${BENCH_MORE[@]+"${BENCH_MORE[@]}"}
       ;;
-    # 3. Traffic: requests come and go, two servers take turns.
+    # 3. Two servers in turn under traffic, with requests that come and go.
     serve)
       run "$VLLM_TRIFORCE" bench --serve --target "$TARGET" --draft "$DRAFT" --prompts "$TEXT" \
         --texts held-out --concurrencies "${CONCURRENCIES:-1,4,16}" \

@@ -1,12 +1,12 @@
-"""Reads a long prompt and continues it with stock vLLM and with TriForce, in one run.
+"""Continue a long prompt with stock vLLM and with TriForce, side by side.
 
     make demo                                   # 16,000 tokens of held-out source code, float32
     make demo ARGS="--context 32000 --tokens 96"
     make demo ARGS="--target MODEL --draft MODEL --prompt FILE"
 
-Both engines are alike but for ``speculative_config``. Every run reads another stretch of the
-text and decodes it with the one engine right after the other; the ratio is of decode tokens per
-second, from the first token to the last (prefill is the same work for both and is not counted).
+The engines differ in ``speculative_config`` alone. Each run continues another stretch of the text
+with one engine right after the other. The ratio compares decode tokens per second from the first
+token to the last, without prefill, which is the same work for both.
 """
 
 import argparse
@@ -35,10 +35,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="stretches of the text to continue")
     parser.add_argument("--stride", type=int, default=5000, help="tokens between two stretches")
     parser.add_argument("--budget", type=int, default=1024, help="retrieval_budget, tokens")
-    parser.add_argument("--gamma", type=int, help="default: chosen while running")
-    parser.add_argument("--num-speculative-tokens", type=int, help="default: chosen while running")
-    parser.add_argument("--fixed", action="store_true", help="choose nothing while running")
-    parser.add_argument("--keys", type=json.loads, default={}, help="more of TriForce's, JSON")
+    parser.add_argument("--gamma", type=int, help="default: adaptive")
+    parser.add_argument("--num-speculative-tokens", type=int, help="default: adaptive")
+    parser.add_argument("--fixed", action="store_true", help="fixed lengths: adaptive off")
+    parser.add_argument("--keys", type=json.loads, default={}, help="further TriForce keys, JSON")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32")
@@ -66,10 +66,10 @@ def start_engine(args: argparse.Namespace, speculative_config: dict | None):
 def decode(
     llm, prompt: list[int], args, show: bool, max_tokens: int | None = None
 ) -> tuple[list[int], float]:
-    """Streams one completion.
+    """Stream one completion.
 
     Returns:
-        Its token ids, and tokens per second after the first.
+        Token ids, and tokens per second after the first.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

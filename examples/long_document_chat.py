@@ -1,13 +1,13 @@
-"""Asks a server several questions about one long document, and times each answer.
+"""Send questions about one long document to a server, and time each answer.
 
-The document comes first in every request, so that vLLM's prefix cache has it from the second
-question on: only the question is read. Decoding over the long context is what TriForce shortens.
-The server is started as in openai_client.py; then:
+The document comes first in every request, so from the second question on vLLM's prefix cache holds
+it and only the question is prefilled. TriForce speeds up decoding over the long context.
+Start the server as in openai_client.py; then:
 
     python examples/long_document_chat.py
     python examples/long_document_chat.py --document FILE --questions "What is it about?" "By whom?"
 
-The embedded pair answers no questions: it goes on with what looks like source code.
+The embedded pair answers no questions: it continues the text with lines like source code.
 """
 
 import argparse
@@ -35,8 +35,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: int) -> None:
-    began = time.perf_counter()
+def answer(client: OpenAI, model: str, document: str, question: str, max_tokens: int) -> None:
+    begin = time.perf_counter()
     stream = client.chat.completions.create(
         model=model,
         messages=[
@@ -49,18 +49,18 @@ def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: in
         stream_options={"include_usage": True},
     )
     print(f"\n>>> {question}")
-    first = last = began
+    first = last = begin
     for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             last = time.perf_counter()
-            first = last if first == began else first
+            first = last if first == begin else first
             print(chunk.choices[0].delta.content, end="", flush=True)
         if chunk.usage:
             usage = chunk.usage
     speed = (usage.completion_tokens - 1) / (last - first) if last > first else 0.0
     print(
         f"\n<<< {usage.prompt_tokens} tokens in, {usage.completion_tokens} out: "
-        f"first token after {first - began:.2f} s, then {speed:.1f} tokens/s"
+        f"first token after {first - begin:.2f} s, then {speed:.1f} tokens/s"
     )
 
 
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     model = client.models.list().data[0].id
     document = args.document.read_text()[: args.characters]
     for question in args.questions:
-        ask(client, model, document, question, args.max_tokens)
+        answer(client, model, document, question, args.max_tokens)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Offline inference with TriForce: continues one long prompt, greedily and sampled.
+"""Continue one long prompt offline with TriForce, greedily and sampled.
 
 python examples/offline.py
 python examples/offline.py --target MODEL --draft DRAFT --dtype auto --prompt FILE
@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-# GiB of KV cache on a CPU; a GPU takes no notice of it.
+# GiB of KV cache on a CPU; ignored on a GPU.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams
@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8000, help="tokens of the prompt")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
     parser.add_argument("--budget", type=int, default=1024, help="retrieval_budget, tokens")
-    parser.add_argument("--keys", type=json.loads, default={}, help="more of TriForce's, JSON")
+    parser.add_argument("--keys", type=json.loads, default={}, help="further TriForce keys, JSON")
     parser.add_argument("--dtype", default="float32", help="'auto' is the model's own")
     parser.add_argument("--eager", action="store_true", help="do not compile the models")
     return parser.parse_args()

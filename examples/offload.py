@@ -1,9 +1,9 @@
-"""A context beyond the GPU: the KV cache lies in host memory (docs/offload.md).
+"""Continue a context beyond the GPU's memory, with KV in host memory (docs/offload.md).
 
     python examples/offload.py --target MODEL --draft DRAFT --prompt FILE --gib 16
 
-It needs a GPU, where vLLM's Model Runner V2 is the default. No real GPU has run it yet: it is
-tested under Triton's interpreter, and on an emulated GPU.
+It needs a GPU, where vLLM's Model Runner V2 is the default. No real GPU has run it yet. It is
+tested under Triton's interpreter and on an emulated GPU.
 """
 
 import argparse
@@ -22,10 +22,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8000, help="tokens of the prompt")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--budget", type=int, default=1024, help="retrieval_budget, tokens")
-    parser.add_argument("--keys", type=json.loads, default={}, help="more of TriForce's, JSON")
-    parser.add_argument("--gib", type=float, default=1.0, help="of host memory, each rank")
-    parser.add_argument("--device-gib", type=float, help="of KV on the GPU; default: vLLM's")
-    parser.add_argument("--block-size", type=int, help="of the KV cache, tokens; default: vLLM's")
+    parser.add_argument("--keys", type=json.loads, default={}, help="further TriForce keys, JSON")
+    parser.add_argument("--gib", type=float, default=1.0, help="host memory of each rank, GiB")
+    parser.add_argument(
+        "--device-gib", type=float, help="KV cache on the GPU, GiB; default: vLLM's"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens in a KV block; default: vLLM's")
     parser.add_argument("--plain", action="store_true", help="decode without speculation")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture graphs")
@@ -43,9 +45,9 @@ def start_engine(args: argparse.Namespace):
         if args.draft:
             speculative_config["model"] = args.draft
     speculative_config |= args.keys
-    more = {}
+    engine_args = {}
     if args.device_gib:
-        more["kv_cache_memory_bytes"] = int(args.device_gib * (1 << 30))
+        engine_args["kv_cache_memory_bytes"] = int(args.device_gib * (1 << 30))
     try:
         return LLM(
             model=args.target,
@@ -55,9 +57,9 @@ def start_engine(args: argparse.Namespace):
             max_num_seqs=2,
             block_size=args.block_size,
             enforce_eager=args.eager,
-            **more,
+            **engine_args,
         )
-    except ValueError as error:  # what cannot run is refused before any weights load
+    except ValueError as error:  # settings are checked before weights load
         sys.exit(f"This cannot run here.\n{error}")
 
 
@@ -77,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"Read from host memory by full passes: {counters.num_staged_bytes / 1e9:.3f} GB")
     if counters.num_pool_blocks:
         share = counters.num_pool_hits / counters.num_pool_blocks
-        print(f"Of what level 2 read, already on the device: {100 * share:.1f}%")
+        print(f"Already on the device, of the blocks read by level 2: {100 * share:.1f}%")
 
 
 if __name__ == "__main__":

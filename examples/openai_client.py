@@ -1,4 +1,4 @@
-"""Asks a running server with the `openai` client, and shows the answer as it comes.
+"""Stream a completion from a running server with the `openai` client.
 
 Start the server first. With the embedded pair on a CPU, from the root of the checkout:
 
@@ -11,7 +11,7 @@ or with a chat model and no draft: `vllm serve MODEL --speculative-model triforc
     python examples/openai_client.py
     python examples/openai_client.py --prompt "Why is the sky blue?" --temperature 0.7
 
-Nothing in this file knows of TriForce: clients of vLLM's server stay as they are.
+Nothing in this file is specific to TriForce: clients of vLLM's server need no change.
 """
 
 import argparse

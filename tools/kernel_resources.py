@@ -1,11 +1,11 @@
-"""Registers and spills of the kernels of a KV cache in host memory, compiled for several GPUs.
+"""Print registers and spills of the kernels for KV in host memory, compiled for several GPUs.
 
-Runs under the emulation (``make emulated-gpu`` sets it up); nothing is launched:
+Run it under the emulation (``make emulated-gpu`` sets it up). Nothing is launched:
 
     PYTHONPATH=tools/gpu_emulation EMULATED/venv/bin/python -m emu tools/kernel_resources.py
 
-A line is a kernel, its variant, and by compute capability registers of a thread and bytes that it
-spills (stores and loads), as ptxas says.
+Each line has a kernel, its variant, and by compute capability the registers of a thread and the
+bytes of its spill stores and loads, as ptxas reports them.
 """
 
 import re
@@ -26,7 +26,7 @@ from triton.runtime import driver, jit
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
+from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.selection import Summary
 
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.uint8)
 GAMMA, LENGTH = 2, 16
 ROWS, VOCAB_SIZE = 4, 128_256
 
-found: dict[tuple[str, str], dict[int, str]] = {}
+usage: dict[tuple[str, str], dict[int, str]] = {}
 capability = CAPABILITIES[0]
 variant = ""
 
@@ -48,29 +48,28 @@ def resources(ptx: str) -> str:
         source.write(ptx)
         source.flush()
         ptxas = get_ptxas(capability).path
-        asked = [ptxas, "-v", f"--gpu-name={arch}", source.name, "-o", "/dev/null"]
-        said = subprocess.run(asked, check=True, capture_output=True, text=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)[1]
-    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups()
+        command = [ptxas, "-v", f"--gpu-name={arch}", source.name, "-o", "/dev/null"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", log)[1]
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     return f"{registers}, {int(stores) + int(loads)}"
 
 
 def compile_alone(kernel, *args, grid, warmup, **kwargs) -> None:
     compiled = triton_jit._compile(kernel, *args, grid=grid, warmup=True, **kwargs)
-    by_capability = found.setdefault((kernel.fn.__name__, variant), {})
+    by_capability = usage.setdefault((kernel.fn.__name__, variant), {})
     by_capability[capability] = resources(compiled.asm["ptx"])
 
 
 def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
-    """With arguments of the types and sizes that an 8B model's have."""
+    """Launch each kernel with arguments of an 8B model's types and sizes."""
     device = torch.device("cpu")
     cache = torch.zeros(2, block_size, HEADS, 2 * HEAD_SIZE, dtype=dtype).transpose(1, 2)
     tables = torch.zeros(ROWS, 1024, dtype=torch.int32)
-    lens, starts = torch.zeros(ROWS, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32)
+    lens = torch.zeros(ROWS, dtype=torch.int32)
     counters = torch.zeros(len(DeviceCounter), dtype=torch.int64)
-    for part in Part:
-        name(block_size, dtype, part.name.lower())
-        stage_blocks(cache, cache, tables, lens, starts, block_size, counters, part)
+    name(block_size, dtype, "all")
+    stage_blocks(cache, cache, tables, lens, block_size, counters)
     name(block_size, dtype, f"budget {budget}")
     max_selected, width = budget // block_size, (budget + 64) // block_size
     rows = Rows(ROWS, LENGTH, GAMMA, ROWS, VOCAB_SIZE, device)
@@ -97,9 +96,9 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
         update_chunk_summaries(KeyPointers([keys], [1.0]), kind, summaries, tables, lens, lens, 4)
 
 
-def name(block_size: int, dtype: torch.dtype, what: str) -> None:
+def name(block_size: int, dtype: torch.dtype, part: str) -> None:
     global variant
-    variant = f"{block_size} tokens, {str(dtype).removeprefix('torch.')}, {what}"
+    variant = f"{block_size} tokens, {str(dtype).removeprefix('torch.')}, {part}"
 
 
 def main() -> None:
@@ -115,11 +114,11 @@ def main() -> None:
                 for kernel in _kernels():
                     kernel.device_caches.clear()
                 launch_all(block_size, dtype, budget)
-    print("| kernel | variant | " + " | ".join(f"sm_{its}" for its in CAPABILITIES) + " |")
+    print("| kernel | variant | " + " | ".join(f"sm_{number}" for number in CAPABILITIES) + " |")
     print("|---" * (2 + len(CAPABILITIES)) + "|")
-    for (kernel, its), by_capability in sorted(found.items()):
+    for (kernel, name_of_variant), by_capability in sorted(usage.items()):
         cells = [by_capability.get(capability, "") for capability in CAPABILITIES]
-        print("| " + " | ".join([kernel.strip("_"), its, *cells]) + " |")
+        print("| " + " | ".join([kernel.strip("_"), name_of_variant, *cells]) + " |")
 
 
 def _kernels() -> list[jit.JITFunction]:
@@ -128,10 +127,10 @@ def _kernels() -> list[jit.JITFunction]:
 
     modules = (chunk_summaries, refill_pool, stage_blocks)
     return [
-        its
+        value
         for module in modules
-        for its in vars(module).values()
-        if isinstance(its, jit.JITFunction)
+        for value in vars(module).values()
+        if isinstance(value, jit.JITFunction)
     ]
 
 

@@ -1,7 +1,7 @@
-"""Writes the tables of patches/README.md from what the patches say of themselves.
+"""Generate the tables of patches/README.md from the declarations of the patches.
 
-python tools/ledger.py            # writes them
-python tools/ledger.py --check    # ends with 1 where they are not as written
+python tools/ledger.py            # write the tables
+python tools/ledger.py --check    # exit with 1 if they are out of date
 """
 
 import re
@@ -15,7 +15,7 @@ _HEAD = "| what | where | why | delete when |\n|---|---|---|---|\n"
 
 
 def tables() -> dict[str, str]:
-    """By the name of their place in the ledger."""
+    """Return the generated tables by their name in the ledger's comments."""
     from vllm_triforce.vllm_patches import PATCHES
     from vllm_triforce.vllm_patches.swaps import SWAPS
 
@@ -25,7 +25,7 @@ def tables() -> dict[str, str]:
 
 
 def written(text: str) -> str:
-    """The ledger with its tables made anew."""
+    """Return the ledger with its tables regenerated."""
     for name, table in tables().items():
         begin, end = f"<!-- {name}: made by tools/ledger.py -->\n", f"<!-- end of {name} -->"
         pattern = re.escape(begin) + ".*?" + re.escape(end)
@@ -50,7 +50,7 @@ def _file_of(module: str) -> str:
 
 
 def _users(name: str) -> list[str]:
-    """Files that set it."""
+    """List the files that set the swap."""
     pattern = re.compile(rf"\bswaps\.{name}\b")
     return [
         str(path.relative_to(PACKAGE))
@@ -64,7 +64,7 @@ def main() -> int:
     new = written(old)
     if "--check" in sys.argv[1:]:
         if new != old:
-            print("patches/README.md is not what the patches say: run python tools/ledger.py")
+            print("patches/README.md is out of date: run python tools/ledger.py")
         return int(new != old)
     LEDGER.write_text(new)
     return 0

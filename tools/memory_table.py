@@ -1,7 +1,7 @@
-"""Prints what TriForce takes of a GPU's memory: bytes of each buffer, and CUDA graphs by kind.
+"""Print the GPU memory that TriForce takes: bytes of each buffer, and CUDA graphs by kind.
 
-For Llama-3.1-8B, without a draft and with Llama-3.2-1B, at several ``max_num_seqs``: computed
-by the functions that the worker reserves memory by and by vLLM's own choice of graphs.
+For Llama-3.1-8B, without a draft and with Llama-3.2-1B, at several ``max_num_seqs``. Computed by
+the functions by which the worker reserves memory, and by vLLM's choice of graphs.
 
     python tools/memory_table.py
 """
@@ -27,14 +27,14 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 128_256
 TARGET = {f"target.{i}": (32, 8, 128) for i in range(32)}
 DRAFT = {f"draft.{i}": (32, 8, 64) for i in range(16)}
-# A GPU of 80 GB at vLLM's default share, less weights and vLLM's own passes and graphs.
+# A GPU of 80 GB at vLLM's default share, less weights, activations and vLLM's graphs.
 KV_BYTES = 53 * 2**30
-# By vLLM's logs a graph takes 6 to 28 MiB; their ratio is what is shown.
+# A graph takes 6 to 28 MiB by vLLM's logs.
 GRAPH_BYTES = 10 * 2**20
 
 
 def captured(max_num_seqs: int, num_drafts: int) -> tuple[CudaGraphManager, SimpleNamespace]:
-    """vLLM's manager, with the sizes that vLLM chooses on a GPU, and the configuration."""
+    """Return vLLM's graph manager with the sizes that vLLM chooses on a GPU, and the config."""
     compilation = SimpleNamespace(
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
         cudagraph_capture_sizes=None,
@@ -69,7 +69,7 @@ def captured(max_num_seqs: int, num_drafts: int) -> tuple[CudaGraphManager, Simp
 
 
 def graphs(max_num_seqs: int, config, has_draft: bool) -> dict[str, int]:
-    """Numbers of CUDA graphs, by kind."""
+    """Count CUDA graphs by kind."""
     manager, vllm_config = captured(max_num_seqs, config.num_speculative_tokens)
     serve_any_mix(manager)
     thin_decode_graphs(manager)
@@ -95,7 +95,7 @@ def num_stock_graphs(max_num_seqs: int) -> int:
 
 
 def column(max_num_seqs: int, has_draft: bool) -> dict[str, str]:
-    """One column of the table."""
+    """Compute one column of the table."""
     config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(BLOCK_SIZE)
     _, vllm_config = captured(max_num_seqs, config.num_speculative_tokens)
     layers, drafts = (
@@ -109,25 +109,25 @@ def column(max_num_seqs: int, has_draft: bool) -> dict[str, str]:
     parts["chunk summaries"] = int(KV_BYTES * share_of_kv_cache(layers, config, vllm_config))
     counts, stock = graphs(max_num_seqs, config, has_draft), num_stock_graphs(max_num_seqs)
     parts["CUDA graphs beyond stock vLLM's"] = GRAPH_BYTES * (sum(counts.values()) - stock)
-    taken = sum(parts.values())
+    num_bytes = sum(parts.values())
     return {
         **{f"{name}, MiB": f"{size / 2**20:,.0f}" for name, size in parts.items()},
-        "**together, MiB**": f"**{taken / 2**20:,.0f}**",
-        "**of the KV cache**": f"**{taken / KV_BYTES:.1%}**",
+        "**together, MiB**": f"**{num_bytes / 2**20:,.0f}**",
+        "**of the KV cache**": f"**{num_bytes / KV_BYTES:.1%}**",
         **{f"graphs: {name}": str(count) for name, count in counts.items()},
         "**graphs together, stock's**": f"**{sum(counts.values())}, {stock}**",
     }
 
 
 def table() -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     columns = {
         f"{seqs}, {'with' if has_draft else 'no'} draft": column(seqs, has_draft)
         for has_draft in (False, True)
         for seqs in MAX_NUM_SEQS
     }
     names = list(dict.fromkeys(name for each in columns.values() for name in each))
-    # What only an engine with a draft has stands before the sums.
+    # Rows that only engines with a draft have come before the sums.
     names.sort(key=lambda name: ("graphs" in name and "MiB" not in name, name.startswith("**")))
     lines = ["| `max_num_seqs` | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
     for name in names:

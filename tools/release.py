@@ -1,11 +1,11 @@
-"""The release checklist: each point is checked, and the packages are built and tried.
+"""Run the release checklist, and build and try the packages.
 
-    .venv/bin/python tools/release.py                 # all of it; 25 to 40 minutes with the tests
-    .venv/bin/python tools/release.py --skip tests    # what was passed just before
+    .venv/bin/python tools/release.py                 # all checks; 25 to 40 minutes with the tests
+    .venv/bin/python tools/release.py --skip tests    # if they have just passed
     .venv/bin/python tools/release.py --list
 
-Leaves the wheel and the source distribution in ``dist/``. Nothing is uploaded or tagged: the last
-lines say which commands do that. Exit code 1 if a point fails; all are tried.
+Wheel and source distribution are left in ``dist/``. Nothing is uploaded or tagged: the last line
+shows the commands for that. All checks run, and the exit code is 1 if any fails.
 """
 
 import argparse
@@ -27,19 +27,20 @@ CHECKS: dict[str, Callable[[], str]] = {}
 
 
 class Failed(Exception):
-    """A point that does not hold; says what to do."""
+    """A failed check; the message says how to fix it."""
 
 
 def check(function: Callable[[], str]) -> Callable[[], str]:
-    """Adds a point, in the order of this file; it returns what was found."""
+    """Register a check, which returns a line for the log; checks run in the order of this file."""
     CHECKS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """
+    """Run a command and return its output.
+
     Raises:
-        Failed: with the end of what the command said.
+        Failed: the command failed; the message has the end of its output.
     """
     done = subprocess.run(
         [str(part) for part in command],
@@ -48,56 +49,56 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
         text=True,
         env={**os.environ, **env},
     )
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     if done.returncode:
-        raise Failed(f"{' '.join(map(str, command))}:\n{said[-2000:]}")
-    return said
+        raise Failed(f"{' '.join(map(str, command))}:\n{output[-2000:]}")
+    return output
 
 
 def package_version() -> str:
-    """The one place where it is written."""
+    """Read the version from ``vllm_triforce/__init__.py``, its only place."""
     text = (ROOT / "vllm_triforce" / "__init__.py").read_text()
-    found = re.search(r'^__version__ = "(.+)"$', text, re.M)
-    if found is None:
+    match = re.search(r'^__version__ = "(.+)"$', text, re.M)
+    if match is None:
         raise Failed("vllm_triforce/__init__.py has no __version__")
-    return found[1]
+    return match[1]
 
 
 @check
 def clean() -> str:
-    """All is committed."""
-    if left := run("git", "status", "--porcelain").strip():
-        raise Failed(f"commit or remove:\n{left}")
+    """Check that everything is committed."""
+    if changes := run("git", "status", "--porcelain").strip():
+        raise Failed(f"commit or remove:\n{changes}")
     return run("git", "rev-parse", "--short", "HEAD").strip()
 
 
 @check
 def changelog() -> str:
-    """Its newest heading is this version, with a date."""
+    """Check that the changelog's newest heading is this version with a date."""
     newest = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    wanted = package_version()
-    if newest is None or not re.fullmatch(rf"{re.escape(wanted)}, \d{{4}}-\d\d-\d\d", newest[1]):
-        found = newest[1] if newest else "none"
-        raise Failed(f"CHANGELOG.md begins with {found!r}; give {wanted!r} and the date")
+    version = package_version()
+    if newest is None or not re.fullmatch(rf"{re.escape(version)}, \d{{4}}-\d\d-\d\d", newest[1]):
+        heading = newest[1] if newest else "none"
+        raise Failed(f"CHANGELOG.md begins with {heading!r}; give {version!r} and the date")
     return newest[1]
 
 
 @check
 def vllm_pin() -> str:
-    """The extras ask for the versions that the plugin accepts, and contract tests cover."""
+    """Check that the extra ``gpu`` requires the vLLM versions that the plugin accepts."""
     sys.path.insert(0, str(ROOT))
     from vllm_triforce.config.supported import SUPPORTED_VLLM
 
     setup = (ROOT / "setup.cfg").read_text()
-    wanted = "vllm" + ",".join(SUPPORTED_VLLM)
-    if wanted not in setup:
-        raise Failed(f"setup.cfg's extra gpu is not {wanted!r}")
-    return wanted
+    requirement = "vllm" + ",".join(SUPPORTED_VLLM)
+    if requirement not in setup:
+        raise Failed(f"setup.cfg's extra gpu is not {requirement!r}")
+    return requirement
 
 
 @check
 def ledger() -> str:
-    """``patches/README.md`` says what the code wraps, and lint and types pass."""
+    """Check that ``patches/README.md`` is up to date, and that lint and types pass."""
     run(sys.executable, "tools/ledger.py", "--check")
     run("make", "lint")
     run("make", "types")
@@ -106,13 +107,13 @@ def ledger() -> str:
 
 @check
 def tests() -> str:
-    """``make test-all``, on this tree."""
+    """Run ``make test-all`` on this tree."""
     return run("make", "test-all").strip().splitlines()[-1]
 
 
 @check
 def build() -> str:
-    """Wheel and source distribution; the wheel built from the latter is the same."""
+    """Build the source distribution, the wheel from it, and check the contents of both."""
     shutil.rmtree(DIST, ignore_errors=True)
     build_into(DIST)
     check_contents(DIST)
@@ -121,14 +122,14 @@ def build() -> str:
 
 @check
 def wheel_alone() -> str:
-    """The wheel in a new environment beside a stock vLLM, away from this tree."""
+    """Try the wheel in a new environment beside stock vLLM, away from this tree."""
     with tempfile.TemporaryDirectory() as folder:
         python = new_environment(Path(folder), next(DIST.glob("*.whl")))
         return smoke(python, Path(folder))
 
 
 def build_into(folder: Path, *options: str) -> None:
-    """Wheel and source distribution, by uv, from a copy of what git has."""
+    """Build wheel and source distribution by uv from a copy of the files that git knows."""
     uv = Path(sys.executable).with_name("uv")
     with tempfile.TemporaryDirectory() as copy:
         for name in run("git", "ls-files", "-co", "--exclude-standard").splitlines():
@@ -140,22 +141,23 @@ def build_into(folder: Path, *options: str) -> None:
 
 
 def check_contents(folder: Path) -> None:
-    """
+    """Check the files and metadata of the packages.
+
     Raises:
-        Failed: a module is missing, or something is there that does not belong into a package.
+        Failed: a module is missing, or a package has files or metadata that it should not have.
     """
     wheel, source = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
     packages = ("vllm_triforce", "vllm_triforce_bench")
-    wanted = {
+    modules = {
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    if missing := wanted - names:
+    if missing := modules - names:
         raise Failed(f"{wheel.name} lacks {sorted(missing)[:5]}")
     tops = {name.split("/")[0] for name in names} - {f"vllm_triforce-{package_version()}.dist-info"}
     if tops != set(packages):
@@ -167,16 +169,15 @@ def check_contents(folder: Path) -> None:
         raise Failed(f"{wheel.name}'s metadata has a URL; the project has none to give")
     with tarfile.open(source) as archive:
         inside = {name.split("/", 1)[-1] for name in archive.getnames()}
-    if missing := (wanted | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"}) - inside:
+    if missing := (modules | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"}) - inside:
         raise Failed(f"{source.name} lacks {sorted(missing)[:5]}")
 
 
 def new_environment(folder: Path, wheel: Path) -> Path:
-    """A virtual environment with stock vLLM's CPU build and the wheel, made as tools/install.sh
-    makes one.
+    """Make a virtual environment with stock vLLM's CPU build and the wheel by tools/install.sh.
 
     Returns:
-        Its Python.
+        Path of its Python.
     """
     (folder / "project").mkdir()
     for name in ("setup.cfg", "pyproject.toml", "tools", "README.md", "LICENSE"):
@@ -221,10 +222,10 @@ assert counters.num_proposals > 0
 
 
 def smoke(python: Path, home: Path) -> str:
-    """An engine of stock vLLM and one of TriForce from an installed wheel; the same tokens.
+    """Compare the tokens of stock vLLM and of TriForce from an installed wheel.
 
     Args:
-        home: where the package must come from.
+        home: folder from which the package must be imported.
     """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -234,20 +235,20 @@ def smoke(python: Path, home: Path) -> str:
     }
     text = ROOT / "examples" / "prompts" / "held_out.txt"
     pair = (PAIR / "target", PAIR / "draft")
-    said = run(python, "-c", SMOKE, home, *pair, text, cwd=home, **env)
-    return next(line for line in said.splitlines() if line.startswith("TriForce metrics"))
+    output = run(python, "-c", SMOKE, home, *pair, text, cwd=home, **env)
+    return next(line for line in output.splitlines() if line.startswith("TriForce metrics"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--skip", nargs="*", default=[], choices=[*CHECKS], help="points")
-    parser.add_argument("--list", action="store_true", help="say what is checked, and stop")
+    parser.add_argument("--skip", nargs="*", default=[], choices=[*CHECKS], help="checks")
+    parser.add_argument("--list", action="store_true", help="list the checks, and stop")
     args = parser.parse_args()
     failed = []
     for name, function in CHECKS.items():
-        what = (function.__doc__ or "").strip().splitlines()[0]
+        summary = (function.__doc__ or "").strip().splitlines()[0]
         if args.list or name in args.skip:
-            print(f"{'skipped' if not args.list else '':8}{name}: {what}")
+            print(f"{'skipped' if not args.list else '':8}{name}: {summary}")
             continue
         try:
             print(f"ok      {name}: {function()}", flush=True)

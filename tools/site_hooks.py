@@ -1,8 +1,8 @@
-"""What mkdocs does not do for the documentation site by itself; ``mkdocs.yml`` names this file.
+"""mkdocs hooks of the documentation site; ``mkdocs.yml`` names this file.
 
-- Pages of the project's root (``ROOT_PAGES``) are pages of the site.
-- Pages are written to be read in the repository too: a link to a file that is a page of the site
-  goes there, one to any other file becomes its name, since the site knows no address of it.
+- Files outside ``docs`` (``ROOT_PAGES``) become pages of the site.
+- Pages are read in the repository too. A link to a file that is a page of the site leads to that
+  page, and a link to any other file becomes the file's name, since the site has no address for it.
 - Drawings (``docs/drawings/*.svg``) are inlined, so that they take the colours of the page.
 """
 
@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 
-# Below the project's root, and where in the site.
+# Files below the project's root, and their pages.
 ROOT_PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
@@ -24,10 +24,10 @@ ROOT_PAGES = {
     "examples/prompts/README.md": "project/prompts.md",
     "examples/custom_policy/README.md": "project/custom-policy.md",
     "examples/monitoring/README.md": "project/monitoring.md",
-    # The site has a home of its own.
+    # The site has another home page.
     "README.md": "index.md",
 }
-_OWN_PAGE = "README.md"
+_README = "README.md"
 
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -35,10 +35,10 @@ _DRAWING = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re
 
 
 def on_files(files, config):
-    """Adds the pages that are not files below ``docs``."""
+    """Add the pages that are not files below ``docs``."""
     for source, page in ROOT_PAGES.items():
         path = ROOT / source
-        if source != _OWN_PAGE and path.is_file():
+        if source != _README and path.is_file():
             files.append(File.generated(config, page, content=path.read_text()))
     for file in files.static_pages():
         if file.src_uri.startswith("drawings/") and not file.src_uri.endswith("icon.svg"):
@@ -47,15 +47,15 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites links and inlines drawings, outside fenced code."""
+    """Rewrite links and inline drawings outside fenced code."""
     source = _source_of(page.file.src_uri)
     pages = {_source_of(file.src_uri): file.src_uri for file in files.documentation_pages()}
-    if _OWN_PAGE not in pages:
-        pages[_OWN_PAGE] = ROOT_PAGES[_OWN_PAGE]
+    if _README not in pages:
+        pages[_README] = ROOT_PAGES[_README]
 
     def rewrite(text: str) -> str:
-        text = _DRAWING.sub(lambda found: _drawing(found[1], found[2], source), text)
-        return _LINK.sub(lambda found: _link(found, source, page.file.src_uri, pages), text)
+        text = _DRAWING.sub(lambda match: _drawing(match[1], match[2], source), text)
+        return _LINK.sub(lambda match: _link(match, source, page.file.src_uri, pages), text)
 
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
@@ -65,23 +65,24 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _source_of(page: str) -> str:
-    """The file that a page is made of, below the project's root."""
-    found = [source for source, name in ROOT_PAGES.items() if name == page and source != _OWN_PAGE]
-    return found[0] if found else f"docs/{page}"
+    """Return the source file of a page, below the project's root."""
+    sources = [source for source, name in ROOT_PAGES.items() if name == page and source != _README]
+    return sources[0] if sources else f"docs/{page}"
 
 
-def _link(found: re.Match, source: str, page: str, pages: dict[str, str]) -> str:
-    text, address = found[1], found[2]
+def _link(match: re.Match, source: str, page: str, pages: dict[str, str]) -> str:
+    text, address = match[1], match[2]
     if re.match(r"[a-z]+:|#|/", address):
-        return found[0]
+        return match[0]
     name, _, anchor = address.partition("#")
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
+    folder = posixpath.dirname(source)
+    target = posixpath.normpath(posixpath.join(folder, name))
     if target in pages:
         relative = posixpath.relpath(pages[target], posixpath.dirname(page) or ".")
         return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
     path = ROOT / target
     if not path.exists() or _is_of_site(target):
-        return found[0]  # mkdocs copies it, or says that it is not there
+        return match[0]  # mkdocs copies the file, or reports that it is missing
     return text if "`" in text or text == target else f"{text} (`{target}`)"
 
 

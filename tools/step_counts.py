@@ -1,13 +1,13 @@
-"""Counts what a step of Runner V2 asks of a GPU: launches, uploads, waits, and bytes read.
+"""Count launches, uploads, waits and bytes read in a step of Runner V2 on a GPU.
 
-Runs in vLLM's CUDA build, on a GPU or under the emulation (``make emulated-gpu``), without CUDA
-graphs, so that every launch is seen. What is in a pass of a model, or in that part of a round which
-is captured as a whole, would be one launch of a graph; what is outside is paid as it is counted.
+Run it in vLLM's CUDA build, on a GPU or under the emulation (``make emulated-gpu``). CUDA graphs
+are off, so that every launch is counted. With graphs, a model's pass, and the captured part of a
+round, would be one launch each. Launches outside of them cost as counted.
 
     python tools/step_counts.py [--out counts.json] [CASE ...]
 
-A launch is an operator of PyTorch or vLLM that computes, or a Triton kernel. Bytes are the matrices
-that are multiplied with and the keys and values that FlashAttention is told to read.
+A launch is an operator of PyTorch or vLLM that computes, or a Triton kernel. Bytes are those of
+weight matrices and of the keys and values that FlashAttention reads.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from vllm_triforce.metrics.counters import PartTimes
 
 MAX_MODEL_LEN = 1024
 CONTEXT = 512
-COUNTED_STEPS = 8  # as many as lie between two selections
+COUNTED_STEPS = 8  # refresh_interval, so that one selection is among them
 BATCHES = (1, 8)
 TOKENS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
-    "masked": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},  # as many models' defaults are
+    "masked": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},  # default of many models
     "shaped": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.05},
 }
 _WARM_STEPS = 4
@@ -74,7 +74,7 @@ CASES: dict[str, dict | None] = {
 
 
 class Counts:
-    """By region, in which they were met; the innermost counts."""
+    """Counts by region; nested regions count for the innermost."""
 
     def __init__(self) -> None:
         self.regions = ["step"]
@@ -86,12 +86,12 @@ class Counts:
         self.by_region.clear()
         self.names.clear()
 
-    def add(self, what: str, number: int = 1, name: str = "") -> None:
+    def add(self, kind: str, number: int = 1, name: str = "") -> None:
         if not self.is_on:
             return
-        self.by_region[self.regions[-1]][what] += number
+        self.by_region[self.regions[-1]][kind] += number
         if name:
-            self.names[f"{self.regions[-1]}: {what}"][name] += number
+            self.names[f"{self.regions[-1]}: {kind}"][name] += number
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -106,7 +106,7 @@ COUNTS = Counts()
 
 
 class Operators(TorchDispatchMode):
-    """Launches of operators, and what they read."""
+    """Counts launches of operators, and the bytes that they read."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         schema = func._schema
@@ -130,7 +130,7 @@ def _attention_bytes(named: dict) -> int:
 
 
 class Transfers(TorchFunctionMode):
-    """Uploads, and calls from the package that may wait for the device."""
+    """Counts uploads, and calls from the package that may wait for the device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -138,7 +138,7 @@ class Transfers(TorchFunctionMode):
         if func is torch.Tensor.to and _is_gpu(*args[1:], kwargs.get("device")):
             with uploading():
                 return func(*args, **kwargs)
-        if name in _WAITS and (site := _site(own=True)):
+        if name in _WAITS and (site := _site(package_only=True)):
             COUNTS.add("perhaps waits", 1, f"{name} at {site}")
         return func(*args, **kwargs)
 
@@ -149,7 +149,7 @@ def _is_gpu(*values) -> bool:
 
 @contextmanager
 def uploading() -> Iterator[None]:
-    """One upload, whatever it is made of."""
+    """Count one upload; operators within it are not counted."""
     COUNTS.add("uploads", 1, _site())
     before, COUNTS.is_on = COUNTS.is_on, False
     try:
@@ -159,7 +159,7 @@ def uploading() -> Iterator[None]:
 
 
 def count_uploads() -> None:
-    """vLLM's own way, wherever it was imported."""
+    """Count calls of vLLM's ``async_tensor_h2d`` in every module that imported it."""
     upload = torch_utils.async_tensor_h2d
 
     def counted(*args, **kwargs):
@@ -171,15 +171,18 @@ def count_uploads() -> None:
             module.async_tensor_h2d = counted
 
 
-def _site(own: bool = False) -> str:
-    """Where we were called from: the innermost line of vLLM or of the package; if ``own``, ""
-    where the innermost is not the package's."""
+def _site(package_only: bool = False) -> str:
+    """Return the innermost line of vLLM or of the package in the stack.
+
+    Args:
+        package_only: returns "" if that line is not in the package.
+    """
     for frame in reversed(traceback.extract_stack(limit=14)[:-2]):
         if "vllm" in frame.filename and "step_counts" not in frame.filename:
-            if own and "vllm_triforce" not in frame.filename:
+            if package_only and "vllm_triforce" not in frame.filename:
                 return ""
-            place = frame.filename.split("vllm", 1)[1].split("site-packages/", 1)[-1]
-            return f"{place}:{frame.lineno}"
+            path = frame.filename.split("vllm", 1)[1].split("site-packages/", 1)[-1]
+            return f"{path}:{frame.lineno}"
     return ""
 
 
@@ -189,7 +192,7 @@ def count_triton() -> None:
     def run(self, *args, grid, warmup, **kwargs):
         if not warmup:
             COUNTS.add("launches", 1, self.fn.__name__)
-        # What the emulation does to interpret a kernel is not the GPU's work.
+        # The emulation's operators that interpret a kernel are not the GPU's work.
         before, COUNTS.is_on = COUNTS.is_on, False
         try:
             return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
@@ -199,7 +202,7 @@ def count_triton() -> None:
     triton.runtime.jit.JITFunction.run = run
 
 
-def seen(function):
+def with_operators_counted(function):
     def call(*args, **kwargs):
         if not COUNTS.is_on:
             return function(*args, **kwargs)
@@ -210,7 +213,7 @@ def seen(function):
 
 
 def mark_regions(runner) -> None:
-    """Passes of models, and the parts of a proposal."""
+    """Mark the passes of models and the parts of a proposal as regions."""
 
     def within(owner, attribute: str, name, is_pass: bool = False) -> None:
         original = getattr(owner, attribute)
@@ -228,8 +231,8 @@ def mark_regions(runner) -> None:
 
     within(runner.model, "forward", "pass: full", is_pass=True)
     for layer in runner.compilation_config.static_forward_context.values():
-        # Behind an operator of vLLM's own, which hides what it launches.
-        layer.impl.forward = seen(layer.impl.forward)
+        # vLLM wraps attention in an operator, which hides its launches from the mode outside.
+        layer.impl.forward = with_operators_counted(layer.impl.forward)
     speculator = runner.speculator
     if speculator is None:
         return
@@ -273,7 +276,7 @@ def save_models(folder: str) -> tuple[str, str]:
 
 
 def count_case(case: str, folder: str) -> list[dict]:
-    """One engine's steps, in batches of all sizes and with tokens of all kinds."""
+    """Count the steps of one engine, for all batch sizes and sampling parameters."""
     settings = copy.deepcopy(CASES[case])
     if settings and "model" in settings:
         settings["model"] = f"{folder}/draft"
@@ -304,7 +307,7 @@ def count_case(case: str, folder: str) -> list[dict]:
 
 
 def count(engine, batch: int, tokens: str) -> dict:
-    """All requests decoding; a mean over some steps."""
+    """Count per step while all requests decode, as a mean over ``COUNTED_STEPS``."""
     COUNTS.reset()
     sampling = SamplingParams(**TOKENS[tokens], max_tokens=300, ignore_eos=True, detokenize=False)
     names = [f"{batch} {tokens} {number}" for number in range(batch)]
@@ -326,7 +329,7 @@ def count(engine, batch: int, tokens: str) -> dict:
         engine.step()
     return {
         "regions": {
-            name: {what: number / COUNTED_STEPS for what, number in sorted(counts.items())}
+            name: {kind: number / COUNTED_STEPS for kind, number in sorted(counts.items())}
             for name, counts in sorted(COUNTS.by_region.items())
         },
         "names": {
@@ -337,7 +340,7 @@ def count(engine, batch: int, tokens: str) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """A line for each case, batch and kind of tokens."""
+    """Return a Markdown table with a line for each case, batch size and sampling parameters."""
     lines = [
         "| case | batch | tokens | launches outside passes: vLLM's, TriForce's | uploads: vLLM's, "
         "TriForce's | passes (launches in each; MB read in each) |",
@@ -345,33 +348,33 @@ def table(results: list[dict]) -> str:
     ]
     for result in results:
         regions = result["regions"]
-        own = [c for n, c in regions.items() if n.startswith(("propose", "recorder"))]
+        triforce = [c for n, c in regions.items() if n.startswith(("propose", "recorder"))]
         vllm = regions["step"]
         passes = []
         for name, counts in regions.items():
             number = sum(c.get(name, 0) for c in result["names"].values())
             if name.startswith("pass") and number:
-                read = counts.get("weight bytes", 0) + counts.get("KV bytes", 0)
+                num_bytes = counts.get("weight bytes", 0) + counts.get("KV bytes", 0)
                 passes.append(
                     f"{number:g} x {name.removeprefix('pass: ')} "
-                    f"({counts['launches'] / number:.0f}; {read / number / 1e6:.2f})"
+                    f"({counts['launches'] / number:.0f}; {num_bytes / number / 1e6:.2f})"
                 )
         lines.append(
             f"| {result['case']} | {result['batch']} | "
             f"{result['tokens']} | {vllm.get('launches', 0):.1f}, "
-            f"{sum(c.get('launches', 0) for c in own):.1f} | {vllm.get('uploads', 0):.1f}, "
-            f"{sum(c.get('uploads', 0) for c in own):.1f} | {'; '.join(passes)} |"
+            f"{sum(c.get('launches', 0) for c in triforce):.1f} | {vllm.get('uploads', 0):.1f}, "
+            f"{sum(c.get('uploads', 0) for c in triforce):.1f} | {'; '.join(passes)} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--out", help="where all counts go, as JSON")
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; default: all")
+    parser.add_argument("--out", help="file for all counts, as JSON")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
-        parser.error(f"{sorted(unknown)} are no cases; use some of {list(CASES)}")
+        parser.error(f"{sorted(unknown)} are not cases; use some of {list(CASES)}")
     if os.environ.get("GPU_EMULATION"):  # Triton's interpreter cannot run vLLM's top-p kernel
         from vllm.v1.sample.ops import topk_topp_sampler
 

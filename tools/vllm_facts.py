@@ -1,4 +1,4 @@
-"""Writes what a released vLLM's source says about the surfaces that we lean on.
+"""Write the facts of a released vLLM's source about the surfaces that TriForce uses.
 
     python tools/vllm_facts.py 0.33.0                     # single files from the release's wheel
     python tools/vllm_facts.py 0.33.0 --source FOLDER     # FOLDER/config/vllm.py and so on

@@ -1,8 +1,8 @@
-"""Single source files of a released vLLM, read out of its wheel by HTTP ranges (a few MB of 340).
+"""Fetch single source files of a released vLLM from its wheel by HTTP ranges (a few MB of 340).
 
     python tools/vllm_source.py 0.33.0 build/vllm-0.33.0 config/speculative.py v1/outputs.py
 
-pip says where the wheel is, from whatever index it is set up for.
+pip resolves the address of the wheel, from the index that it is configured for.
 """
 
 import io
@@ -15,15 +15,15 @@ from pathlib import Path
 
 
 class RangeFile(io.RawIOBase):
-    """A remote file, read in pieces of at least ``ahead`` bytes."""
+    """Remote file that is read in chunks of at least ``min_bytes``."""
 
-    def __init__(self, url: str, ahead: int = 1 << 18) -> None:
-        self._url, self._ahead, self._place = url, ahead, 0
-        self._piece, self._piece_start = b"", 0
+    def __init__(self, url: str, min_bytes: int = 1 << 18) -> None:
+        self._url, self._min_bytes, self._offset = url, min_bytes, 0
+        self._chunk, self._chunk_start = b"", 0
         with urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=30
-        ) as answer:
-            self._size = int(answer.headers["Content-Length"])
+        ) as response:
+            self._size = int(response.headers["Content-Length"])
 
     def seekable(self) -> bool:
         return True
@@ -32,34 +32,34 @@ class RangeFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
+        self._offset = offset + (0, self._offset, self._size)[whence]
+        return self._offset
 
     def readinto(self, buffer) -> int:
-        wanted = min(len(buffer), self._size - self._place)
-        if wanted <= 0:
+        num_bytes = min(len(buffer), self._size - self._offset)
+        if num_bytes <= 0:
             return 0
-        start = self._place - self._piece_start
-        if start < 0 or start + wanted > len(self._piece):
-            last = min(self._size, self._place + max(wanted, self._ahead)) - 1
+        start = self._offset - self._chunk_start
+        if start < 0 or start + num_bytes > len(self._chunk):
+            last = min(self._size, self._offset + max(num_bytes, self._min_bytes)) - 1
             request = urllib.request.Request(
-                self._url, headers={"Range": f"bytes={self._place}-{last}"}
+                self._url, headers={"Range": f"bytes={self._offset}-{last}"}
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                self._piece, self._piece_start, start = answer.read(), self._place, 0
-        buffer[:wanted] = self._piece[start : start + wanted]
-        self._place += wanted
-        return wanted
+            with urllib.request.urlopen(request, timeout=60) as response:
+                self._chunk, self._chunk_start, start = response.read(), self._offset, 0
+        buffer[:num_bytes] = self._chunk[start : start + num_bytes]
+        self._offset += num_bytes
+        return num_bytes
 
 
 def wheel_url(version: str) -> str:
-    """Where pip would get vLLM's CUDA wheel.
+    """Return the address from which pip would download vLLM's CUDA wheel.
 
     Raises:
-        RuntimeError: pip does not find it (no network, or no such version).
+        RuntimeError: pip does not find the version, or has no network.
     """
     command = [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"),
@@ -76,18 +76,18 @@ def wheel_url(version: str) -> str:
 
 
 def fetch(version: str, folder: Path, files: list[str]) -> Path:
-    """Writes ``vllm/<file>`` for each of ``files`` below ``folder``; what is there stays.
+    """Write ``vllm/<file>`` for each of ``files`` below ``folder``; existing files stay.
 
     Returns:
-        ``folder / "vllm"``. Files that the release does not have are left out.
+        ``folder / "vllm"``. Files that the release lacks are skipped.
     """
     root = folder / "vllm"
     missing = [file for file in files if not (root / file).exists()]
     if missing:
         with zipfile.ZipFile(RangeFile(wheel_url(version))) as wheel:
-            known = set(wheel.namelist())
+            names = set(wheel.namelist())
             for file in missing:
-                if f"vllm/{file}" in known:
+                if f"vllm/{file}" in names:
                     wheel.extract(f"vllm/{file}", folder)
     return root
 

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -21,7 +21,6 @@ class Registry(Mapping[str, Any]):
     Args:
         package: its dotted name.
         base: the module in it that defines what they all are, and the name of that class.
-        shared: further modules in it that define none.
         group: of the entry points; None where no other package may add one.
     """
 
@@ -29,12 +28,10 @@ class Registry(Mapping[str, Any]):
         self,
         package: str,
         base: tuple[str, str],
-        shared: Collection[str] = (),
         group: str | None = None,
     ) -> None:
         self._package = package
         self._base = base
-        self._shared = {base[0], *shared}
         self._group = group
         self._loaded: dict[str, type] = {}
 
@@ -52,7 +49,7 @@ class Registry(Mapping[str, Any]):
         if spec is None:
             raise ModuleNotFoundError(f"{self._package} is missing: install vllm-triforce anew")
         modules = pkgutil.iter_modules(spec.submodule_search_locations)
-        return frozenset(m.name for m in modules if m.name not in self._shared)
+        return frozenset(m.name for m in modules if m.name != self._base[0])
 
     @cached_property
     def _added(self) -> dict[str, EntryPoint]:

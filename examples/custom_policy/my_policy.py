@@ -1,4 +1,4 @@
-"""A selection policy outside vllm-triforce: half mean keys, half Quest's bound."""
+"""Selection policy outside vllm-triforce: the mean of mean keys' and Quest's scores."""
 
 import torch
 
@@ -8,12 +8,12 @@ from vllm_triforce.selection import SelectionPolicy, Summary
 class BlendPolicy(SelectionPolicy):
     """Blend.
 
-    Mechanism: chunks with the largest mean of two numbers: the product of the newest verified
-    query with the chunk's mean key, and the largest product that any key of the chunk could have.
-    The first misses a single key that stands out, the second trusts bounds that no key reaches.
+    Mechanism: chunks with the largest mean of two scores: the product of the newest verified query
+    with the chunk's mean key, and Quest's upper bound of its product with any of the chunk's keys.
+    The first misses a single outstanding key. The second trusts bounds that no key may reach.
     """
 
-    name = "blend"  # the entry point's in pyproject.toml, and the key `selection`
+    name = "blend"  # as the entry point in pyproject.toml and the key `selection`
     summaries = (Summary.MEAN, Summary.MIN, Summary.MAX)
 
     def score(

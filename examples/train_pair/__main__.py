@@ -1,9 +1,9 @@
-"""``python examples/train_pair``"""
+"""Entry point of ``python examples/train_pair``."""
 
 import sys
 from pathlib import Path
 
-# Run as a folder, its files would be modules without a package.
+# Python runs a folder without its package, which relative imports need.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train_pair.command import main  # noqa: E402

@@ -1,16 +1,15 @@
-"""Checkpoints that vLLM and transformers read."""
+"""Export of checkpoints for vLLM and transformers."""
 
 import os
 
 import torch
 
-from .model import SIZES
-from .state import load_model
-from .tokenizer import BOS, EOS, VOCAB
+from .model import SIZES, load_model
+from .text import BOS, EOS, VOCAB
 
 
 def export(work, out):
-    """Both models as LlamaForCausalLM folders, each written beside its place and moved in."""
+    """Write both models as LlamaForCausalLM folders, each replaced in one step per file."""
     from tokenizers import Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -61,7 +60,7 @@ def export(work, out):
         ids = torch.randint(3, VOCAB, (1, 300))
         with torch.no_grad():
             error = (hf(ids).logits - model(ids, torch.arange(300)[None])).abs().max()
-        assert error < 1e-3, f"{name}: transformers computes something else ({error})"
+        assert error < 1e-3, f"{name}: transformers computes other logits ({error})"
         folder, fresh = out / name, out / f".{name}.{os.getpid()}"
         hf.to(torch.bfloat16).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)

@@ -1,13 +1,12 @@
-"""A Llama, its sizes, and its losses."""
+"""Llama model with its sizes, losses and checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .sparse_attention import sparse_attention
-from .tokenizer import VOCAB
+from .text import VOCAB, save
 
 
 @dataclass
@@ -35,7 +34,7 @@ SIZES = {
 
 
 class Layer(nn.Module):
-    """A Llama layer. Matrices that share an input are stacked in one parameter."""
+    """Llama layer; matrices that share an input are stacked in one parameter."""
 
     def __init__(self, s):
         super().__init__()
@@ -88,21 +87,90 @@ class Llama(nn.Module):
         return F.linear(F.rms_norm(x, x.shape[-1:], self.norm, 1e-6), self.embed)
 
     def loss(self, tokens, positions, sparse=None):
-        """Cross entropy; with `sparse`, plus how far sparse attention leads astray from full."""
+        """Return cross entropy, plus the divergence of sparse from full attention with `sparse`.
+
+        The second value has both parts, detached, for the log.
+        """
         logits = self(tokens[:, :-1], positions).flatten(0, 1)
         loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
         if sparse is None:
             return loss, torch.stack((loss.detach(), loss.new_zeros(())))
         other = self(tokens[:, :-1], positions, sparse).flatten(0, 1)
-        astray = F.kl_div(
+        divergence = F.kl_div(
             (2 * other).log_softmax(-1),
             (2 * logits).log_softmax(-1),
             log_target=True,
             reduction="batchmean",
-        )  # sharpened: argmaxes matter
-        return loss + 2 * astray, torch.stack((loss.detach(), astray.detach()))
+        )  # sharpened by factor 2, since argmaxes matter
+        return loss + 2 * divergence, torch.stack((loss.detach(), divergence.detach()))
 
     def distil(self, tokens, positions, teacher_logits):
         logits = self(tokens[:, :-1], positions).flatten(0, 1).float()
         loss = -(teacher_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
         return loss, torch.stack((loss.detach(), loss.new_zeros(())))
+
+
+def sparse_attention(q, k, v, budget, recent, block=32, chunk=128):
+    """Attend causally to `budget` keys, selected for each head and chunk of queries.
+
+    They are the first block, the recent blocks, and the blocks whose mean keys have the largest
+    product with the last query before the chunk.
+    """
+    b, h, t, d = q.shape
+    chunks, blocks, width = t // chunk, t // block, chunk // block
+    near, extra = recent // block, budget // block - recent // block - 1
+    on = dict(device=q.device)
+    first = torch.arange(chunks, **on) * width  # first block of each chunk
+    with torch.no_grad():
+        means = k.view(b, h, blocks, block, d).mean(3)
+        queries = q[:, :, (first * block - 1).clamp(min=0)]
+        ids = torch.arange(blocks, **on)
+        is_far = (ids > 0) & (ids < first[:, None] - near)
+        scores = (queries @ means.mT).masked_fill(~is_far, -torch.inf)
+        selected = scores.topk(extra, -1).indices  # best first, so blocks that are not far are last
+        close = first[:, None] + torch.arange(-near, width, **on)
+        fixed = torch.cat((torch.zeros_like(close[:, :1]), close), 1)
+        index = torch.cat((fixed.clamp(min=0).expand(b, h, -1, -1), selected), -1)
+        base = torch.arange(b * h, **on).view(b, h, 1, 1) * blocks
+        rows = (index + base).transpose(1, 2)
+        is_valid = torch.cat(
+            (
+                close[:, :1] > 0,
+                close >= 0,
+                torch.arange(extra, **on) < is_far.sum(-1, keepdim=True),
+            ),
+            1,
+        )
+        positions = (
+            torch.cat((fixed, fixed.new_zeros(chunks, extra)), 1)[..., None] * block
+            + torch.arange(block, **on)
+        ).flatten(1)
+        mask = positions[:, None] <= (torch.arange(t, **on).view(chunks, chunk, 1))
+        mask = (mask & is_valid.repeat_interleave(block, 1)[:, None])[:, None].repeat(b, 1, 1, 1)
+
+    def gather(x):
+        return F.embedding(rows, x.reshape(-1, block * d)).view(b * chunks, h, -1, d)
+
+    q = q.reshape(b, h, chunks, chunk, d).transpose(1, 2).flatten(0, 1)
+    out = F.scaled_dot_product_attention(q, gather(k), gather(v), attn_mask=mask)
+    return out.view(b, chunks, h, chunk, d).transpose(1, 2).reshape(b, h, t, d)
+
+
+def load_model(work, name, device="cpu"):
+    state = torch.load(work / f"{name}.pt", map_location=device)
+    model = Llama(Shape(**state["shape"]))
+    model.load_state_dict(state["model"])
+    return model.to(device).eval()
+
+
+def checkpoint(path, model, optimizers, done, step, tokens):
+    state = dict(
+        model=model.state_dict(),
+        shape=asdict(model.shape),
+        done=done,
+        step=step,
+        tokens=tokens,
+        optimizers=[o.state_dict() for o in optimizers],
+    )
+    save(path, state)
+    print("saved:", path.name, "tokens by length:", tokens, flush=True)

@@ -268,10 +268,9 @@ def test_a_kernel_that_spoils_the_device_is_one_of_the_tests(tmp_path):
 
 
 @pytest.mark.parametrize("way", [offload.PLAIN, offload.TRIFORCE])
-@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("cell", ["122000x1", "32000x4"])
 def test_an_offloaded_engine_has_room_for_its_requests_and_as_much_device_as_is_asked(
-    monkeypatch, tmp_path, cell, is_ahead, way
+    monkeypatch, tmp_path, cell, way
 ):
     from vllm_triforce.config import TriForceConfig
 
@@ -291,12 +290,12 @@ def test_an_offloaded_engine_has_room_for_its_requests_and_as_much_device_as_is_
         num_steps=16,
     )
     geometry = offload.GEOMETRIES["llama-3.1-8b"]
-    offload.engine(args, geometry, way, is_ahead)
+    offload.engine(args, geometry, way)
     assert made["gpu_memory_utilization"] == pytest.approx(0.9 * 23.5 / 141)
     keys = made["keys"]
     config = TriForceConfig(**{k: v for k, v in keys.items() if k != "model"})
     config = config.fill(True, keys.get("model"), True).resolve(16)
-    assert config.kv_offload_overlap is is_ahead and config.is_plain == (way == offload.PLAIN)
+    assert config.is_plain == (way == offload.PLAIN)
     reach = config.num_speculative_tokens + config.gamma
     blocks = made["max_num_seqs"] * -(-(made["max_model_len"] + reach) // 16) + 1
     assert keys["kv_offload_gib"] * 2**30 >= blocks * 16 * geometry.kv_bytes_per_token
@@ -306,12 +305,12 @@ def test_an_offloaded_engine_has_room_for_its_requests_and_as_much_device_as_is_
 
 def test_speculation_over_host_memory_is_compared_with_plain_decoding_there(tmp_path):
     items = Items(tmp_path / "result.json")
-    offload.put_speedup(items, "")
+    offload.put_speedup(items)
     assert not items.found
     parts = dict(selection_ms=0.0, level1_step_ms=0.0, level2_pass_ms=10.0, verification_ms=0.0)
     items.put(offload.PLAIN, {"step_ms": 400.0})
     items.put(offload.TRIFORCE, parts | {"step_ms": 0.0, "full_pass_ms": 400.0})
-    offload.put_speedup(items, "")
+    offload.put_speedup(items)
     rounds, _ = inner_loop(offload.LEVEL1, 16, 2)
     step = 400 + 10 * rounds
     for acceptance, found in items.found["speed-up"]["speedup"].items():

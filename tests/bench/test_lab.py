@@ -218,7 +218,7 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
 
     def block_summaries(layer):
         def of(ids, kind):
-            found = [kind.of(layer.keys[:, 8 * of_block[int(i)] :][:, :8], 1) for i in ids]
+            found = [kind.reduce(layer.keys[:, 8 * of_block[int(i)] :][:, :8], 1) for i in ids]
             return torch.stack(found)
 
         return of

@@ -10,8 +10,8 @@ from vllm_triforce.selection import POLICIES
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
 PLANS = ("fixed", "dice")
-# Offloaded, copied ahead, with windows: not the first and the last, for one layer with full
-# attention is staged for all.
+# Offloaded, one request at a time, with windows: not the first and the last, for one layer with
+# full attention is staged for all.
 KINDS = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
 
 
@@ -24,7 +24,7 @@ class Case:
             nothing.
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
-        ahead: whether a layer is copied from there while the one before it runs.
+        is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
         windows: whether every other layer of the target has a sliding window.
     """
 
@@ -34,14 +34,14 @@ class Case:
     plan: str = ""
     graphs: bool = False
     offload: bool = False
-    ahead: bool = False
+    is_single: bool = False
     windows: bool = False
 
     @property
     def name(self) -> str:
         stock = "" if self.plan else "stock"
         parts = [self.backend, self.source or stock, self.selection, self.plan]
-        parts += ["offload" * self.offload, "ahead" * self.ahead]
+        parts += ["offload" * self.offload, "single" * self.is_single]
         parts += ["windows" * self.windows, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
@@ -82,8 +82,7 @@ def every_case() -> list[Case]:
     # Eager before graphs, which are compared with it.
     cases = [Case(*way, graphs, *kind) for *way, kind in ways for graphs in (False, True)]
     plain = [
-        Case("FLASH_ATTN", plan="plain", offload=True, ahead=True, graphs=graphs)
-        for graphs in (False, True)
+        Case("FLASH_ATTN", plan="plain", offload=True, graphs=graphs) for graphs in (False, True)
     ]
     # A draft has layers of one kind.
     return (

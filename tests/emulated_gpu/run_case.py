@@ -59,8 +59,8 @@ def make_engine(case: Case, target: str, draft: str):
     if case.plan == "plain":
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
-        triforce |= {"kv_offload_gib": 0.01, "kv_offload_overlap": case.ahead}
-    if case.ahead:  # and as large models have it on small cards
+        triforce |= {"kv_offload_gib": 0.01}
+    if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(
         target,

@@ -129,7 +129,7 @@ def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
 def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     """Of every kind of batch. Where one request at a time is speculated on, it may be that only
     greedy ones are."""
-    kinds = ("greedy",) if verdict.case.ahead else KINDS
+    kinds = ("greedy",) if verdict.case.is_single else KINDS
     wanted = {f"level 2 round, {kind}" for kind in kinds}
     if verdict.case.source == "draft_model":
         wanted |= {f"level 1 round, {kind}" for kind in kinds}

@@ -44,10 +44,7 @@ def _placing(num_device_layers: int | None) -> Iterator[None]:
     from vllm_triforce.offload import startup as offloading
 
     def place_layers(**how):
-        placed = original(**how)
-        left = placed.num_layers - num_device_layers
-        buffers = min(how["num_buffers"], left)
-        return replace(placed, num_device_layers=num_device_layers, num_buffers=buffers)
+        return replace(original(**how), num_device_layers=num_device_layers)
 
     with replaced(offloading, "place_layers", place_layers) as original:
         yield

@@ -81,7 +81,6 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
         keys["max_speculating_seqs"] = draw(st.integers(1, 3))
     if draw(st.integers(0, 2)) == 0:
         keys["kv_offload_gib"] = 1.0
-        keys["kv_offload_overlap"] = draw(st.booleans())
         # Of two or four, the first lie on the device. Not a key: engines.py
         keys["num_device_layers"] = draw(st.sampled_from([0, 0, 1]))
     return keys

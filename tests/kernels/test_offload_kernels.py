@@ -14,8 +14,9 @@ from tests.kernels.tensors import counted, integers, new_counters, some_rows
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_table import Refresh, RowColumn
-from vllm_triforce.kernels.stage_blocks import Part, stage_blocks
+from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
+from vllm_triforce.offload.cache import HostLayer
 
 
 def caches(count: int, heads: int, block_size: int, size: int, dtype, layout: str) -> torch.Tensor:
@@ -43,12 +44,20 @@ def test_each_block_that_is_read_is_staged_where_it_was(heads, block_size, size,
     # Whole blocks, a part of one, one token more than a block, a padded row.
     lens = [3 * block_size + 1, 2 * block_size, 1, 0]
     counters = new_counters()
-    starts = integers([0, 1, 1 + block_size, 2 + block_size, 2 + block_size])
-    stage_blocks(host, staging, tables, integers(lens), starts, block_size, counters)
+    stage_blocks(host, staging, tables, integers(lens), block_size, counters)
     assert_staged(staging, host, {3, 9, 1, 20, 4, 7})
     # One that two requests read is brought for each.
     page = heads * block_size * size * host.element_size()
     assert counted(counters) == {DeviceCounter.NUM_STAGED_BYTES: 7 * page}
+
+
+def test_layers_are_staged_one_after_the_other_in_the_same_memory():
+    made = caches(12, 2, 16, 8, torch.float32, "head-major")
+    hosts, staging, counters = [made, made + 1000], torch.full_like(made, 252), new_counters()
+    for host in hosts:
+        layer = HostLayer(host, staging, counters, pool=None)
+        assert layer.stage(integers([[3, 9], [4, 0]]), integers([17, 16])) is staging
+        assert_staged(staging, host, {3, 9, 4})
 
 
 def assert_staged(staging, host, read: set[int]) -> None:
@@ -56,30 +65,6 @@ def assert_staged(staging, host, read: set[int]) -> None:
     for block in range(len(host)):
         wanted = host[block] if block in read else torch.full_like(host[block], 252)
         assert torch.equal(staging[block], wanted), block
-
-
-@LAYOUTS
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_what_this_pass_writes_to_is_staged_apart(block_size, layout):
-    host = caches(40, 2, block_size, 8, torch.bfloat16, layout)
-    tables = integers(
-        [[3, 9, 1, 20], [4, 5, 0, 0], [7, 8, 6, 0], [11, 0, 0, 0], [21, 22, 23, 24], [0] * 4]
-    )
-    # One token in a new block; one that fills its block; a whole prompt; one in the middle of a
-    # block; seventeen at the end of a block; a padded row.
-    lens = [3 * block_size + 1, 2 * block_size, 2 * block_size + 3, 5, 4 * block_size, 0]
-    new = [1, 1, 2 * block_size + 3, 1, 17, 0]
-    first_new = [3, 1, 0, 0, 4 - -(-17 // block_size), 4]
-    starts = integers([sum(new[:row]) for row in range(7)])
-    page = 2 * block_size * 8 * 2
-    for part, read in (
-        (Part.COMPUTED, {3, 9, 1, 4, *[21, 22, 23][: first_new[4]]}),
-        (Part.NEW, {20, 5, 7, 8, 6, 11, *[21, 22, 23, 24][first_new[4] :]}),
-    ):
-        staging, counters = torch.full_like(host, 252), new_counters()
-        stage_blocks(host, staging, tables, integers(lens), starts, block_size, counters, part)
-        assert_staged(staging, host, read)
-        assert counted(counters) == {DeviceCounter.NUM_STAGED_BYTES: len(read) * page}
 
 
 WIDTH, BLOCK, HEADS, SIZE = 11, 16, 2, 10

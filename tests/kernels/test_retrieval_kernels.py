@@ -72,7 +72,7 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
                         expected[layer, head, block] = oracles.chunk_summary(
                             own, scales[layer], kind
                         )
-        found = summaries.of_blocks(torch.arange(13, device=DEVICE)).cpu()
+        found = summaries.dequantize(torch.arange(13, device=DEVICE)).cpu()
         written = expected != 7
         assert bool((found[~written] == 7).all())
         half_a_step = expected.abs().amax(-1, keepdim=True) / 254 + 1e-5
@@ -106,7 +106,7 @@ def test_chunk_scores(group, dim, kv_heads):
         for layer in range(num_layers):
             own = queries[layer, query_rows[row]].cpu()
             expected = oracles.chunk_scores(
-                own, means.of_blocks(candidates.to(DEVICE))[layer].cpu()
+                own, means.dequantize(candidates.to(DEVICE))[layer].cpu()
             )
             found = scores[row, layer, :, 1 : max(count, 1)]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -159,7 +159,7 @@ def test_level_2_of_the_gpu(layout):
     ends = torch.tensor([[0], [40]], dtype=torch.int32, device=DEVICE)
     attention.update_summaries(found, blocks, *ends, 40)
     means = case.cache[..., :64].float().mean(2).transpose(0, 1)
-    kept = found[Summary.MEAN].of_blocks(blocks[0])[0]
+    kept = found[Summary.MEAN].dequantize(blocks[0])[0]
     half_a_step = means.abs().amax(-1, keepdim=True) / 254 + 1e-4
     assert bool(((kept - means).abs() <= half_a_step).all())
 

@@ -1136,15 +1136,14 @@ def _joint() -> list[Case]:
 # Of four layers all lie there, or all but one; or some, with less of it or fewer blocks.
 MOST_GIB, SOME_GIB = 1.0, 0.06
 _MOST, _SOME = dict(kv_offload_gib=MOST_GIB), dict(kv_offload_gib=SOME_GIB)
-_AHEAD = dict(kv_offload_overlap=True)
 OFFLOADED = {
     "greedy-draft_model": _MOST,
-    "prefix caching": _MOST | _AHEAD,
-    "preemption": _SOME | _AHEAD,
+    "prefix caching": _MOST,
+    "preemption": _SOME,
     "joining and leaving": _SOME,
     "nan-sampled-2": _SOME,
-    "full budget": _SOME | _AHEAD,
-    "dice-sampled": _SOME | _AHEAD,
+    "full budget": _SOME,
+    "dice-sampled": _SOME,
 }
 
 
@@ -1173,7 +1172,7 @@ def _offloaded(cases: list[Case]) -> list[Case]:
             ),
             ("stock", "nothing proposed", "read together"),
             source="prompt_lookup",
-            keys=_MOST | _AHEAD | {"levels": "3"},
+            keys=_MOST | {"levels": "3"},
             engine=SMALL | {"max_num_batched_tokens": 1200},
             at_least={"num_staged_bytes": 1},
             skip=_HOST_REFUSES,

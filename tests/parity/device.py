@@ -69,18 +69,16 @@ def _result(folder: Path, number: int) -> Path:
 def _poison_staging() -> None:
     """From now on nothing is there before a layer's blocks are staged: what was left out would
     come out as NaN."""
-    from vllm_triforce.kernels.stage_blocks import Part
-    from vllm_triforce.offload.staging import Staging
+    from vllm_triforce.offload.cache import HostLayer
 
-    stage = getattr(Staging._stage, "stage", Staging._stage)
+    stage = getattr(HostLayer.stage, "stage", HostLayer.stage)
 
-    def poisoned(staging, number, reads, part):
-        if part != Part.NEW:  # the rest of it was staged ahead
-            staging.buffers[number % len(staging.buffers)].fill_(float("nan"))
-        return stage(staging, number, reads, part)
+    def poisoned(layer, *reads):
+        layer.staging.fill_(float("nan"))
+        return stage(layer, *reads)
 
     poisoned.stage = stage
-    Staging._stage = poisoned
+    HostLayer.stage = poisoned
 
 
 def _check_pool(pool) -> None:
@@ -185,8 +183,6 @@ class _Inside:
             placed = worker._offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
             assert (placed.num_device_layers > 0) if is_some else (placed.num_device_layers < 2)
-            ahead = job.triforce.get("kv_offload_overlap", False) and placed.num_host_layers > 1
-            assert len(worker._offload.buffers) == 1 + ahead
             _poison_staging()
             self._predicted = _PredictedBytes(worker)
             self._guard = HostMemoryGuard(worker._offload._memory._memory)

@@ -299,8 +299,8 @@ def test_full_blocks_are_summarised(backend, case):
     keys = case.keys.float().unflatten(1, (-1, BLOCK))[:, blocks]
     for kind, kept in summaries.items():
         expected = torch.zeros(shape, device=case.device)
-        expected[:, :, blocks] = kind.of(keys, 2).transpose(1, 2)
-        found = kept.of_blocks(torch.arange(case.num_blocks, device=case.device))
+        expected[:, :, blocks] = kind.reduce(keys, 2).transpose(1, 2)
+        found = kept.dequantize(torch.arange(case.num_blocks, device=case.device))
         half_a_step = expected.abs().amax(-1, keepdim=True) / 254 + 1e-4
         assert bool(((found - expected).abs() <= half_a_step).all())
 

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import triforce
 from tests.models import make_llama
 from tests.unit.test_plugin import engine_config
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.noise import InnerNoise
@@ -87,12 +87,12 @@ def test_failed_allocation_names_size_and_remedy():
     size = 1 << 60
     with (
         pytest.raises(MemoryError, match=r"the cache needs 1\.00 GiB.*could not.*; lower it"),
-        allocating("the cache", 1 << 30, torch.device("meta"), "lower it"),
+        checked_allocation("the cache", 1 << 30, torch.device("meta"), "lower it"),
     ):
         torch.empty(size, dtype=torch.uint8)
     with (
         pytest.raises(MemoryError, match=r"needs 1073741824\.00 GiB.*are available; lower it"),
-        allocating("the cache", size, torch.device("cpu"), "lower it"),
+        checked_allocation("the cache", size, torch.device("cpu"), "lower it"),
     ):
         raise AssertionError("refused before anything is allocated")
 

@@ -22,8 +22,7 @@ def placed(
     host: float,
     device: float,
     pool_blocks: int = 320,
-    most_blocks: int = 1 << 62,
-    num_buffers: int = 1,
+    max_blocks: int = 1 << 62,
 ):
     return place_layers(
         num_layers=32,
@@ -32,33 +31,28 @@ def placed(
         device_bytes=int(device * GIB),
         pool_bytes=pool_blocks * PAGE,
         summary_share=SHARE,
-        most_blocks=most_blocks,
-        num_buffers=num_buffers,
+        max_blocks=max_blocks,
     )
 
 
 def device_bytes(placement, pool_blocks: int = 320) -> float:
     """What is taken of the device, counted part by part."""
     layers = placement.num_device_layers * placement.num_blocks * PAGE
-    staging = placement.num_buffers * placement.num_blocks * PAGE
+    staging = placement.num_blocks * PAGE
     summaries = SHARE * placement.num_layers * placement.num_blocks * PAGE
     return layers + staging + summaries + placement.num_host_layers * pool_blocks * PAGE
 
 
-@pytest.mark.parametrize("num_buffers", [1, 2])
 @pytest.mark.parametrize("host", [0.31, 1, 16, 30.5])
 @pytest.mark.parametrize("device", [2.1, 4, 10])
-def test_no_placement_has_more_blocks_nor_as_many_and_more_layers_on_the_device(
-    host, device, num_buffers
-):
-    found = placed(host, device, num_buffers=num_buffers)
-    assert found.num_buffers == min(num_buffers, found.num_host_layers)
+def test_no_placement_has_more_blocks_nor_as_many_and_more_layers_on_the_device(host, device):
+    found = placed(host, device)
     assert found.host_bytes <= host * GIB and device_bytes(found) <= device * GIB
     assert found.num_host_layers + found.num_device_layers == 32
     assert found.kv_bytes == 32 * found.num_blocks * PAGE
     for number in range(32):
         blocks = found.num_blocks + (number <= found.num_device_layers)
-        other = type(found)(32, number, blocks, PAGE, num_buffers=min(num_buffers, 32 - number))
+        other = type(found)(32, number, blocks, PAGE)
         assert other.host_bytes > host * GIB or device_bytes(other) > device * GIB, other
 
 
@@ -84,7 +78,7 @@ def test_host_memory_for_which_there_is_no_use_is_left_and_layers_stay_on_the_de
     """131,072 tokens take 16 GiB of all layers; with 90 GiB asked for they would all lie in host
     memory, were it to be filled."""
     assert placed(90, 8).num_device_layers == 0
-    found = placed(90, 8, most_blocks=8193)
+    found = placed(90, 8, max_blocks=8193)
     assert found.num_blocks == 8193 and found.num_device_layers == 13
     assert device_bytes(found) <= 8 * GIB and found.host_bytes < 10 * GIB
 
@@ -130,10 +124,12 @@ def test_proposals_are_longer_where_a_full_pass_is_dear():
     assert longest(4, kv_offload_gib=8, num_speculative_tokens=9) == 9
 
 
-def test_copying_ahead_needs_a_kv_cache_in_host_memory():
-    with pytest.raises(ValueError, match="kv_offload_overlap=True without kv_offload_gib; set it"):
-        TriForceConfig(kv_offload_overlap=True)
-    assert TriForceConfig(kv_offload_overlap=True, kv_offload_gib=1).kv_offload_overlap
+def test_the_key_that_copied_layers_ahead_is_unknown():
+    with pytest.raises(
+        ValueError, match="key 'kv_offload_overlap' is unknown to TriForce"
+    ) as error:
+        TriForceConfig.from_speculative_config({"kv_offload_gib": 8, "kv_offload_overlap": True})
+    assert "\n" not in str(error.value)
 
 
 def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
@@ -273,9 +269,6 @@ def test_too_little_for_the_longest_request_is_refused_with_what_would_do():
     with pytest.raises(ValueError, match=r"for 4 requests; max_speculating_seqs=3 would do"):
         a_plan(17, 2.9)
     a_plan(17, 2.9, max_speculating_seqs=3)
-    with pytest.raises(ValueError, match=r"2 staging buffers.*; kv_offload_overlap=false would do"):
-        a_plan(17, 3.4, kv_offload_overlap=True)
-    a_plan(17, 3.4)
     with pytest.raises(ValueError, match=r"max_speculating_seqs=3 and kv_offload_gib=16\.\d would"):
         a_plan(4, 2.9)
     with pytest.raises(ValueError, match=r"; --max-model-len (\d+) would do") as refused:

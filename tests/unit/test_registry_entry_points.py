@@ -14,7 +14,7 @@ from vllm_triforce.selection import POLICIES
 
 def policies() -> Registry:
     """As vllm_triforce/selection makes it, of what is installed now."""
-    return Registry("vllm_triforce.selection", POLICIES._base, ["summaries"], POLICIES._group)
+    return Registry("vllm_triforce.selection", POLICIES._base, POLICIES._group)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_configuration_knows_it(install, monkeypatch):
 
     install("mine", {"newest": "mine_module:Newest"})
     install("source", {"repeat": "source_module:Repeat"}, "", "vllm_triforce.draft_sources")
-    sources = Registry("vllm_triforce.runner_v1.sources", SOURCES._base, (), SOURCES._group)
+    sources = Registry("vllm_triforce.runner_v1.sources", SOURCES._base, SOURCES._group)
     monkeypatch.setattr(asked, "POLICIES", policies())
     monkeypatch.setattr(draft_sources, "SOURCES", sources)
     assert TriForceConfig(selection="newest", draft_sources="repeat").selection == "newest"

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected):
     keys = torch.randn(3, 2, num_chunks, 5, 16)
     query = torch.randn(3, 2 * group, 16)
-    summaries = {kind: kind.of(keys, 3) for kind in policy.summaries}
+    summaries = {kind: kind.reduce(keys, 3) for kind in policy.summaries}
     chosen = policy().select(query, summaries, 2, num_chunks, num_selected)
     assert chosen.shape == (3, 2, num_selected)
     assert chosen.min() >= 0 and chosen.max() < num_chunks
@@ -53,7 +53,7 @@ def test_quest_bounds_the_product_of_every_key(group):
     """Its score is no less than any key's product, and that of a key made of each dimension's
     better end; a chunk of one key has that key's product."""
     keys, query = torch.randn(2, 3, 9, 5, 16), torch.randn(2, 3, group, 16)
-    summaries = {kind: kind.of(keys, 3) for kind in QuestPolicy.summaries}
+    summaries = {kind: kind.reduce(keys, 3) for kind in QuestPolicy.summaries}
     scores = QuestPolicy().score(query, summaries, 9)
     products = torch.einsum("lhgd,lhctd->lhgct", query, keys)
     assert bool((scores[..., None] >= products - 1e-5).all())
@@ -168,7 +168,10 @@ def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interv
         16,
         torch.float32,
         CPU,
-        [lambda ids, kind, layer=layer: kind.of(keys[layer, ids], 2) for layer in range(layers)],
+        [
+            lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2)
+            for layer in range(layers)
+        ],
     )
     cache = RetrievalCache(summaries, RetrievalPolicy(), BLOCK, budget, recent, interval)
     return cache, keys
@@ -303,7 +306,7 @@ def test_key_layout_is_found_by_probing(order, head_dim):
         keys = torch.randn(BLOCK, 1, head_dim, generator=generator)
         wanted = {Summary.MEAN: keys.mean(0), Summary.MIN: keys.amin(0), Summary.MAX: keys.amax(0)}
         for kind in Summary:
-            found = layout.summary(write_block(keys), kind)
+            found = layout.summarize(write_block(keys), kind)
             torch.testing.assert_close(found, wanted[kind][0], atol=1e-5, rtol=1e-5)
 
 
@@ -351,7 +354,7 @@ def test_both_loops_select_alike(policy, group):
     rows = Rows(3, 6, 2, 3, 100, CPU)
     found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows, 3, CPU)
     for kind, summaries in found.summaries.items():
-        for layer, vectors in enumerate(kind.of(keys, 3).transpose(1, 2)):
+        for layer, vectors in enumerate(kind.reduce(keys, 3).transpose(1, 2)):
             summaries.write(layer, torch.arange(num_blocks), vectors)
     counts = torch.tensor([60, 9, 25], dtype=torch.int32)
     rows.tail[:3] = counts
@@ -365,7 +368,7 @@ def test_both_loops_select_alike(policy, group):
         num_selected = min(6, count - 1)
         wanted = policy().select(
             queries[:, query_rows[row]],
-            {kind: kept.of_blocks(candidates) for kind, kept in found.summaries.items()},
+            {kind: kept.dequantize(candidates) for kind, kept in found.summaries.items()},
             num_heads,
             count - 1,
             num_selected,

@@ -17,11 +17,8 @@ sys.path.append(str(ROOT / "examples"))
 
 from train_pair.command import main
 from train_pair.model import SIZES, Llama, Shape
-from train_pair.muon import Muon
-from train_pair.text import documents, load_text
-from train_pair.tokenizer import VOCAB
-from train_pair.training import backward, one_loss
-from train_pair.windows import Windows
+from train_pair.text import VOCAB, Windows, documents, load_text
+from train_pair.training import Muon, backward, one_loss
 
 
 class NothingOnTheCPU(TorchDispatchMode):
@@ -61,7 +58,7 @@ def test_another_folder_adds_sources(tmp_path):
     (tmp_path / "more.py").write_text(text)
     found = [text for _, text, _ in documents(tmp_path)]
     assert text in found and len(found) > 100
-    assert len(documents(tmp_path, most_bytes=100_000)) < len(found)
+    assert len(documents(tmp_path, max_bytes=100_000)) < len(found)
 
 
 def gradients(micro_tokens, sparse, taught, rows=5, length=1024):

@@ -50,7 +50,7 @@ def _quantized(asked: dict, where: str) -> dict:
     """With an fp8 KV cache, on the device or in host memory."""
     keys = EIGHT | {"model": asked["draft of eight"]}
     if where == "host":
-        keys |= {"kv_offload_gib": 1.0, "kv_offload_overlap": True}
+        keys |= {"kv_offload_gib": 1.0}
     llm = make_engine(asked["eight"], keys, kv_cache_dtype="fp8", dtype="bfloat16")
     tokens = generate(llm, asked["prompts of eight"], max_tokens=NUM_TOKENS)
     counters = dataclasses.asdict(speculator_of(llm).counters)

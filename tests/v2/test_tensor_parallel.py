@@ -32,11 +32,10 @@ def stock(engines, pair):
     return engines.get(pair["target"])
 
 
-@pytest.mark.parametrize("how", ["speculating", "ahead", "plain"])
+@pytest.mark.parametrize("how", ["speculating", "plain"])
 def test_two_ranks(stock, pair, tmp_path, how):
     keys = {
         "speculating": {**SPECULATING, "model": pair["draft"]},
-        "ahead": {**SPECULATING, "model": pair["draft"], "kv_offload_overlap": True},
         "plain": {"levels": "3"},
     }[how]
     text = held_out_tokens(stock.get_tokenizer(), 4000)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment of the GPU emulation (docs/gpu-emulation.md):   setup.sh FOLDER
-# 6 GB, with a virtual environment in FOLDER/venv. Repeated, it does only what is left to do.
-#   VLLM=0.32.0    vLLM's release; 0.33.0 is known as well
-#   KIT=FOLDER     a kit of tools/gpu_kit/make_kit.sh, of that release; without it one is made
+# 6 GB, with a virtual environment in FOLDER/venv. A repeated run does only the missing steps.
+#   VLLM=0.32.0    vLLM's release; 0.33.0 is supported too
+#   KIT=FOLDER     a kit of that release by tools/gpu_kit/make_kit.sh; default: makes one
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# = 1 ] || { echo "usage: setup.sh FOLDER" >&2; exit 2; }
@@ -65,7 +65,7 @@ for pair in cuda:libcuda.so.1 nvml:libnvidia-ml.so.1; do
   mv "$library.new" "$library"
 done
 
-# For every process of the environment: vLLM, and the emulation where the process before had it.
+# Every Python process of the environment finds vLLM, and a child of an emulated process starts it.
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 start='import os; os.environ.get("GPU_EMULATION") == "1" and __import__("emu").start()'
 printf '%s\n' "$folder/site" "$here" "$start" >"$packages/gpu_emulation.pth.new"

@@ -1,8 +1,7 @@
-"""The CUDA fat binaries inside a shared library (ELF, 64-bit, little endian): what is in them, and
-the library without the code of other chips.
+"""List the CUDA code in a shared library (64-bit, little-endian ELF), or drop other chips' code.
 
-    fatbin.py list FILE
-    fatbin.py thin FILE OUT [SM]        SM 90 unless another is named
+fatbin.py list FILE
+fatbin.py thin FILE OUT [SM]        default SM: 90
 """
 
 import collections
@@ -26,7 +25,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Entry:
-    """Code for one chip; ``start`` and ``size`` are with its header."""
+    """Code for one chip; ``start`` and ``size`` include the header."""
 
     start: int
     size: int
@@ -34,48 +33,50 @@ class Entry:
     sm: int
 
 
-def _section(data: bytearray, wanted: str) -> tuple[int, int]:
-    """Where a section lies, and its size."""
+def _section(data: bytearray, name: str) -> tuple[int, int]:
+    """Return the offset and size of a section."""
     headers = struct.unpack_from("<Q", data, 0x28)[0]
     size, number, names_at = struct.unpack_from("<HHH", data, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", data, headers + i * size) for i in range(number)]
     names = sections[names_at][4]
     for section in sections:
         start = names + section[0]
-        if data[start : data.index(0, start)].decode() == wanted:
+        if data[start : data.index(0, start)].decode() == name:
             return section[4], section[5]
-    raise ValueError(f"the library has no section {wanted}: it holds no CUDA code")
+    raise ValueError(f"the library has no section {name}: it holds no CUDA code")
 
 
 def containers(data: bytearray) -> Iterator[Container]:
-    place, size = _section(data, ".nv_fatbin")
-    end = place + size
-    while place < end - 16:
-        magic, _, header_size, body_size = struct.unpack_from("<IHHQ", data, place)
+    offset, size = _section(data, ".nv_fatbin")
+    end = offset + size
+    while offset < end - 16:
+        magic, _, header_size, body_size = struct.unpack_from("<IHHQ", data, offset)
         if magic != MAGIC:
-            place += 8
+            offset += 8
             continue
-        yield Container(place, header_size, body_size)
-        place += header_size + body_size
+        yield Container(offset, header_size, body_size)
+        offset += header_size + body_size
 
 
 def entries(data: bytearray, container: Container) -> Iterator[Entry]:
-    place = container.start + container.header_size
-    end = place + container.body_size
-    while place < end:
-        kind, _, header_size, size = struct.unpack_from("<HHIQ", data, place)
-        (sm,) = struct.unpack_from("<I", data, place + 28)
-        yield Entry(place, header_size + size, kind, sm)
-        place += header_size + size
+    offset = container.start + container.header_size
+    end = offset + container.body_size
+    while offset < end:
+        kind, _, header_size, size = struct.unpack_from("<HHIQ", data, offset)
+        (sm,) = struct.unpack_from("<I", data, offset + 28)
+        yield Entry(offset, header_size + size, kind, sm)
+        offset += header_size + size
 
 
-def kept(found: list[Entry], sm: int) -> list[Entry]:
-    """A chip's own code, else the newest PTX that it can be compiled from; the smallest entry where
-    there is neither, for the container to stay well formed."""
-    own = [entry for entry in found if (entry.kind, entry.sm) == (CUBIN, sm)]
-    ptx = [entry for entry in found if entry.kind == PTX and entry.sm <= sm]
-    if own or not ptx:
-        return own or [min(found, key=lambda entry: entry.size)]
+def select_entries(all_entries: list[Entry], sm: int) -> list[Entry]:
+    """Select a chip's cubins, else the newest PTX that can be compiled for it.
+
+    Where there is neither, the smallest entry is kept, so that the container stays well formed.
+    """
+    cubins = [entry for entry in all_entries if (entry.kind, entry.sm) == (CUBIN, sm)]
+    ptx = [entry for entry in all_entries if entry.kind == PTX and entry.sm <= sm]
+    if cubins or not ptx:
+        return cubins or [min(all_entries, key=lambda entry: entry.size)]
     newest = max(entry.sm for entry in ptx)
     return [entry for entry in ptx if entry.sm == newest]
 
@@ -92,15 +93,15 @@ def show(data: bytearray) -> None:
 
 
 def thin(data: bytearray, sm: int) -> tuple[int, int]:
-    """In place: entries move together, and zeros follow; the file compresses all the better.
+    """Drop other chips' code in place; zeros fill the gaps, so that the file compresses well.
 
     Returns:
-        bytes kept and dropped.
+        Bytes kept and dropped.
     """
     num_kept = num_dropped = 0
     for container in list(containers(data)):
-        chosen = kept(list(entries(data, container)), sm)
-        body = b"".join(data[entry.start : entry.start + entry.size] for entry in chosen)
+        selected = select_entries(list(entries(data, container)), sm)
+        body = b"".join(data[entry.start : entry.start + entry.size] for entry in selected)
         start = container.start + container.header_size
         data[start : start + container.body_size] = body.ljust(container.body_size, b"\0")
         struct.pack_into("<Q", data, container.start + 8, len(body))

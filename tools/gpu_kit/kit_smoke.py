@@ -1,4 +1,4 @@
-"""Does vLLM run on this GPU? A random Llama generates, twice.
+"""Check that vLLM runs on this GPU: generate twice with a random Llama.
 
 python3 -m kit_smoke [--import-only] [--eager] [--backend FLASH_ATTN | TRITON_ATTN] [--v1]
 """
@@ -33,9 +33,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--import-only", action="store_true")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--backend", help="vLLM's choice unless given")
+    parser.add_argument("--backend", help="default: vLLM's choice")
     parser.add_argument("--v1", action="store_true", help="Model Runner V1")
-    parser.add_argument("--dir", type=Path, default=Path("/tmp/tiny-llama"), help="for its config")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("/tmp/tiny-llama"), help="folder of the model's config"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32)
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    # Where this library does not load, vLLM warns and fails later.
+    # If this library does not load, vLLM only warns and fails later.
     import vllm._C_stable_libtorch  # noqa: F401
     from vllm import LLM, SamplingParams
     from vllm.vllm_flash_attn.flash_attn_interface import FA3_AVAILABLE, FA3_UNAVAILABLE_REASON

@@ -1,4 +1,4 @@
-"""Unpacks a wheel, without what a dense model does not need.
+"""Unpack a wheel without the files that dense models do not need.
 
 unpack.py vllm WHEEL SITE MOE FA2
 unpack.py other WHEEL SITE
@@ -45,8 +45,8 @@ def main() -> None:
     libraries = LIBRARIES
     match sys.argv[1:]:
         case ["vllm", wheel, site, moe, fa2]:
-            asked = {MOE: moe, FLASH_ATTENTION_2: fa2}
-            libraries = LIBRARIES | {name for name, wanted in asked.items() if wanted == "1"}
+            optional = {MOE: moe, FLASH_ATTENTION_2: fa2}
+            libraries = LIBRARIES | {name for name, flag in optional.items() if flag == "1"}
         case ["other", wheel, site]:
             pass
         case _:

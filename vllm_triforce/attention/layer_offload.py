@@ -13,11 +13,10 @@ class LayerOffload(Protocol):
     """[num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes; None
     where it never runs."""
 
-    def staged(
+    def stage(
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
-        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     ) -> torch.Tensor:
         """The layer's KV cache, [num_blocks, num_kv_heads, block_size, size], on the device, as far
         as these requests read it."""

@@ -1,1 +1,1 @@
-"""What levels 1 and 2 keep beside vLLM's KV cache, and which of its blocks level 2 reads."""
+"""Level 1's private KV cache, and level 2's selection among the blocks of vLLM's."""

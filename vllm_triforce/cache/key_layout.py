@@ -1,4 +1,4 @@
-"""Where a kernel puts the numbers of a block of keys: found by asking it, not by assuming it."""
+"""Layout of a block of keys as an attention kernel stores it, found by a probe."""
 
 from collections.abc import Callable
 
@@ -12,16 +12,15 @@ _FP8_CODES = 8
 
 
 class KeyLayout:
-    """Reads blocks of keys in whatever order the attention kernel stores them.
+    """Reads blocks of keys in the order in which the attention kernel stores them.
 
     vLLM's CPU kernels store the keys of a block transposed (``vec``), or packed in pairs for
-    matrix units (``amx``); a mean along the wrong axis only lowers acceptance, which nobody
-    would notice. So the layout is probed once: keys that spell their own head dimension are
-    written by the kernel and read back raw.
+    matrix units (``amx``). A mean along the wrong axis would silently lower acceptance, so the
+    layout is probed: the kernel writes keys that encode their head dimension, which are read back
+    raw.
 
     Args:
         dim_of_offset: [block_size * head_dim], the head dimension at each raw offset.
-        head_dim: numbers in one key.
     """
 
     def __init__(self, dim_of_offset: torch.Tensor, head_dim: int) -> None:
@@ -44,35 +43,35 @@ class KeyLayout:
         dtype: torch.dtype,
         is_fp8: bool = False,
     ) -> "KeyLayout":
-        """Finds the layout with a writer of one block.
+        """Find the layout by writing and reading back one block.
 
         Args:
-            write_block: takes keys [block_size, 1, head_dim] and returns the numbers of the raw
-                key block that the kernel stored, in any shape of block_size * head_dim.
-            dtype: of the keys that are written.
-            is_fp8: whether the kernel stores them as numbers of 8 bits, with a scale of 1.
+            write_block: stores keys [block_size, 1, head_dim] by the kernel and returns the raw
+                block, block_size * head_dim numbers in any shape.
+            dtype: type of the keys that ``write_block`` takes.
+            is_fp8: True if the kernel stores keys as fp8 with a scale of 1.
 
         Raises:
-            RuntimeError: what came back is not a permutation of the keys.
+            RuntimeError: the stored block is not a permutation of the keys.
         """
         dims = torch.arange(head_dim)
         base, weight = _FP8_CODES if is_fp8 else _CODES, 1
-        found = torch.zeros(block_size * head_dim, dtype=torch.int64)
+        dim_of_offset = torch.zeros(block_size * head_dim, dtype=torch.int64)
         while weight < head_dim:
             codes = dims // weight % base
             keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
-            found += weight * write_block(keys).reshape(-1).to(torch.int64)
+            dim_of_offset += weight * write_block(keys).reshape(-1).to(torch.int64)
             weight *= base
-        counts = torch.bincount(found.clamp(0, head_dim), minlength=head_dim + 1)
+        counts = torch.bincount(dim_of_offset.clamp(0, head_dim), minlength=head_dim + 1)
         if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
             raise RuntimeError(
                 f"the attention kernel stores blocks of {block_size} keys of {head_dim} numbers "
                 "in a way that TriForce cannot read; use another attention backend"
             )
-        return cls(found, head_dim)
+        return cls(dim_of_offset, head_dim)
 
-    def summary(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
-        """Of the keys of each block.
+    def summarize(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
+        """Summarize the keys of each block.
 
         Args:
             raw: [..., block_size * head_dim], raw key blocks.
@@ -82,7 +81,7 @@ class KeyLayout:
         """
         shape = raw.shape[:-1]
         if self.is_plain:
-            return kind.of(raw.view(*shape, self.block_size, self.head_dim), -2)
+            return kind.reduce(raw.view(*shape, self.block_size, self.head_dim), -2)
         if not self.is_transposed:
             raw = raw[..., self._order]
-        return kind.of(raw.view(*shape, self.head_dim, self.block_size), -1)
+        return kind.reduce(raw.view(*shape, self.head_dim, self.block_size), -1)

@@ -1,7 +1,7 @@
-"""A paged KV cache of many heads, seen as one of a single head: no copy, any layout.
+"""Views of a paged KV cache of many heads as one of a single head, without a copy.
 
 A block table belongs to a sequence, and selection is per KV head. So a request becomes
-``num_kv_heads`` sequences of one head, and attention over them is the ordinary paged kernel.
+``num_kv_heads`` sequences of one head, which vLLM's paged attention kernel runs unchanged.
 """
 
 import math
@@ -12,11 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class OneHeadBlocks:
-    """Views in which the block of KV head ``h`` with id ``b`` is ``b * per_block + h * per_head``.
+    """Views in which block ``b`` of KV head ``h`` is block ``b * per_block + h * per_head``.
 
-    Head-major blocks lie one after the other, so the views are a plain reshape. Elsewhere
-    (vLLM's token-major layout) a head's tokens are interleaved with other heads': the views'
-    blocks then overlap in memory, and only those that the formula names mean anything.
+    In a head-major layout the views are a reshape. In vLLM's token-major layout the heads'
+    tokens alternate, so the views' blocks overlap in memory. Only the ids of the formula are valid.
     """
 
     key: torch.Tensor  # [num_virtual_blocks, block_size, 1, head_dim]
@@ -30,7 +29,11 @@ class OneHeadBlocks:
         key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], any strides
         value_cache: torch.Tensor,  # the same shape and strides
     ) -> "OneHeadBlocks":
-        """Raises ValueError where keys and values lie differently, or a head is not contiguous."""
+        """Make the views of a KV cache.
+
+        Raises:
+            ValueError: keys and values have different strides, or heads are not contiguous.
+        """
         num_blocks, block_size, num_heads, head_dim = key_cache.shape
         block_stride, token_stride, head_stride, last = key_cache.stride()
         if key_cache.stride() != value_cache.stride() or last != 1:
@@ -43,7 +46,7 @@ class OneHeadBlocks:
         count = (num_blocks - 1) * per_block + (num_heads - 1) * per_head + 1
 
         def view(cache: torch.Tensor) -> torch.Tensor:
-            # The stride of the only head is never used; kernels with TMA want it aligned.
+            # The stride of the only head is not used, but kernels with TMA require alignment.
             return cache.as_strided(
                 (count, block_size, 1, head_dim), (unit, token_stride, head_dim, 1)
             )

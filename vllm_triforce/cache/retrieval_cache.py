@@ -1,8 +1,8 @@
-"""The retrieval cache: which of vLLM's KV blocks level 2 reads, per request, layer and KV head.
+"""Retrieval cache: the KV blocks that level 2 reads, by request, layer and KV head.
 
-It holds no keys or values. RoPE is applied before keys are cached, so attention over any
-subset of blocks is the ordinary paged kernel on a shortened block table: the first block,
-the selected blocks, then everything from the recent blocks to the one being written.
+It holds no keys or values. RoPE is applied before keys are cached, so the ordinary paged kernel
+attends to any subset of blocks by a shortened block table: the first block, the selected blocks,
+then all blocks from the recent ones to the one being written.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from vllm_triforce.selection import SelectionPolicy
 
 @dataclass
 class Selection:
-    """What level 2 reads of one request until the next refresh."""
+    """Blocks of one request that level 2 reads until the next refresh."""
 
     blocks: torch.Tensor
-    """[num_layers, num_kv_heads, num_selected], block ids: the first and the selected ones."""
+    """[num_layers, num_kv_heads, num_selected], ids of the first and the selected blocks."""
     tail_start: int
-    """First logical block of the tail: recent blocks and all that come after them."""
+    """First logical block of the tail, which is the recent blocks and all later ones."""
     age: int = 0
-    """Full passes since it was made."""
+    """Full passes since the last refresh."""
 
     @property
     def num_selected(self) -> int:
@@ -34,7 +34,7 @@ class Selection:
 @dataclass
 class _Request:
     block_ids: np.ndarray
-    """Full blocks at the last selection; compared with the table, since preemption moves them."""
+    """Full blocks at the last refresh. A block table that differs shows a preemption."""
     selection: Selection | None = None
 
 
@@ -42,11 +42,10 @@ class RetrievalCache:
     """Selections of all speculating requests.
 
     Args:
-        budget_blocks, recent_blocks: sizes in blocks; the budget includes the first block
-            and the recent ones.
+        budget_blocks: retrieval budget, which includes the first block and the recent ones.
+        recent_blocks: newest full blocks, which are always read.
         refresh_interval: full passes between two selections.
-        head_strides: how the one-head sequences name block ``b`` of KV head ``h``:
-            ``b * head_strides[0] + h * head_strides[1]``; by default head-major blocks.
+        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
     """
 
     def __init__(
@@ -70,10 +69,9 @@ class RetrievalCache:
         self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
 
     def invalidate_summaries(self, block_ids: list[int]) -> None:
-        """Blocks that were allocated anew, and will be written.
+        """Invalidate the summaries of newly allocated blocks, which will be overwritten.
 
-        All other blocks keep their contents, so a prompt that vLLM finds in its prefix cache
-        brings its summaries along.
+        All other blocks keep their contents, so a prefix cache hit keeps its summaries too.
         """
         self._is_summarised[block_ids] = False
 
@@ -91,16 +89,16 @@ class RetrievalCache:
         request_id: str,
         block_ids: np.ndarray,  # [>= num_full_blocks], the request's block table
         num_computed_tokens: int,
-        query: Callable[[], torch.Tensor],  # gives [num_layers, num_heads, head_dim]
+        query: Callable[[], torch.Tensor],  # returns [num_layers, num_heads, head_dim]
     ) -> Selection:
-        """The request's selection, refreshed when it is due; only then the query is asked for."""
+        """Return the request's selection, refreshed when due; ``query`` is called only then."""
         num_full = num_computed_tokens // self.block_size
         state = self._requests.get(request_id)
-        known = 0 if state is None else len(state.block_ids)
-        moved = known > num_full or (
-            state is not None and not np.array_equal(state.block_ids, block_ids[:known])
+        num_seen = 0 if state is None else len(state.block_ids)
+        is_preempted = num_seen > num_full or (
+            state is not None and not np.array_equal(state.block_ids, block_ids[:num_seen])
         )
-        if state is None or moved:
+        if state is None or is_preempted:
             state = self._requests[request_id] = _Request(block_ids[:0].copy())
         selection = state.selection
         if selection is not None:
@@ -124,10 +122,10 @@ class RetrievalCache:
         ids = torch.from_numpy(full_blocks.astype(np.int64)).to(self.summaries.device)
         num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         num_full = len(full_blocks)
-        if num_full <= self.budget_blocks:  # everything fits: level 2 reads what level 3 reads
-            every = ids[: max(0, num_full - self.recent_blocks)]
-            return Selection(every.expand(num_layers, num_kv_heads, -1), len(every))
-        # The partly filled block at the end is the newest part of the recent tokens.
+        if num_full <= self.budget_blocks:  # the whole context fits the budget
+            head = ids[: max(0, num_full - self.recent_blocks)]
+            return Selection(head.expand(num_layers, num_kv_heads, -1), len(head))
+        # The partly filled last block comes after these recent blocks, in the tail.
         tail_start = num_full - self.recent_blocks
         candidates = ids[1:tail_start]
         num_selected = self.budget_blocks - self.recent_blocks - 1
@@ -147,30 +145,29 @@ class RetrievalCache:
         block_ids: list[np.ndarray],  # per request, its block table
         num_tokens: list[int],  # per request, tokens that the table must reach
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables of one-head sequences: request-major, then KV heads.
+        """Build block tables of one-head sequences (``cache/one_head_blocks.py``).
 
-        The KV cache seen as one of a single head makes of each request ``num_kv_heads``
-        sequences (``cache/one_head_blocks.py``).
+        Each request becomes ``num_kv_heads`` sequences, one after the other.
 
         Returns:
             tables: [num_layers, num_reqs * num_kv_heads, width], int32.
-            skipped: [num_reqs], int32, tokens by which each table is shorter than the context:
-                a position p of the request is at p - skipped in its sequences.
+            num_skipped: [num_reqs], int32, context tokens that the tables leave out. Position p of
+                a request is at p - num_skipped in its sequences.
         """
         num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         tails = [-(-n // self.block_size) - s.tail_start for s, n in zip(selections, num_tokens)]
         width = max(s.num_selected + tail for s, tail in zip(selections, tails))
         tables = torch.zeros(num_layers, len(selections), num_kv_heads, width, dtype=torch.int32)
-        skipped = torch.empty(len(selections), dtype=torch.int32)
+        num_skipped = torch.empty(len(selections), dtype=torch.int32)
         for row, (selection, blocks, tail) in enumerate(zip(selections, block_ids, tails)):
             k, start = selection.num_selected, selection.tail_start
             tables[:, row, :, :k] = selection.blocks
             tables[:, row, :, k : k + tail] = torch.from_numpy(
                 blocks[start : start + tail].astype(np.int32)
             )
-            skipped[row] = (start - k) * self.block_size
+            num_skipped[row] = (start - k) * self.block_size
         heads = torch.arange(num_kv_heads, dtype=torch.int32)
         per_block, per_head = self.head_strides
         tables.mul_(per_block).add_((heads * per_head)[:, None])
         device = self.summaries.device
-        return tables.flatten(1, 2).to(device), skipped.to(device)
+        return tables.flatten(1, 2).to(device), num_skipped.to(device)

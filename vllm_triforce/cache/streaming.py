@@ -1,7 +1,4 @@
-"""Level 1's window on a request: sink tokens and recent tokens, at positions of its own.
-
-Level 1's private KV cache: a few blocks per request slot, outside vLLM's KV groups.
-"""
+"""Level 1's streaming window of sink and recent tokens, and the private KV cache that holds it."""
 
 from collections.abc import Callable
 
@@ -10,14 +7,15 @@ import torch
 
 
 class StreamingWindow:
-    """Says which tokens a draft must be fed, so that its private cache holds the window.
+    """Window of one request: the tokens to feed so that the private cache holds it.
 
     The window is ``token_ids[:num_sink_tokens] + token_ids[start:]``, at positions 0, 1, ...
-    (StreamingLLM, arXiv 2309.17453). Tokens are appended until it is full; then it is rebuilt
-    from the newest tokens with fresh positions. What is cached is compared token by token with
-    what should be: rejections, preemption and reuse need no bookkeeping.
+    (StreamingLLM, arXiv 2309.17453). Tokens are appended until it is full, then it is rebuilt
+    from the newest tokens at fresh positions. Cached tokens are compared with those of the window,
+    so rejections, preemption and reuse of a slot need no bookkeeping.
 
     Args:
+        num_recent_tokens: newest tokens of a rebuilt window.
         capacity: tokens that the private cache holds.
     """
 
@@ -33,46 +31,44 @@ class StreamingWindow:
         token_ids: np.ndarray,  # [num_tokens], int32
         num_drafts: int,
     ) -> tuple[int, np.ndarray]:
-        """Moves the window to the end of ``token_ids``, with room for drafts after it.
+        """Move the window to the end of ``token_ids``, with room for drafts after it.
 
         Returns:
-            The position of the first token to feed, and the tokens to feed: at least the last.
+            Position of the first token to feed, and the tokens to feed, which include the last.
         """
-        total = len(token_ids)
-        grown = self.num_sink_tokens + total - self._start + num_drafts
-        if grown > self.capacity or total <= self._start:
-            self._start = max(self.num_sink_tokens, total - self.num_recent_tokens)
+        num_tokens = len(token_ids)
+        window_len = self.num_sink_tokens + num_tokens - self._start + num_drafts
+        if window_len > self.capacity or num_tokens <= self._start:
+            self._start = max(self.num_sink_tokens, num_tokens - self.num_recent_tokens)
         window = np.concatenate([token_ids[: self.num_sink_tokens], token_ids[self._start :]])
-        shared = min(len(window) - 1, len(self._cached))
-        differs = np.flatnonzero(window[:shared] != self._cached[:shared])
-        keep = int(differs[0]) if len(differs) else shared
+        num_shared = min(len(window) - 1, len(self._cached))
+        mismatches = np.flatnonzero(window[:num_shared] != self._cached[:num_shared])
+        num_kept = int(mismatches[0]) if len(mismatches) else num_shared
         self._cached = window
-        return keep, window[keep:]
+        return num_kept, window[num_kept:]
 
-    def behind(self, num_tokens: int) -> int:
-        """How many tokens ``advance()`` would give to feed, if none of those cached is rejected."""
-        grown = self.num_sink_tokens + num_tokens - self._start
-        if grown > self.capacity or num_tokens <= self._start:
+    def num_uncached_tokens(self, num_tokens: int) -> int:
+        """Count the tokens that ``advance()`` would feed if no cached token is rejected."""
+        window_len = self.num_sink_tokens + num_tokens - self._start
+        if window_len > self.capacity or num_tokens <= self._start:
             return min(num_tokens, self.num_sink_tokens + self.num_recent_tokens)
-        return max(1, grown - len(self._cached))
+        return max(1, window_len - len(self._cached))
 
     def append(self, token_id: int) -> int:
-        """A drafted token that is fed back.
-
-        Returns:
-            Its position.
-        """
+        """Append a drafted token that is fed next, and return its position."""
         self._cached = np.append(self._cached, np.int32(token_id))
         return len(self._cached) - 1
 
 
 class StreamingCache:
-    """Who owns which blocks of the draft's cache; independent of the context length.
+    """Slots of the draft's private KV cache, outside vLLM's KV cache groups.
+
+    A slot has the blocks of one window at any length of the context.
 
     Args:
         window_tokens: capacity of a window.
         block_size: tokens in a block.
-        num_slots: requests that can have a window at a time (``max_num_seqs``).
+        num_slots: requests that have a window at a time (``max_num_seqs``).
     """
 
     def __init__(
@@ -85,16 +81,16 @@ class StreamingCache:
             num_slots, self.blocks_per_slot
         )
         self.host_table = self.block_table.cpu().numpy()
-        """The same for the host."""
+        """``block_table`` on the host."""
         self._free = list(range(num_slots))[::-1]
         self._slots: dict[str, int] = {}
 
     def slot(self, request_id: str, evict: Callable[[], str] | None = None) -> int:
-        """The request's row of ``block_table``, taken on first use.
+        """Return the request's row of ``block_table``, taken on first use.
 
         Args:
-            evict: where no slot is free, names a request whose slot is taken over; its window has
-                to be read anew if it comes back.
+            evict: returns a request to release where no slot is free. If that request comes back,
+                its window is read again.
         """
         if request_id not in self._slots:
             if not self._free and evict is not None:
@@ -103,7 +99,7 @@ class StreamingCache:
         return self._slots[request_id]
 
     def owners(self) -> list[str]:
-        """The requests that have a slot, the longest-standing owner first."""
+        """List the requests that have a slot, oldest first."""
         return list(self._slots)
 
     def release(self, request_id: str) -> None:

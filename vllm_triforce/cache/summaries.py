@@ -1,6 +1,6 @@
-"""Level 2's summaries of retrieval chunks, kept by block id (paper, section 4.2: mean keys).
+"""Summaries of retrieval chunks by block id (paper, section 4.2: mean keys).
 
-Level 2's summaries of retrieval chunks on a GPU, in a byte a number.
+``ChunkSummaries`` has Runner V1's, ``QuantizedSummaries`` Runner V2's, at a byte a number.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,20 +11,20 @@ import torch
 from vllm_triforce.selection import Summary
 
 BlockSummaries = Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]]
-"""For each layer, a function from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
+"""One function for each layer, from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
 
 
 class ChunkSummaries:
-    """Summaries of full blocks, one of each kind per layer, KV head and block id.
+    """Summaries of full blocks, one for each kind, layer, KV head and block id.
 
-    Held beside the KV cache and as large as it divided by ``2 * block_size``, each kind.
+    Each kind is as large as the KV cache divided by ``2 * block_size``.
 
     Args:
-        kinds: those that the selection policy asks for; maybe none.
-        num_layers, num_kv_heads, head_dim: geometry of the layers that retrieve.
+        kinds: ``SelectionPolicy.summaries``, maybe empty.
+        num_layers, num_kv_heads, head_dim: sizes of the layers that retrieve.
         num_blocks: blocks in vLLM's pool.
-        dtype: the model's.
-        block_summaries: the attention backend's.
+        dtype: type of the model.
+        block_summaries: functions of the attention platform.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ChunkSummaries:
         # Head-major, so that one gather gives the operand of a batched product.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.keys = {kind: torch.zeros(shape, dtype=dtype, device=device) for kind in kinds}
-        """By kind [num_layers, num_kv_heads, num_blocks, head_dim]."""
+        """By kind, [num_layers, num_kv_heads, num_blocks, head_dim]."""
         self._block_summaries = block_summaries
 
     @property
@@ -54,11 +54,11 @@ class ChunkSummaries:
         self,
         block_ids: torch.Tensor,  # [n], int64, full blocks
     ) -> None:
-        """Summarises blocks that became full."""
+        """Summarize blocks that became full."""
         for kind, keys in self.keys.items():
-            for layer, of_blocks in zip(keys, self._block_summaries):
-                found = of_blocks(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
-                layer.index_copy_(1, block_ids, found.to(layer.dtype))
+            for layer, summarize in zip(keys, self._block_summaries):
+                vectors = summarize(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
+                layer.index_copy_(1, block_ids, vectors.to(layer.dtype))
 
     def gather(
         self,
@@ -68,14 +68,15 @@ class ChunkSummaries:
 
 
 SCALE_BYTES = 4
-"""Of one vector: the KV cache's share would be twice as large without."""
+"""Bytes of the scale of one vector."""
 
 
 @dataclass
 class QuantizedSummaries:
-    """One vector for each layer, KV head and block id, rounded to 127 steps of its largest number.
+    """One int8 vector for each layer, KV head and block id, scaled by its largest number.
 
-    bfloat16 rounds that number as coarsely; blocks are ranked by sums over all numbers.
+    The largest number is rounded as coarsely as in bfloat16, and blocks are ranked by sums over
+    all numbers. Summaries then take half the memory of bfloat16.
     """
 
     values: torch.Tensor  # [num_layers, num_kv_heads, num_blocks, head_dim], int8
@@ -92,13 +93,14 @@ class QuantizedSummaries:
     def num_bytes(self) -> int:
         return self.values.numel() + SCALE_BYTES * self.scales.numel()
 
-    def of_layers(self, start: int, stop: int) -> "QuantizedSummaries":
+    def slice_layers(self, start: int, stop: int) -> "QuantizedSummaries":
         return QuantizedSummaries(self.values[start:stop], self.scales[start:stop])
 
-    def of_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """
+    def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return summaries of blocks on all layers.
+
         Args:
-            blocks: int, of any shape.
+            blocks: block ids of any shape, int.
 
         Returns:
             [num_layers, num_kv_heads, *blocks.shape, head_dim], float32.
@@ -106,7 +108,8 @@ class QuantizedSummaries:
         return self.values[:, :, blocks].float() * self.scales[:, :, blocks, None]
 
     def write(self, layer: int, blocks: torch.Tensor, vectors: torch.Tensor) -> None:
-        """
+        """Quantize and store the summaries of blocks of one layer.
+
         Args:
             blocks: [n], int64.
             vectors: [num_kv_heads, n, head_dim].

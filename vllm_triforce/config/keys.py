@@ -130,10 +130,6 @@ class TriForceConfig:
     """GiB of host memory for the KV cache, of each rank, on Model Runner V2: the last layers' KV
     lies there, as much as fits."""
 
-    kv_offload_overlap: bool = False
-    """Whether a full pass copies a layer from host memory while the one before it runs; that takes
-    a second layer's room on the device."""
-
     log_interval: float = 10.0
     """Seconds between two lines of per-level figures in the log; 0 is never."""
 
@@ -152,8 +148,6 @@ class TriForceConfig:
         check_range(self, "max_speculating_seqs", 1)
         check_range(self, "kv_offload_gib", 0.001)
         check_range(self, "log_interval", 0)
-        if self.kv_offload_overlap and self.kv_offload_gib is None:
-            raise ValueError("kv_offload_overlap=True without kv_offload_gib; set it too")
         if self.draft_sources is not None:
             parse_sources(self.draft_sources)
         if self.levels not in LEVELS:

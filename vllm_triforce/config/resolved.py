@@ -30,7 +30,6 @@ class ResolvedConfig:
     prompt_lookup_max: int
     max_speculating_seqs: int
     kv_offload_gib: float | None
-    kv_offload_overlap: bool
     log_interval: float
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.model_pass import PassInput, run_model
@@ -33,7 +33,7 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
     cache = StreamingCache(config.window_tokens, spec.block_size, num_slots, device)
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
     num_bytes = len(layers) * spec.page_size_bytes * cache.num_blocks
-    with allocating(
+    with checked_allocation(
         f"level 1's cache of {num_slots} windows of {config.window_tokens} tokens",
         num_bytes,
         device,

@@ -1,7 +1,5 @@
 """One layer's KV blocks from host memory to the device, as many as a step's requests read."""
 
-from enum import IntEnum
-
 import torch
 from vllm.triton_utils import tl, triton
 
@@ -12,19 +10,6 @@ _NUM_PROGRAMS = 32
 _BLOCK = 4096
 
 
-class Part(IntEnum):
-    """Which of a request's blocks."""
-
-    ALL = 0
-    COMPUTED = 1
-    """Those that are full of tokens computed before this pass."""
-    NEW = 2
-    """The others: tokens of this pass are in them."""
-
-
-_ALL, _COMPUTED = tl.constexpr(int(Part.ALL)), tl.constexpr(int(Part.COMPUTED))
-
-
 @triton.jit(do_not_specialize=["num_reqs"])
 def _stage_blocks_kernel(
     host_ptr,  # [num_blocks, page_size]
@@ -33,38 +18,26 @@ def _stage_blocks_kernel(
     tables_ptr,  # [num_reqs, table_stride]
     table_stride,
     seq_lens_ptr,  # [num_reqs]
-    query_start_loc_ptr,  # [num_reqs + 1]
     num_reqs,
     block_size,
     counters_ptr,  # [num_counters], added to
-    PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first, step = tl.program_id(0), tl.num_programs(0)
     staged_bytes = tl.zeros([], dtype=tl.int64)
     total = tl.zeros([], dtype=tl.int32)
     for row in range(0, num_reqs):
-        seq_len = tl.load(seq_lens_ptr + row)
-        begin = tl.zeros([], dtype=tl.int32)
-        end = tl.cdiv(seq_len, block_size)
-        if PART != _ALL:
-            query_start = tl.load(query_start_loc_ptr + row)
-            num_new = tl.load(query_start_loc_ptr + row + 1) - query_start
-            num_full = tl.maximum(seq_len - num_new, 0) // block_size
-            if PART == _COMPUTED:
-                end = num_full
-            else:
-                begin = num_full
-        staged_bytes += (end - begin).to(tl.int64) * page_size * 4
+        num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
+        staged_bytes += num_blocks.to(tl.int64) * page_size * 4
         # Programs take the blocks of all requests in turn: a request may have but one.
-        for index in range(begin + (first + step - total % step) % step, end, step):
+        for index in range((first + step - total % step) % step, num_blocks, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 mask = places < page_size
                 found = tl.load(host_ptr + block + places, mask=mask)
                 tl.store(staging_ptr + block + places, found, mask=mask)
-        total += end - begin
+        total += num_blocks
     if first == 0:
         tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
 
@@ -74,10 +47,8 @@ def stage_blocks(
     staging: torch.Tensor,  # the same shape and strides, on the device; written
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
-    query_start_loc: torch.Tensor,  # [num_reqs + 1], int32, where each one's tokens begin
     block_size: int,
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-    part: Part = Part.ALL,
 ) -> None:
     """Copies each block that a table names below its request's length to the same place.
 
@@ -93,11 +64,9 @@ def stage_blocks(
         tables,
         tables.stride(0),
         seq_lens,
-        query_start_loc,
         min(len(tables), len(seq_lens)),
         block_size,
         counters,
-        PART=int(part),
         BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
     )
 

@@ -1,1 +1,1 @@
-"""The KV cache in host memory: where layers lie, and what passes read of those."""
+"""KV cache in host memory: placement of layers, staging for full passes, level 2's pool."""

@@ -1,4 +1,4 @@
-"""The KV cache of an engine whose last layers lie in host memory."""
+"""KV cache of an engine whose last layers lie in host memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,31 +12,67 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import allocate_layers
+from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.offload.host_memory import HostMemory, measure_bandwidth
 from vllm_triforce.offload.placement import Placement
-from vllm_triforce.offload.side_stream import side_stream_of
-from vllm_triforce.offload.staging import HostLayer, Staging
+
+
+class HostLayer:
+    """One layer's KV cache in host memory, as attention reads it (``attention/layer_offload.py``).
+
+    Args:
+        host: [num_blocks, num_kv_heads, block_size, size], as the device sees it.
+        staging: the same shape and strides, on the device; shared by all layers.
+        counters: [len(DeviceCounter)], int64, added to.
+        pool: [num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and
+            writes; None where level 2 never runs.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        staging: torch.Tensor,
+        counters: torch.Tensor,
+        pool: torch.Tensor | None,
+    ) -> None:
+        self.staging = staging
+        self.pool = pool
+        self._host = host
+        self._counters = counters
+
+    def stage(
+        self,
+        block_table: torch.Tensor,  # [num_reqs, width], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+    ) -> torch.Tensor:
+        """Copy the blocks that these requests read to the staging layer, and return it.
+
+        The pass has already written this layer's new keys and values to host memory. The staging
+        layer has the same block ids, so block tables and attention metadata stay vLLM's.
+        """
+        block_size = self._host.shape[2]
+        # Stream order suffices: the previous layer's attention has read the staging layer by now.
+        stage_blocks(self._host, self.staging, block_table, seq_lens, block_size, self._counters)
+        return self.staging
 
 
 class OffloadedCache:
-    """What lies where: the last layers in host memory, and what a full pass reads in their place.
+    """KV cache of the first layers on the device, of the others in host memory.
 
     Args:
-        placement: which layers lie on the device.
+        placement: which layers lie where.
     """
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.host_layer_names: list[str] = []
         self.hosts: list[torch.Tensor] = []
-        """Of each of those layers, [num_blocks, num_kv_heads, block_size, size]."""
-        self.buffers: list[torch.Tensor] = []
-        """On the device, each of a layer's shape: where layers are staged (``staging.py``)."""
+        """One for each host layer, [num_blocks, num_kv_heads, block_size, size]."""
         self._memory: HostMemory | None = None
         self._spec: Any = None
-        self._staging: Staging | None = None
+        self._staging: torch.Tensor | None = None
 
     def allocate(
         self,
@@ -45,12 +81,14 @@ class OffloadedCache:
         layout: KVCacheLayout,
         kernel_block_sizes: list[int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """In the place of vLLM's (vllm/v1/worker/utils.py): by layer, [num_blocks, num_kv_heads,
-        block_size, size], those in host memory as the device sees it.
+        """Allocate the KV cache in place of vLLM's ``allocate_kv_cache`` (vllm/v1/worker/utils.py).
+
+        Returns:
+            By layer name [num_blocks, num_kv_heads, block_size, size]; host layers as the device
+            addresses them.
 
         Raises:
-            ValueError: layers are not one kind, or neither they nor their blocks lie one behind
-                the other.
+            ValueError: layers differ in kind, or the layout is not compact by layer and block.
         """
         tensor = _only_tensor(kv_cache_config, layout)
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -61,34 +99,34 @@ class OffloadedCache:
             caches = _allocate(
                 kv_cache_config, tensor, on_device, device, layout, kernel_block_sizes
             )
-        names = self.host_layer_names[: self.placement.num_buffers]
-        self.buffers = list(
-            _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes).values()
-        )
-        part = _part(tensor, self.host_layer_names)
-        self._memory = HostMemory(part.size, device)
+        (self._staging,) = _allocate(
+            kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
+        ).values()
+        host_tensor = _subset(tensor, self.host_layer_names)
+        self._memory = HostMemory(host_tensor.size, device)
         self.hosts = create_kv_cache_views(
             self._memory.view,
             self._spec,
             kv_cache_config.num_blocks,
             layout,
-            part,
+            host_tensor,
             kernel_block_size=kernel_block_sizes[0] if kernel_block_sizes else None,
         )
         return caches | dict(zip(self.host_layer_names, self.hosts))
 
     def bandwidth(self) -> float:
-        """Bytes a second from host memory, measured; for a KV cache in which is nothing yet."""
-        return measure_bandwidth(self.hosts[0], self.buffers[0])
+        """Measure bytes a second from host memory; overwrites the staging layer."""
+        assert self._staging is not None
+        return measure_bandwidth(self.hosts[0], self._staging)
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Level 2's blocks of each layer in host memory, by name, laid out as its KV cache."""
+        """Allocate level 2's blocks of each host layer, by name, in the KV cache's layout."""
         assert self._spec is not None
         names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        with allocating(
+        with checked_allocation(
             f"level 2's pool of {len(names)} layers in host memory",
             len(names) * self._spec.page_size_bytes * num_blocks,
             device,
@@ -96,61 +134,57 @@ class OffloadedCache:
         ):
             return allocate_layers(names, self._spec, num_blocks, layout, device)
 
-    def for_attention(
-        self, pools: dict[str, torch.Tensor], counters: torch.Tensor, device: torch.device
+    def make_host_layers(
+        self, pools: dict[str, torch.Tensor], counters: torch.Tensor
     ) -> dict[str, HostLayer]:
-        """Of each layer in host memory.
+        """Make the host layers that attention reads, by layer name.
 
         Args:
-            pools: as ``allocate_pools`` gave them; none where level 2 never runs.
+            pools: result of ``allocate_pools``; empty where level 2 never runs.
             counters: [len(DeviceCounter)], int64, added to.
         """
-        self._staging = Staging(self.hosts, self.buffers, counters, side_stream_of(device))
+        assert self._staging is not None
         return {
-            name: HostLayer(self._staging, number, pools.get(name))
-            for number, name in enumerate(self.host_layer_names)
+            name: HostLayer(host, self._staging, counters, pools.get(name))
+            for name, host in zip(self.host_layer_names, self.hosts)
         }
 
     def check_attached(self, names: list[str]) -> None:
-        """
+        """Check that the layers that retrieve end with the host layers.
+
         Args:
-            names: of the layers whose attention reads what is staged, in their order.
+            names: layers whose attention level 2 replaces, in the model's order.
 
         Raises:
-            ValueError: those in host memory are not the last of them, or not among them.
+            ValueError: the host layers are not the last of ``names``.
         """
         offloaded = self.host_layer_names
         if names[-len(offloaded) :] != offloaded:
             raise ValueError(
                 f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
-                f"but the last that level 2 makes sparse is {names[-1]!r}; drop kv_offload_gib"
+                f"but level 2's last sparse layer is {names[-1]!r}. Drop kv_offload_gib."
             )
-
-    def begin_step(self) -> None:
-        """A step comes."""
-        if self._staging is not None:
-            self._staging.join()
 
 
 def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:
     groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
     if len(groups) != 1 or len(tensors) != 1:
         raise ValueError(
-            f"kv_offload_gib: the target's layers are of {len(groups)} kinds, and one is staged "
-            "for all; use a model with full attention in every layer, or drop kv_offload_gib"
+            f"kv_offload_gib is not supported with {len(groups)} kinds of KV cache in the target: "
+            "all layers share one staging layer. Use a model with full attention in every layer."
         )
     if not (layout.is_layer_compact and layout.is_block_compact):
         raise ValueError(
-            f"kv_offload_gib with KV cache layout {layout.name}: a block of a layer does not lie "
-            "in one piece there, and has to be staged by itself; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            f"kv_offload_gib is not supported with KV cache layout {layout.name}: a layer's block "
+            "is not in one piece. Use VLLM_KV_CACHE_LAYOUT=LBNHC."
         )
     return tensors[0]
 
 
-def _part(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
+def _subset(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
     return replace(tensor, size=len(names) * tensor.layer_stride, layers=names, offset=0)
 
 
 def _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes):
-    part = replace(kv_cache_config, kv_cache_tensors=[_part(tensor, names)])
-    return allocate_kv_cache(part, device, layout, kernel_block_sizes)
+    subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, names)])
+    return allocate_kv_cache(subset, device, layout, kernel_block_sizes)

@@ -1,43 +1,43 @@
-"""Host memory that the device reads and writes at its own addresses.
-
-How fast the device reads host memory.
-"""
+"""Host memory that the device addresses, and the bandwidth at which it is read."""
 
 import time
 import weakref
 
 import torch
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 
 _SENTINEL = 0x5A
+_MAX_MEASURED_BYTES = 64 << 20
 
 
 class HostMemory:
-    """Zeros in host memory, pinned where the device is a GPU, until this is gone.
+    """Zeroed host memory, pinned on a GPU for the lifetime of this object.
 
-    Pinned by registering it, as vLLM does (vllm/v1/simple_kv_offload/cuda_mem_ops.py): torch's own
-    rounds up to a power of two.
+    Memory is pinned by ``cudaHostRegister``, as in vLLM (vllm/v1/simple_kv_offload/
+    cuda_mem_ops.py). ``torch``'s pinned allocator would round up to a power of two.
 
     Raises:
-        MemoryError: there is not as much.
-        RuntimeError: what the device sees is not that memory.
+        MemoryError: too little memory is available, or it cannot be pinned.
+        RuntimeError: the device sees a copy of the memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        what = "the KV cache in host memory"
-        with allocating(what, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
+        purpose = "the KV cache in host memory"
+        with checked_allocation(purpose, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
             self._memory = torch.zeros(num_bytes, dtype=torch.int8)
         self.view = self._memory
-        """[num_bytes], int8, as the device sees it."""
+        """[num_bytes], int8, as the device addresses it."""
         if device.type == "cpu":
             return
         from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
         from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
-        with allocating(what, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"):
+        with checked_allocation(
+            purpose, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"
+        ):
             pin_tensor(self._memory)
             unpin = torch.cuda.cudart().cudaHostUnregister
             weakref.finalize(self, unpin, self._memory.data_ptr())
@@ -46,45 +46,45 @@ class HostMemory:
 
 
 def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:
-    """Memory that is not registered can silently yield a copy."""
-    for place in (0, len(memory) - 1):
-        memory[place] = _SENTINEL
-        seen = int(view[place].item())
-        view[place] = 0
-        if seen != _SENTINEL or view[place].item() or memory[place]:  # item() waits for the device
+    """Check that writes through either tensor are visible through the other.
+
+    Raises:
+        RuntimeError: ``view`` is a copy, as it silently is for memory that is not registered.
+    """
+    for index in (0, len(memory) - 1):
+        memory[index] = _SENTINEL
+        value = int(view[index].item())
+        view[index] = 0
+        if value != _SENTINEL or view[index].item() or memory[index]:  # item() synchronizes
             raise RuntimeError(
-                "kv_offload_gib: the device does not see the host's memory, but a copy of it; "
-                "check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib"
+                "kv_offload_gib: the device does not see the host's memory, but a copy of it. "
+                "Check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib."
             )
 
 
-_MOST_BYTES = 64 << 20
-
-
 def measure_bandwidth(host: torch.Tensor, staging: torch.Tensor) -> float:
-    """Bytes a second by which a layer's blocks are staged: some of them are, twice.
+    """Measure bytes a second of ``stage_blocks`` over at most 64 MiB of a layer.
 
     Args:
-        host, staging: [num_blocks, num_kv_heads, block_size, size], as ``stage_blocks`` has them.
+        host, staging: [num_blocks, num_kv_heads, block_size, size]; ``staging`` is written.
     """
     page = host.stride(0) * host.element_size()
-    num_blocks, block_size = min(len(host), max(1, _MOST_BYTES // page)), host.shape[2]
+    num_blocks, block_size = min(len(host), max(1, _MAX_MEASURED_BYTES // page)), host.shape[2]
     tables = torch.arange(num_blocks, dtype=torch.int32, device=staging.device)[None]
     seq_lens = torch.tensor([num_blocks * block_size], dtype=torch.int32, device=staging.device)
-    query_start_loc = torch.zeros(2, dtype=torch.int32, device=staging.device)
     counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=staging.device)
 
-    def staged() -> float:
-        _wait(staging.device)
+    def stage_s() -> float:
+        _synchronize(staging.device)
         begin = time.perf_counter()
-        stage_blocks(host, staging, tables, seq_lens, query_start_loc, block_size, counters)
-        _wait(staging.device)
+        stage_blocks(host, staging, tables, seq_lens, block_size, counters)
+        _synchronize(staging.device)
         return time.perf_counter() - begin
 
-    staged()  # compiles the kernel
-    return num_blocks * page / staged()
+    stage_s()  # compiles the kernel
+    return num_blocks * page / stage_s()
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

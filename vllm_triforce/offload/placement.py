@@ -1,20 +1,19 @@
-"""Which layers' KV cache lies on the device, which in host memory, and how many blocks it has."""
+"""Placement of layers' KV cache on the device and in host memory, and its number of blocks."""
 
 from dataclasses import dataclass
 
 _GIB = 1 << 30
-# Times the device's room; for less each pass need not cross PCIe.
-_WORTH = 1.1
+# Below this multiple of the device's memory, PCIe transfers in each pass gain too few blocks.
+_MIN_GAIN = 1.1
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The first layers are on the device, the others in host memory.
+    """First layers on the device, the others in host memory.
 
     Args:
-        page_bytes: of a block in one layer.
-        pool_bytes: that each layer in host memory takes on the device for level 2.
-        num_buffers: layers on the device into which those in host memory are staged.
+        page_bytes: bytes of a block in one layer.
+        pool_bytes: bytes on the device of each host layer's level 2 pool.
     """
 
     num_layers: int
@@ -22,7 +21,6 @@ class Placement:
     num_blocks: int
     page_bytes: int
     pool_bytes: int = 0
-    num_buffers: int = 1
 
     @property
     def num_host_layers(self) -> int:
@@ -30,17 +28,17 @@ class Placement:
 
     @property
     def host_bytes(self) -> int:
-        """In host memory, of this rank."""
+        """Bytes of KV in host memory, on this rank."""
         return self.num_host_layers * self.layer_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer, and of each staging buffer."""
+        """Bytes of KV of a layer, and of the staging layer."""
         return self.num_blocks * self.page_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Of all layers, wherever they lie: what vLLM is told of."""
+        """Bytes of KV of all layers, on either side; vLLM plans its blocks with this number."""
         return self.num_layers * self.layer_bytes
 
 
@@ -51,48 +49,45 @@ def place_layers(
     device_bytes: int,
     pool_bytes: int,
     summary_share: float,
-    most_blocks: int,
-    num_buffers: int = 1,
+    max_blocks: int,
 ) -> Placement:
-    """As many blocks as fit, up to ``most_blocks``; where several placements have as many, that
-    with the most layers on the device. The fewer layers lie in host memory, the more blocks fit
-    there, and the fewer on the device, beside the staging buffers, the retrieval pool and the chunk
-    summaries.
+    """Place layers for the most blocks up to ``max_blocks``, then for the most device layers.
+
+    With fewer host layers, more blocks fit in host memory and fewer on the device, which also has
+    the staging layer, level 2's pool and the chunk summaries.
 
     Args:
-        page_bytes: of a block in one layer.
-        host_bytes: for KV, of this rank.
-        device_bytes: left for KV and what is here beside it.
-        pool_bytes: that each layer in host memory takes on the device for level 2.
+        page_bytes: bytes of a block in one layer.
+        host_bytes: host memory for KV on this rank.
+        device_bytes: device memory for KV, the staging layer, the pool and chunk summaries.
+        pool_bytes: bytes on the device of each host layer's level 2 pool.
         summary_share: bytes of chunk summaries for each byte of KV.
-        most_blocks: that there is a use for.
-        num_buffers: into which layers in host memory are staged.
+        max_blocks: blocks that the engine can use.
 
     Raises:
-        ValueError: not one block fits on either side.
+        ValueError: not a single block fits.
     """
 
-    def blocks(num_device_layers: int) -> int:
-        """That fit in host memory as well as on the device."""
-        num_host = num_layers - num_device_layers
-        held = num_device_layers + min(num_buffers, num_host) + summary_share * num_layers
-        room = device_bytes - pool_bytes * num_host
-        in_host = min(most_blocks, host_bytes // (page_bytes * num_host))
-        return min(in_host, int(max(0, room) // (page_bytes * held)))
+    def fitting_blocks(num_device_layers: int) -> int:
+        """Count the blocks that fit both in host memory and on the device."""
+        num_host_layers = num_layers - num_device_layers
+        # The device holds its own layers, the staging layer, and the summaries of all.
+        layers_of_kv = num_device_layers + 1 + summary_share * num_layers
+        kv_bytes = device_bytes - pool_bytes * num_host_layers
+        host_blocks = min(max_blocks, host_bytes // (page_bytes * num_host_layers))
+        return min(host_blocks, int(max(0, kv_bytes) // (page_bytes * layers_of_kv)))
 
-    num_blocks, num_device_layers = max((blocks(number), number) for number in range(num_layers))
+    num_blocks, num_device_layers = max((fitting_blocks(n), n) for n in range(num_layers))
     if num_blocks < 1:
         raise ValueError(
             f"kv_offload_gib={host_bytes / _GIB:g}: the device has {device_bytes / _GIB:.2f} GiB "
-            f"for {num_buffers} staging buffers, chunk summaries and level 2's pool of "
-            f"{num_layers} layers, which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower "
+            f"for a staging layer, chunk summaries and level 2's pool of {num_layers} layers, "
+            f"which takes {pool_bytes * num_layers / _GIB:.2f} GiB; lower "
             "max_speculating_seqs or retrieval_budget, or raise --gpu-memory-utilization"
         )
-    num_buffers = min(num_buffers, num_layers - num_device_layers)
-    return Placement(num_layers, num_device_layers, num_blocks, page_bytes, pool_bytes, num_buffers)
+    return Placement(num_layers, num_device_layers, num_blocks, page_bytes, pool_bytes)
 
 
 def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:
-    """Whether the device could hold about as many blocks of all layers: then offloading only
-    costs."""
-    return placement.kv_bytes * (1 + summary_share) <= _WORTH * device_bytes
+    """True if the device could hold about as many blocks of all layers; offloading then costs."""
+    return placement.kv_bytes * (1 + summary_share) <= _MIN_GAIN * device_bytes

@@ -1,4 +1,4 @@
-"""Level 2's retrieval cache of the layers that lie in host memory: copies on the device."""
+"""Retrieval cache of the host layers: copies on the device of the blocks that level 2 reads."""
 
 import torch
 
@@ -9,17 +9,19 @@ from vllm_triforce.kernels.rows import Rows
 
 
 class RetrievalPool:
-    """For each slot ``width`` blocks a layer: each KV head has its own chunks in them, and behind
-    the selected ones all have the recent blocks and room for what grows. Where a one-head block
-    lies never changes, so that tables depend on the slot alone.
+    """Device copies, ``width`` blocks for each slot and host layer.
+
+    Each KV head has its own selected chunks, then the recent blocks and room for new tokens. A
+    slot's blocks never move, so block tables depend on the slot alone.
 
     Args:
-        hosts: of each layer in host memory, its KV cache, [num_blocks, num_kv_heads, block_size,
-            size].
-        pools: [num_slots * width, num_kv_heads, block_size, size], laid out alike.
-        first_layer: of those, among the layers that retrieve.
-        head_strides: how tables name one head's block (``cache/one_head_blocks.py``).
-        max_selected: blocks of a head, for a row.
+        hosts: KV cache of each host layer, [num_blocks, num_kv_heads, block_size, size].
+        pools: one for each host layer, [num_slots * width, num_kv_heads, block_size, size], in the
+            same layout.
+        first_layer: index of the first host layer among the layers that retrieve.
+        width: blocks of a slot, selected ones and tail together.
+        head_strides: one-head block ids a block and a head apart (``cache/one_head_blocks.py``).
+        max_selected: selected blocks of a row and KV head.
         counters: [len(DeviceCounter)], int64, added to.
     """
 
@@ -33,9 +35,8 @@ class RetrievalPool:
         max_selected: int,
         counters: torch.Tensor,
         rows: Rows,
-        num_slots: int,
-        device: torch.device,
     ) -> None:
+        num_slots, device = len(pools[0]) // width, pools[0].device
         self.width = width
         self.num_layers = len(pools)
         self._rows = rows
@@ -54,30 +55,34 @@ class RetrievalPool:
         _, heads, block_size, _ = pools[0].shape
         per_block, per_head = head_strides
         blocks = torch.arange(num_slots * width, dtype=torch.int32, device=device)
-        of_head = torch.arange(heads, dtype=torch.int32, device=device) * per_head
-        self._of_slots = blocks.view(num_slots, 1, width) * per_block + of_head[:, None]
+        head_offsets = torch.arange(heads, dtype=torch.int32, device=device) * per_head
+        # [num_slots, num_kv_heads, width]
+        self._slot_tables = blocks.view(num_slots, 1, width) * per_block + head_offsets[:, None]
         self.tables = torch.zeros(rows.max_rows * heads, width, dtype=torch.int32, device=device)
-        """[max_rows * num_kv_heads, width], one-head blocks of each row's slot, in any layer."""
+        """[max_rows * num_kv_heads, width], one-head blocks of each row's slot, for any layer."""
         self.slot_mapping = torch.full(
             (rows.max_rows * (rows.gamma + 1),), -1, dtype=torch.int64, device=device
         )
-        """Where level 2's tokens go, as ``PassInputs`` has it for the KV cache."""
+        """[max_rows * (gamma + 1)], slots of level 2's tokens in the pool; -1 is padding."""
         self._block_tables = blocks.view(num_slots, width)
-        self._cleaner = NanScrubber(pools, block_size, device)
+        self._scrubber = NanScrubber(pools, block_size, device)
 
     def begin(self, tables: torch.Tensor) -> None:
-        """A proposal begins.
+        """Copy newly selected and newly written blocks at the beginning of a proposal.
 
         Args:
-            tables: [num_layers, max_rows * num_kv_heads, width], int32, what its rows read.
+            tables: [num_layers, max_rows * num_kv_heads, width], int32, one-head blocks of the KV
+                cache that the rows read.
         """
         rows = self._rows
         self.refill(rows, tables)
-        own = self.tables.view(rows.max_rows, *self._of_slots.shape[1:])[: rows.num_rows]
-        torch.index_select(self._of_slots, 0, rows.column(RowColumn.SLOT), out=own)
+        row_tables = self.tables.view(rows.max_rows, *self._slot_tables.shape[1:])
+        torch.index_select(
+            self._slot_tables, 0, rows.column(RowColumn.SLOT), out=row_tables[: rows.num_rows]
+        )
 
     def clean(self) -> None:
-        """Removes NaN of the rows that have a fault: their slots will have other owners."""
+        """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
         rows = self._rows
         tables = self._block_tables[rows.column(RowColumn.SLOT).long()]
-        self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._scrubber(rows.faults, rows.num_rows, rows.computed, tables, None)

@@ -5,7 +5,7 @@ from vllm.platforms import current_platform
 from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import QueryRecorder
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config import ResolvedConfig
@@ -105,7 +105,7 @@ def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> Ch
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]
     num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks
-    with allocating(
+    with checked_allocation(
         f"level 2's summaries of {num_blocks} blocks",
         num_keys * first.head_size * dtype.itemsize,
         device,

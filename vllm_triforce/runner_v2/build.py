@@ -93,7 +93,7 @@ class SpeculatorBuild:
         counts = DeviceCounters(device)
         host_layers = {}
         if offload is not None:
-            host_layers = offload.for_attention(pools, counts.sums, device)
+            host_layers = offload.make_host_layers(pools, counts.sums)
         attention = retrieval_attention(layers, builder, self.recorder, host_layers)
         selections = SelectionsV2(
             config,
@@ -123,8 +123,6 @@ class SpeculatorBuild:
                 selections.max_selected,
                 counts.sums,
                 rows,
-                self.num_slots,
-                device,
             )
         self.shaping = LogitsProcessing(runner.sampler, runner.req_states, rows)
         self.adapters = None if runner.lora_config is None else LevelAdapters(runner)

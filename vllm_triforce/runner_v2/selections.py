@@ -186,7 +186,7 @@ class SelectionsV2:
         votes = [
             self._layers_votes(
                 queries[start : start + step, query_rows],
-                {kind: keys.of_layers(start, start + step) for kind, keys in summaries.items()},
+                {kind: keys.slice_layers(start, start + step) for kind, keys in summaries.items()},
                 blocks,
                 outside,
             )
@@ -199,7 +199,7 @@ class SelectionsV2:
         num_kv_heads, max_chunks = self._selected.shape[2], blocks.shape[1]
         grouped = queries.transpose(0, 1).unflatten(2, (num_kv_heads, -1))
         gathered = {
-            kind: keys.of_blocks(blocks).permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
+            kind: keys.dequantize(blocks).permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
         }
         scores = self._policy.checked_score(grouped.float(), gathered, max_chunks)
         scores = scores.masked_fill(outside[:, :, :, None], float("-inf"))

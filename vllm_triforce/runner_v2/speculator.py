@@ -166,7 +166,7 @@ class PlainSpeculatorV2(SpeculatorV2):
             layers,
             builder,
             NullRecorder(),
-            offload.for_attention({}, self._counts.sums, self.device),
+            offload.make_host_layers({}, self._counts.sums),
         )
 
     @property

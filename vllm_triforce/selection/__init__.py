@@ -1,8 +1,8 @@
-"""Selection policies: each further module here defines one, of the module's name. Other packages
-add theirs by an entry point of the group ``vllm_triforce.selection_policies``.
+"""Selection policies: every module but ``policy`` defines the one it is named after.
 
-The names are known without loading a policy, and so without torch; what policies are made of is
-loaded when it is asked for.
+Other packages add policies by an entry point of the group ``vllm_triforce.selection_policies``.
+Names are read without importing a policy or torch. ``SelectionPolicy`` and ``Summary`` are
+imported on first use.
 """
 
 import importlib
@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_triforce.registry import Registry
 
 if TYPE_CHECKING:
-    from vllm_triforce.selection.policy import SelectionPolicy
-    from vllm_triforce.selection.summaries import Summary
-
-_SHARED = {"SelectionPolicy": "policy", "Summary": "summaries"}
+    from vllm_triforce.selection.policy import SelectionPolicy, Summary
 
 POLICIES = Registry(
     __name__,
     base=("policy", "SelectionPolicy"),
-    shared=["summaries"],
     group="vllm_triforce.selection_policies",
 )
 
@@ -27,8 +23,7 @@ __all__ = ["POLICIES", "SelectionPolicy", "Summary"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _SHARED:
+    if name not in ("SelectionPolicy", "Summary"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_SHARED[name]}"), name)
-    globals()[name] = found
-    return found
+    globals()[name] = getattr(importlib.import_module(f"{__name__}.policy"), name)
+    return globals()[name]

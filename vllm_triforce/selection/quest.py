@@ -1,18 +1,17 @@
-"""Quest (arXiv 2406.10774): the largest product that any key of the chunk could have."""
+"""Quest (arXiv 2406.10774): upper bound of the query's product with any key of the chunk."""
 
 import torch
 
-from vllm_triforce.selection.policy import SelectionPolicy
-from vllm_triforce.selection.summaries import Summary
+from vllm_triforce.selection.policy import SelectionPolicy, Summary
 
 
 class QuestPolicy(SelectionPolicy):
     """Quest.
 
-    Mechanism: chunks with the largest bound on a key's product with the newest verified query,
-    from the least and the greatest number in each head dimension; the query heads of a group vote
-    together.
-    Paper: arXiv 2406.10774 (ICML 2024), section 3.3, which selects for each query anew.
+    Mechanism: chunks with the largest upper bound of the newest verified query's product with any
+    of their keys, by the minimum and maximum of each head dimension; the query heads of a group
+    vote together.
+    Paper: arXiv 2406.10774 (ICML 2024), section 3.3, which selects again for each query.
     Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
     """
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from vllm_triforce.selection.policy import SelectionPolicy
-from vllm_triforce.selection.summaries import Summary
+from vllm_triforce.selection.policy import SelectionPolicy, Summary
 
 
 class RetrievalPolicy(SelectionPolicy):

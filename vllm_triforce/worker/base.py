@@ -106,9 +106,9 @@ class TriForceWorkerMixin:
         if self._offload is None:
             super().initialize_from_config(kv_cache_config)
         else:
-            from vllm_triforce.offload.startup import allocating_with, report_offload
+            from vllm_triforce.offload.startup import offloaded_allocation, report_offload
 
-            with allocating_with(self._offload):
+            with offloaded_allocation(self._offload):
                 super().initialize_from_config(kv_cache_config)
             length = self.vllm_config.model_config.max_model_len
             self._offload_report = report_offload(self._offload, kv_cache_config, length)
@@ -121,8 +121,6 @@ class TriForceWorkerMixin:
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        if self._offload is not None:
-            self._offload.begin_step()
         self.triforce.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output, *args, **kwargs)
         return output if output is None else self._with_counters(output)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import torch
 
-from vllm_triforce.cache.allocation import allocating
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce_bench.acceptance.policies.base import LabPolicy
 from vllm_triforce_bench.acceptance.recording import Recording
 from vllm_triforce_bench.acceptance.replay import Replay
@@ -89,7 +89,7 @@ class Target:
         recording = Recording(self.config.num_hidden_layers, capacity, len(prompt), with_mass)
         remedy = "lower --context or --contexts, or use --dtype bfloat16"
         with (
-            allocating("the full cache", self._cache_bytes(capacity), self.device, remedy),
+            checked_allocation("the full cache", self._cache_bytes(capacity), self.device, remedy),
             _standing_in(recording),
         ):
             for begin in range(0, len(prompt), _PREFILL_TOKENS):

@@ -81,15 +81,9 @@ def offloaded(args: argparse.Namespace, items: Items) -> None:
     offload = {"kv_offload_gib": 2.0}
     draft = {"retrieval_budget": 512, "min_context": 0, "adaptive": False}
     draft |= {"model": str(PAIR / "draft")} | offload
-    ahead = {"kv_offload_overlap": True}
-    variants = {
-        "offloaded, draft": draft,
-        "offloaded, draft, copied ahead": draft | ahead,
-        PLAIN: offload | {"levels": "3"},
-        f"{PLAIN}, copied ahead": offload | {"levels": "3"} | ahead,
-    }
+    variants = {"offloaded, draft": draft, PLAIN: offload | {"levels": "3"}}
     compare(args, items, "mha", str(PAIR / "target"), variants)
-    sampling(args, items, offload | ahead)
+    sampling(args, items, offload)
 
 
 def compare(

@@ -1,9 +1,8 @@
-"""Times decoding over a KV cache in host memory: plainly and with TriForce, in turn and ahead.
+"""Times decoding over a KV cache in host memory: plainly and with TriForce.
 
-Layers are copied one after the other, or each while the one before it runs. The device has as much
-memory as is asked for, a smaller card's; what does not fit lies in host memory. Random weights
-accept what they accept: the cost of passes does not depend on it, and ``speedup.py`` does the rest,
-over plain decoding.
+The device has as much memory as is asked for, a smaller card's; what does not fit lies in host
+memory. Random weights accept what they accept: the cost of passes does not depend on it, and
+``speedup.py`` does the rest, over plain decoding.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from vllm_triforce_bench.gpu_suite.geometry import GEOMETRIES, draft_of
 from vllm_triforce_bench.gpu_suite.items import Items
 from vllm_triforce_bench.gpu_suite.speedup import Costs, curve
 
-PLAIN, TRIFORCE, AHEAD = "plain", "triforce", ", copied ahead"
+PLAIN, TRIFORCE = "plain", "triforce"
 ACCEPTANCES = [0.9, 0.93, 0.965]
 # Of level 1's tokens, by level 2: what the paper's own data say.
 LEVEL1 = 0.21
@@ -33,19 +32,17 @@ def main() -> None:
     args = parser.parse_args()
     geometry = GEOMETRIES[args.geometry]
     items = Items(args.result, geometry=args.geometry, cell=args.cell, device_gib=args.device_gib)
-    for ahead in ("", AHEAD):
-        for way in (PLAIN, TRIFORCE):
-            name = way + ahead
-            items.run_all(
-                [name],
-                partial(engine, args, geometry, way, bool(ahead)),
-                lambda llm, name: _item(llm, args, geometry, name),
-            )
-        put_speedup(items, ahead)
+    for way in (PLAIN, TRIFORCE):
+        items.run_all(
+            [way],
+            partial(engine, args, geometry, way),
+            lambda llm, way: _item(llm, args, geometry, way),
+        )
+    put_speedup(items)
     raise SystemExit(int(items.num_errors > 0))
 
 
-def engine(args: argparse.Namespace, geometry, way: str, is_ahead: bool):
+def engine(args: argparse.Namespace, geometry, way: str):
     """
     Args:
         way: PLAIN or TRIFORCE.
@@ -53,7 +50,7 @@ def engine(args: argparse.Namespace, geometry, way: str, is_ahead: bool):
     context, batch = sizes(args.cell)
     length = context + args.num_steps * (LENGTH + 1) + 64
     host = batch * (length + 2 * LENGTH + 64) * geometry.kv_bytes_per_token / _GIB
-    keys: dict = {"kv_offload_gib": round(host + 0.05, 2), "kv_offload_overlap": is_ahead}
+    keys: dict = {"kv_offload_gib": round(host + 0.05, 2)}
     if way == PLAIN:
         keys |= {"levels": "3"}
     else:
@@ -79,9 +76,9 @@ def engine(args: argparse.Namespace, geometry, way: str, is_ahead: bool):
     )
 
 
-def _item(llm, args: argparse.Namespace, geometry, name: str) -> dict:
+def _item(llm, args: argparse.Namespace, geometry, way: str) -> dict:
     most = args.num_steps * (LENGTH + 1)
-    found = time_cell(llm, geometry, args.cell, args.num_steps, most, name.startswith(TRIFORCE))
+    found = time_cell(llm, geometry, args.cell, args.num_steps, most, way == TRIFORCE)
     (found["offload"],) = llm.collective_rpc("triforce_offload")
     staged = found["counters"]["num_staged_bytes"]
     found["staged_gb_per_step"] = staged / found["num_steps"] / 1e9
@@ -89,11 +86,10 @@ def _item(llm, args: argparse.Namespace, geometry, name: str) -> dict:
     return found
 
 
-def put_speedup(items: Items, ahead: str) -> None:
+def put_speedup(items: Items) -> None:
     """By level 2's acceptance, from the two ways' times; where both were measured."""
-    plain, ours = (items.found.get(way + ahead, {}) for way in (PLAIN, TRIFORCE))
-    name = f"speed-up{ahead}"
-    if "step_ms" not in plain or "step_ms" not in ours or name in items.found:
+    plain, ours = (items.found.get(way, {}) for way in (PLAIN, TRIFORCE))
+    if "step_ms" not in plain or "step_ms" not in ours or "speed-up" in items.found:
         return
     costs = Costs(
         stock_step=plain["step_ms"],
@@ -103,7 +99,7 @@ def put_speedup(items: Items, ahead: str) -> None:
         verification=ours["verification_ms"],
         full_pass=ours["full_pass_ms"],
     )
-    items.put(name, curve(costs, ACCEPTANCES, LEVEL1, num_speculative_tokens=LENGTH))
+    items.put("speed-up", curve(costs, ACCEPTANCES, LEVEL1, num_speculative_tokens=LENGTH))
 
 
 def _total_memory() -> float:

@@ -106,7 +106,7 @@ class OffloadedPredictor(Predictor):
             device_bytes=self.device_bytes,
             pool_bytes=seqs * config.table_width * self.page_bytes if self.speculates else 0,
             summary_share=self.summary_share,
-            most_blocks=self._needed_blocks(reach) + 1,  # one block is nobody's
+            max_blocks=self._needed_blocks(reach) + 1,  # one block is nobody's
         )
 
     def _needed_blocks(self, reach: int) -> int:

@@ -1,16 +1,16 @@
-"""vLLM's CUDA build in Python on a CPU, for tests (docs/gpu-emulation.md):
+"""Emulation of a GPU for vLLM's CUDA build on a CPU, for tests (docs/gpu-emulation.md).
 
     python -m emu script.py args...        python -m emu -m module args...
 
-A file for each thing that is put in the place of the real one:
-  native.py      the driver, of which every call fails, and NVML, with one H200
-  device.py      devices, streams and events of CUDA: its tensors lie on the CPU
-  graphs.py      CUDA graphs: what is launched in a capture is kept, and launched again
+Each file replaces one part of the real thing:
+  device.py      devices, streams and events of CUDA; tensors lie on the CPU
+  graphs.py      CUDA graphs: launches in a capture are recorded, and a replay launches them again
   triton_jit.py  launches of Triton: compiled for sm_90, then interpreted
-  bfloat16.py    what the interpreter gets wrong of bfloat16
+  bfloat16.py    bfloat16 in Triton's interpreter
   cuda_ops.py    vLLM's CUDA operations and FlashAttention 3, in PyTorch
 """
 
+import ctypes
 import os
 import sys
 
@@ -18,12 +18,12 @@ _started = False
 
 
 def start() -> None:
-    """In this process, before torch or vLLM is imported."""
+    """Start the emulation in this process, before torch or vLLM is imported."""
     global _started
     if _started:
         return
     _started = True
-    os.environ["GPU_EMULATION"] = "1"  # for processes that this one starts: see setup.sh's .pth
+    os.environ["GPU_EMULATION"] = "1"  # child processes start it by the .pth of setup.sh
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in {
@@ -34,9 +34,9 @@ def start() -> None:
     }.items():
         os.environ.setdefault(name, value)
 
-    from . import cuda_ops, device, graphs, native, triton_jit
+    from . import cuda_ops, device, graphs, triton_jit
 
-    native.load_stub_libraries()
+    _load_stub_libraries()
     device.install()
     graphs.install()
     triton_jit.install()
@@ -44,11 +44,23 @@ def start() -> None:
     cuda_ops.install()
 
 
+def _load_stub_libraries() -> None:
+    """Load the stubs of NVIDIA's driver by path, so that later loads of the soname find them."""
+    folder = os.path.join(sys.prefix, "..", "stubs")
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"{path} is missing: run setup.sh, and use the Python of its venv"
+            )
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
 def _prepare_vllm() -> None:
-    """What vLLM itself has to know of CUDA tensors that lie on the CPU."""
+    """Adapt vLLM to CUDA tensors that lie on the CPU."""
     from vllm.platforms import cuda
 
-    cuda.CudaPlatformBase.dispatch_key = "CPU"  # of the operations that vLLM writes in Python
+    cuda.CudaPlatformBase.dispatch_key = "CPU"  # for vLLM's operations in Python
     cuda.CudaPlatformBase.dist_backend = "gloo"
 
     from vllm.utils import torch_utils

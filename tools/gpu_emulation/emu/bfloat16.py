@@ -1,7 +1,7 @@
-"""bfloat16 in Triton's interpreter, which keeps it as uint16 and calculates with those integers.
+"""bfloat16 in Triton's interpreter, which stores it as uint16 and calculates with the integers.
 
-Casts, dot and arithmetic by element go through float32 here, and round to nearest even. Reductions
-and scans (tl.sum, tl.max) stay wrong in bfloat16: kernels take float32 for them.
+Casts, dot and elementwise arithmetic here go through float32 and round to nearest even. Reductions
+and scans (tl.sum, tl.max) stay wrong in bfloat16: kernels use float32 for them.
 """
 
 import numpy as np

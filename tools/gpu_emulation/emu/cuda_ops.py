@@ -1,8 +1,7 @@
-"""What a dense model reaches of vLLM's CUDA operations and of FlashAttention 3, in PyTorch.
+"""PyTorch stand-ins for vLLM's CUDA operations and FlashAttention 3, as dense models use them.
 
-The real operations' schemas come from vLLM's CUDA libraries, so wrong arguments fail as on a GPU.
-"Could not run '...' with arguments from the 'CPU' backend" names an operation that has no stand-in:
-it belongs here.
+Schemas come from vLLM's CUDA libraries, so wrong arguments fail as on a GPU. The error "Could not
+run '...' with arguments from the 'CPU' backend" names an operation that still needs a stand-in.
 """
 
 import functools
@@ -62,7 +61,7 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
 
 @stands_in_for("_C", "weak_ref_tensor")
 def weak_ref_tensor(input):
-    """The graph's own operations keep the tensor."""
+    """Return a view; operations of the graph keep the tensor alive."""
     return input.view_as(input)
 
 
@@ -120,7 +119,7 @@ def reshape_and_cache_flash(
 
 @stands_in_for("_vllm_fa3_C", "get_scheduler_metadata")
 def get_scheduler_metadata(batch_size, *args):
-    # Only the real kernel reads it; of the size that vLLM's builder makes room for.
+    # Only the real kernel reads it. The size is that of vLLM's buffer.
     return torch.zeros(1 + -(-batch_size // 4) * 4 * 4, dtype=torch.int32)
 
 
@@ -203,8 +202,11 @@ def flash_attention_3(
 
 
 def _attention(q, k, v, scale, is_causal, window_left, window_right, softcap):
-    """One sequence: output [num_queries, num_heads, head_dim], and log-sum-exp [num_heads,
-    num_queries]."""
+    """Attend over one sequence.
+
+    Returns:
+        Output [num_queries, num_heads, head_dim] and log-sum-exp [num_heads, num_queries].
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale

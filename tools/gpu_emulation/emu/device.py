@@ -1,8 +1,8 @@
 """Devices, memory sizes, streams, events and pinned memory of CUDA, on the CPU.
 
-A tensor made on "cuda" lies on the CPU, and its ``is_cuda`` is False. Copies between host and
-device are copies, as on a GPU. All work is done when a call returns, so streams and events do
-nothing, and a synchronization that is missing is not noticed.
+A tensor created on "cuda" lies on the CPU, and its ``is_cuda`` is False. Moves between host and
+device copy, as on a GPU. Work is complete when a call returns, so streams and events do nothing,
+and a missing synchronization is not detected.
 """
 
 import collections
@@ -37,7 +37,7 @@ def _is_device(value) -> bool:
 
 
 def to_cpu(device):
-    """'cuda', 'cuda:0', torch.device('cuda') and a device index become the CPU; all else passes."""
+    """Replace 'cuda', 'cuda:0', torch.device('cuda') and device indices by the CPU."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -52,9 +52,9 @@ class CudaOnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        moves = func in (torch.Tensor.cuda, torch.Tensor.cpu)
+        is_move = func in (torch.Tensor.cuda, torch.Tensor.cpu)
         if func is torch.Tensor.to:
-            moves = _is_device(kwargs.get("device")) or any(_is_device(a) for a in args[1:])
+            is_move = _is_device(kwargs.get("device")) or any(_is_device(a) for a in args[1:])
             args = (args[0], *(to_cpu(a) if _is_device(a) else a for a in args[1:]))
         if "device" in kwargs:
             kwargs["device"] = to_cpu(kwargs["device"])
@@ -67,7 +67,7 @@ class CudaOnCpu(TorchFunctionMode):
         if func is torch.Tensor.record_stream:
             return None
         result = args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
-        if moves and result is args[0] and type(result) is torch.Tensor:
+        if is_move and result is args[0] and type(result) is torch.Tensor:
             return result.clone()  # a move between host and device never shares memory
         return result
 
@@ -93,7 +93,7 @@ class Event:
 
 
 class Runtime:
-    """CUDA's runtime: whatever it is asked for succeeds."""
+    """CUDA's runtime, in which all calls succeed."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int):
         return types.SimpleNamespace(value=0)
@@ -132,7 +132,7 @@ class Generator(_Generator, metaclass=_IsAnyGenerator):
 
 
 def _answer(module, **answers) -> None:
-    """Replaces functions of a module by functions that always give the same answer."""
+    """Replace functions of a module by functions that return a constant."""
     for name, answer in answers.items():
         setattr(module, name, lambda *args, _answer=answer, **kwargs: _answer)
 

@@ -1,12 +1,11 @@
-"""Stand-ins for CUDA graphs: what is launched during a capture is kept, and a replay launches it
-again.
+"""Stand-ins for CUDA graphs: a capture records launches, and a replay launches them again.
 
-As in a real graph, Python does not run in a replay: every operation gets the very tensors and
-numbers that it got in the capture, and writes where it wrote then. So what is handed to a captured
-pass in new tensors, or as a number, is not seen by a replay, and comes out as other tokens. What
-would make the host wait for the device, and thus break a real capture, is refused.
+As in a real graph, Python does not run in a replay. Each operation gets the same tensors and
+numbers as in the capture, and writes to the same memory. So a replay ignores inputs in new tensors
+or as numbers, and its tokens differ. Operations that wait for the device, which break a real
+capture, are refused.
 
-Unlike in a real graph, a capture computes as well, and no two graphs share memory.
+Unlike in a real graph, a capture also computes, and graphs share no memory.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-# They make memory and leave its contents open: a replay finds the memory of the capture.
+# Operations that allocate uninitialized memory: a replay uses the memory of the capture.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -30,7 +29,7 @@ num_replayed = 0
 
 
 class Graph:
-    """For ``torch.cuda.CUDAGraph``."""
+    """Stand-in for ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.launches: list[Callable[[], object]] = []
@@ -50,7 +49,7 @@ class Graph:
 
 
 class Recorder(TorchDispatchMode):
-    """Adds every operation to a graph that writes memory."""
+    """Records every operation that writes memory in a graph."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
@@ -62,23 +61,23 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func._schema.name.removeprefix("aten::") in _ALLOCATE:
             return result
-        given = {_memory(value) for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
-        # What lies in memory of its own; views, and what was written in place, need no copy.
-        made = [
-            (place, value)
-            for place, value in enumerate(tree_leaves(result))
-            if _is_tensor(value) and _memory(value) not in given
+        inputs = {_memory(value) for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
+        # Results in new memory; views and results written in place need no copy in a replay.
+        outputs = [
+            (index, value)
+            for index, value in enumerate(tree_leaves(result))
+            if _is_tensor(value) and _memory(value) not in inputs
         ]
         runs_inside = _is_written_in_python(func)
-        if not runs_inside and (made or func._schema.is_mutable):
-            self.graph.launches.append(lambda: _again(func, args, kwargs, made))
+        if not runs_inside and (outputs or func._schema.is_mutable):
+            self.graph.launches.append(lambda: _relaunch(func, args, kwargs, outputs))
         return result
 
 
-def _again(func, args, kwargs, made: list[tuple[int, torch.Tensor]]) -> None:
-    found = tree_leaves(func(*args, **kwargs))
-    for place, value in made:
-        value.copy_(found[place])
+def _relaunch(func, args, kwargs, outputs: list[tuple[int, torch.Tensor]]) -> None:
+    results = tree_leaves(func(*args, **kwargs))
+    for index, value in outputs:
+        value.copy_(results[index])
 
 
 def _is_tensor(value) -> bool:
@@ -90,20 +89,22 @@ def _memory(value: torch.Tensor) -> int:
 
 
 def _is_written_in_python(func) -> bool:
-    """vLLM's own operations read Python's state (the forward context), which a replay does not
-    have: what they launch is recorded instead (``records_inside``)."""
+    """True for vLLM's operations in Python, whose launches are recorded by ``records_inside``.
+
+    They read the forward context, which a replay does not have.
+    """
     return func.namespace == "vllm"
 
 
 def _refuse_to_wait(func, args) -> None:
     if func is torch.ops.aten.index.Tensor:
-        waits = any(_is_tensor(i) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        is_waiting = any(_is_tensor(i) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     else:
-        waits = func is torch.ops.aten.is_nonzero.default or not _WAITING.isdisjoint(func.tags)
-    if waits:
+        is_waiting = func is torch.ops.aten.is_nonzero.default or not _WAITING.isdisjoint(func.tags)
+    if is_waiting:
         raise RuntimeError(
-            f"{func} in the capture of a CUDA graph: its result depends on numbers that lie on the "
-            "device, and CUDA refuses to wait for them there; compute it before the capture"
+            f"{func} in the capture of a CUDA graph: its result depends on numbers on the device, "
+            "and CUDA refuses to wait for them during a capture; compute it before the capture"
         )
 
 
@@ -112,7 +113,7 @@ _recording: list[Recorder] = []
 
 @contextmanager
 def capturing(graph: Graph, pool=None, stream=None, capture_error_mode: str = "global", **kwargs):
-    """For ``torch.cuda.graph``."""
+    """Stand-in for ``torch.cuda.graph``."""
     global num_captured
     if _recording:
         raise RuntimeError("a CUDA graph is being captured already")
@@ -131,7 +132,7 @@ def is_capturing(*args) -> bool:
 
 
 def perform(launch: Callable[[], None]) -> None:
-    """Runs what no dispatcher sees, a Triton kernel; kept where a graph is being captured."""
+    """Launch a Triton kernel, which no dispatcher sees, and record it during a capture."""
     mode = _get_current_dispatch_mode()
     if isinstance(mode, Recorder):
         mode.graph.launches.append(launch)
@@ -142,7 +143,7 @@ def perform(launch: Callable[[], None]) -> None:
 
 
 def records_inside(function: Callable) -> Callable:
-    """Of an operation that is written in Python: what it launches is recorded."""
+    """Wrap an operation written in Python so that a capture records its launches."""
 
     def call(*args, **kwargs):
         if not _recording or _get_current_dispatch_mode() is not None:

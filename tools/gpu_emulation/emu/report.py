@@ -1,4 +1,4 @@
-"""What was reached: printed at the end of a run."""
+"""Report of the kernels and operations that a run reached, printed at its end."""
 
 import collections
 import dataclasses

@@ -1,8 +1,7 @@
-"""Triton kernels: a launch compiles for sm_90, to the cubin, then runs in Triton's interpreter.
+"""Launches of Triton kernels: compiled for sm_90 to the cubin, then run in Triton's interpreter.
 
-Nothing runs the cubin. So a launch shows that the kernel compiles for exactly these types of
-arguments, and that its algorithm, in numpy, does what it should; nothing of the machine code's
-numbers.
+The cubin is not run. So a launch shows that the kernel compiles for these argument types, and that
+its algorithm is right in numpy, but not that the machine code computes the same numbers.
 """
 
 import functools
@@ -26,7 +25,7 @@ _interpreted: dict = {}
 
 
 class H200Driver:
-    """The parts of Triton's CUDA driver that compiling and choosing kernels ask for."""
+    """The parts of Triton's CUDA driver that compilation and autotuning use."""
 
     class utils:
         @staticmethod
@@ -75,7 +74,7 @@ def _interpreter_of(fn) -> interpreter.InterpretedFunction:
 
 
 def _launch(self, *args, grid, warmup, **kwargs):
-    """``JITFunction.run``: what does not compile is interpreted all the same, and reported."""
+    """Replace ``JITFunction.run``; kernels that do not compile are reported and interpreted."""
     kernel = report.kernel(f"{self.fn.__module__}.{self.fn.__name__}")
     try:
         compiled = _compile(self, *args, grid=grid, warmup=True, **kwargs)
@@ -94,7 +93,7 @@ def _launch(self, *args, grid, warmup, **kwargs):
 
 
 def _call_from_kernel(self, *args, **kwargs):
-    """``JITFunction.__call__``: an interpreted kernel calls a helper."""
+    """Replace ``JITFunction.__call__``, by which an interpreted kernel calls a helper."""
     scope = interpreter._patch_lang(self.fn)
     try:
         return _interpreter_of(self.fn).rewrite()(*args, **kwargs)
@@ -103,7 +102,7 @@ def _call_from_kernel(self, *args, **kwargs):
 
 
 def _mend_index_of_scalars() -> None:
-    """The interpreter's scalars are arrays of one element, whose int() numpy refuses since 2.4."""
+    """Convert the interpreter's scalars, arrays of one element, which numpy refuses since 2.4."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
@@ -114,8 +113,7 @@ def _mend_index_of_scalars() -> None:
 
 
 def _patch_the_language_once() -> None:
-    """The interpreter replaces all of triton.language for every call of a helper, although the
-    kernel that calls has done so: a sixth of all time."""
+    """Patch triton.language once a kernel, not again for each helper: a sixth of all time."""
     original = interpreter._patch_lang
     patched: list[set[int]] = []
 
@@ -141,8 +139,10 @@ def _patch_the_language_once() -> None:
 
 
 def _give_libdevice_to_interpreter() -> None:
-    """What the interpreter finds in libdevice returns None: numpy's functions of the same names
-    take their places. The compiler goes by module and name, and does not notice."""
+    """Replace libdevice's functions, which return None when interpreted, by numpy's.
+
+    The compiler resolves them by module and name, so compilation is unaffected.
+    """
 
     def interpreted(placeholder):
         @functools.wraps(placeholder)

@@ -51,9 +51,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
                 kv_cache = self.offload.pool
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
         if self.offload is not None and isinstance(attn_metadata, CPUAttentionMetadata):
-            kv_cache = self.offload.staged(
-                attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.query_start_loc
-            )
+            kv_cache = self.offload.stage(attn_metadata.block_table, attn_metadata.seq_lens)
         if not self.recorder.paused and isinstance(attn_metadata, CPUAttentionMetadata):
             self.recorder.record(self.layer_index, query, attn_metadata)
         return CPUAttentionBackendImpl.forward(

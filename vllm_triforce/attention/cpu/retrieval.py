@@ -133,8 +133,8 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         keys = flat[block_ids, :, 0]
         fp8 = FP8.get(layer.impl.kv_cache_dtype)
         if fp8 is None:
-            return self._layout.summary(keys, kind)
-        return self._layout.summary(keys.view(fp8).float(), kind) * layer._k_scale_float
+            return self._layout.summarize(keys, kind)
+        return self._layout.summarize(keys.view(fp8).float(), kind) * layer._k_scale_float
 
     def _probe_layout(self, layer) -> KeyLayout:
         """Lets the kernel write one block of known keys into a scratch cache."""

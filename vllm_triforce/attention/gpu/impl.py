@@ -96,9 +96,7 @@ class _RetrievalImpl:
             return self.offload.pool
         if metadata is None:  # a pass that reads nothing, at start
             return kv_cache
-        return self.offload.staged(
-            metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-        )
+        return self.offload.stage(metadata.block_table, metadata.seq_lens)
 
     def _forward_ours(self, layer, query, kv_cache, metadata, output):
         if isinstance(metadata, SparseMetadata):

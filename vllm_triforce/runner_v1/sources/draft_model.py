@@ -116,7 +116,7 @@ class DraftModel(DraftSource):
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
         """Tokens that the draft has to read before it can go on after ``num_tokens``."""
         window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
-        return window.behind(num_tokens)
+        return window.num_uncached_tokens(num_tokens)
 
     def _num_far_behind(self, batch, rows: list[int]) -> int:
         """Tokens to read of windows for which that takes notably longer than drafting itself."""

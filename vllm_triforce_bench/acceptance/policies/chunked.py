@@ -46,7 +46,7 @@ class ChunkedPolicy(LabPolicy):
         blocks = keys[: num_full * size].view(num_full, size, -1)
 
         def block_summaries(ids: torch.Tensor, kind: Summary) -> torch.Tensor:  # [n, 1, head_dim]
-            return kind.of(blocks[ids], 1)[:, None]
+            return kind.reduce(blocks[ids], 1)[:, None]
 
         policy = self.selection()
         summaries = ChunkSummaries(
