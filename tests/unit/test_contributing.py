@@ -90,7 +90,7 @@ print("asked:", ASKED["build"])
 SOURCE = '''
 """Repeat: the newest token, again and again."""
 
-from vllm_triforce.runner_v1.sources.source import Offer, TokenSource
+from vllm_triforce.runner_v1.sources.source import Match, TokenSource
 
 
 class Repeat(TokenSource):
@@ -100,12 +100,12 @@ class Repeat(TokenSource):
     """
 
     name = "repeat"
-    hopes = (0.1, 0.4)
+    prior_acceptance = (0.1, 0.4)
 
     def find(self, token_ids):
-        return Offer(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))
+        return Match(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))
 
-    def follow(self, token_ids, offer, count):
+    def continue_from(self, token_ids, match, count):
         return [int(token_ids[-1])] * count
 '''
 DEVICE_SOURCE = '''

@@ -1,6 +1,6 @@
 """Who is speculated on, and how long a proposal may be: what both runners hold to.
 
-Runner V2 knows lengths on the device alone, where ``kernels/row_state.py`` applies ``room()``.
+Runner V2's lengths are on the device, where ``kernels/row_state.py`` applies the same rule.
 
 Requests that are not speculated on again, because a level's logits had a NaN.
 """
@@ -22,7 +22,7 @@ def decodes_plainly(params) -> bool:
     return bool(params.logprob_token_ids)
 
 
-def seed_of_draws(params) -> int | None:
+def sampling_seed(params) -> int | None:
     """Return the seed that a request draws by: None without one, and where nothing is drawn.
 
     Args:
@@ -33,7 +33,9 @@ def seed_of_draws(params) -> int | None:
     return params.seed
 
 
-def room(num_computed: int, most: int, reserved: int, limit: int, min_context: int = 0) -> int:
+def max_proposal_len(
+    num_computed: int, most: int, reserved: int, limit: int, min_context: int = 0
+) -> int:
     """Tokens that may be proposed for a request; none if it is not positive.
 
     Args:

@@ -50,7 +50,7 @@ class Observer(Protocol[ItsRows, ItsDrafted, ItsVerified]):
         """Around a part of the loop."""
         ...
 
-    def round_ended(self, rows: ItsRows, drafted: ItsDrafted, verified: ItsVerified) -> None:
+    def on_round_end(self, rows: ItsRows, drafted: ItsDrafted, verified: ItsVerified) -> None:
         """Level 2 has verified what level 1 drafted."""
         ...
 
@@ -69,6 +69,6 @@ def propose(
             logits = levels.forward(rows, drafted)
         with observer.part("verification"):
             verified = levels.verify(rows, drafted, logits)
-        observer.round_ended(rows, drafted, verified)
+        observer.on_round_end(rows, drafted, verified)
     with observer.part("verification"):
         levels.end()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import decodes_plainly, room, seed_of_draws
+from vllm_triforce.core.eligibility import decodes_plainly, max_proposal_len, sampling_seed
 from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, SamplingRows
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
@@ -34,7 +34,7 @@ class RunnerBatch:
         request_id = self._runner.input_batch.req_ids[row]
         return decodes_plainly(self._params(row)) or request_id in self._disabled
 
-    def room(self, row: int, num_computed: int, most: int) -> int:
+    def max_proposal_len(self, row: int, num_computed: int, most: int) -> int:
         """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
         if num_computed < self._config.min_context or self.is_never_speculated_on(row):
             return 0
@@ -47,7 +47,7 @@ class RunnerBatch:
         params, limit = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + params.max_tokens)
-        most = room(num_computed, most, slots, limit)
+        most = max_proposal_len(num_computed, most, slots, limit)
         emitted = num_computed + 1 - request.num_prompt_tokens
         if emitted < params.min_tokens:
             # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
@@ -55,7 +55,7 @@ class RunnerBatch:
             most = min(most, params.min_tokens - emitted - 1)
         return most
 
-    def at_a_time(self, rows: list[int], known: Collection[str], most: int) -> list[int]:
+    def limit_rows(self, rows: list[int], known: Collection[str], most: int) -> list[int]:
         """Choose rows that may be speculated on: who was already goes first.
 
         A sampled token that is proposed keeps a distribution over the vocabulary until it is
@@ -68,7 +68,7 @@ class RunnerBatch:
         return sorted(by_age[:most])
 
     def has_seed(self, row: int) -> bool:
-        return seed_of_draws(self._params(row)) is not None
+        return sampling_seed(self._params(row)) is not None
 
     def gives_first_token(self, counts: list[int]) -> bool:
         """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
@@ -103,13 +103,15 @@ class RunnerBatch:
             num_plain=len(counts) - len(rows),
             is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
             num_left=[self._num_left(row, computed[row]) for row in rows],
-            shaping=[self._shaping(row, tokens) for row, tokens in zip(rows, token_ids)],
+            logits_processors=[
+                self._logits_processor(row, tokens) for row, tokens in zip(rows, token_ids)
+            ],
         )
 
     def sampling(self, rows: list[int], metadata) -> SamplingRows:
         requests = self._runner.requests
         params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
-        seeds = [seed_of_draws(p) for p in params]
+        seeds = [sampling_seed(p) for p in params]
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
         min_p = [p.min_p for p in params]
@@ -127,11 +129,11 @@ class RunnerBatch:
             seeds=seeds,
         )
 
-    def _shaping(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
+    def _logits_processor(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
         input_batch = self._runner.input_batch
         num_prompt_tokens = self._runner.requests[input_batch.req_ids[row]].num_prompt_tokens
         size = input_batch.vocab_size
-        return LogitsProcessing.of(
+        return LogitsProcessing.for_request(
             self._params(row), token_ids, num_prompt_tokens, size, self._device
         )
 

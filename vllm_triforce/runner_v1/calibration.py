@@ -232,7 +232,7 @@ class Calibration:
             proposal,
             rows,
             [num_tokens] * len(rows),
-            model.offers(batch, proposal, rows),
+            model.find_matches(batch, proposal, rows),
             batch.sampling,
             self._speculator.noise,
         )

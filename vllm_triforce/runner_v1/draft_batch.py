@@ -32,7 +32,9 @@ class DraftBatch:
     request with a grammar is certain, and yet it samples."""
     num_left: list[int] | None = None
     """Tokens that each may still emit; None where that is not known."""
-    shaping: list[Callable[[torch.Tensor, list[int]], None] | None] = field(default_factory=list)
+    logits_processors: list[Callable[[torch.Tensor, list[int]], None] | None] = field(
+        default_factory=list
+    )
     """What each asks of its logits, [vocab_size], behind further tokens (``logit_shaping.py``),
     None for nothing; empty where nobody asks for anything."""
 
@@ -63,7 +65,7 @@ class DraftBatch:
             [pick(tables) for tables in self.block_tables],
             pick(self.queries),
             self.sampling.take(rows),
-            shaping=pick(self.shaping) if self.shaping else [],
+            logits_processors=pick(self.logits_processors) if self.logits_processors else [],
         )
 
 

@@ -7,26 +7,26 @@ from itertools import takewhile
 from vllm_triforce.controller import Controller
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sources.source import Drafted, DraftSource, Offer
+from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
 
 @dataclass
-class Offers:
+class Matches:
     """What each source has for some rows."""
 
-    by_source: Mapping[str, Sequence[Offer | None]]
+    by_source: Mapping[str, Sequence[Match | None]]
 
     def confidence(self, i: int) -> dict[str, int]:
         """Of the sources that have tokens for the ``i``-th row."""
-        found = {name: offers[i] for name, offers in self.by_source.items()}
-        return {name: offer.confidence for name, offer in found.items() if offer is not None}
+        found = {name: matches[i] for name, matches in self.by_source.items()}
+        return {name: match.confidence for name, match in found.items() if match is not None}
 
 
 @dataclass
 class RoutedDraft:
     """What was drafted for each row, and from which source, None from none."""
 
-    drafted: Drafted
+    drafted: Draft
     sources: list[str | None]
     confidences: list[int | None]
     with_model: list[bool]
@@ -49,25 +49,27 @@ class Level1:
         self._controller = controller
         self._vocab_size = vocab_size
 
-    def offers(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Offers:
+    def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
         """What the sources have that may be used."""
         asked = list(self.sources.values())
         if "gamma" not in self._controller.chooses:
             asked = asked[:1]
-        return Offers({source.name: source.offers(batch, proposal, rows) for source in asked})
+        return Matches(
+            {source.name: source.find_matches(batch, proposal, rows) for source in asked}
+        )
 
     def draft(self, batch, proposal, rows, most, sampling, noise) -> RoutedDraft:
         """Drafts at most ``most[i]`` tokens for a pass of level 2, after what is proposed for
         ``rows[i]``."""
-        offers = self.offers(batch, proposal, rows)
-        confidences = [offers.confidence(i) for i in range(len(rows))]
+        matches = self.find_matches(batch, proposal, rows)
+        confidences = [matches.confidence(i) for i in range(len(rows))]
         chosen = [
             self._controller.level1(
                 batch.request_ids[row], batch.has_seed(row), confidence, len(rows), room
             )
             for row, confidence, room in zip(rows, confidences, most)
         ]
-        drafted = self.draft_from(chosen, offers, batch, proposal, rows, sampling, noise)
+        drafted = self.draft_from(chosen, matches, batch, proposal, rows, sampling, noise)
         sources = [source for source, _ in chosen]
         return RoutedDraft(
             drafted,
@@ -82,20 +84,20 @@ class Level1:
     def draft_from(
         self,
         chosen: Sequence[tuple[str | None, int]],  # of each row: a source, and how many tokens
-        offers: Offers,
+        matches: Matches,
         batch: DraftBatch,
         proposal: Proposal,
         rows: Sequence[int],
         sampling,
         noise,
-    ) -> Drafted:
+    ) -> Draft:
         """Each row's tokens, from its source."""
-        whole = Drafted.nothing(len(rows))
+        whole = Draft.nothing(len(rows))
         for name, source in self.sources.items():
             wanted = [count if source_ == name else 0 for source_, count in chosen]
             if not any(wanted):
                 continue
-            found = offers.by_source[name]
+            found = matches.by_source[name]
             part = source.draft(batch, proposal, rows, wanted, found, sampling, noise)
             self._cut(source, part, wanted)
             whole.take(part, [i for i, count in enumerate(wanted) if count])
@@ -108,19 +110,19 @@ class Level1:
         proposal: Proposal,
         rows: list[int],
         wanted: list[int],
-        offers: Sequence[Offer | None],  # of ``rows``
+        matches: Sequence[Match | None],  # of ``rows``
         noise: InnerNoise,
-    ) -> Drafted:
+    ) -> Draft:
         """Drafts ``wanted[i]`` tokens for ``rows[i]``, all from one source."""
         source, sampling = self.sources[name], None
         if source.needs_model:
-            begin_noise(noise, batch, proposal, rows)
+            start_noise(noise, batch, proposal, rows)
             sampling = batch.sampling.take(rows)
-        drafted = source.draft(batch, proposal, rows, wanted, offers, sampling, noise)
+        drafted = source.draft(batch, proposal, rows, wanted, matches, sampling, noise)
         self._cut(source, drafted, wanted)
         return drafted
 
-    def _cut(self, source: DraftSource, drafted: Drafted, wanted: Sequence[int]) -> None:
+    def _cut(self, source: DraftSource, drafted: Draft, wanted: Sequence[int]) -> None:
         """Whatever a source says: no more than there are slots for, and none that is no token."""
         if source.needs_model:
             return
@@ -152,7 +154,7 @@ class Level1:
             source.release(request_id)
 
 
-def begin_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
+def start_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
     """Each row's noise, by its place in the sequence."""
     seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
     noise.begin(seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows])

@@ -2,7 +2,7 @@
 
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.drafting import Level1, RoutedDraft, begin_noise
+from vllm_triforce.runner_v1.drafting import Level1, RoutedDraft, start_noise
 from vllm_triforce.runner_v1.logits_processing import process_logits
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
@@ -46,7 +46,7 @@ class LevelsV1:
         # Each pass of level 2 adds a token of its own, hence one less to draft.
         self._max_drafts = [self._missing(row) - 1 for row in rows]
         self._sampling = self.batch.sampling.take(rows)
-        begin_noise(self._noise, self.batch, self.proposal, rows)
+        start_noise(self._noise, self.batch, self.proposal, rows)
         return rows
 
     def draft(self, rows: list[int]) -> RoutedDraft:

@@ -58,7 +58,7 @@ class LogitsProcessing:
             self._counts = torch.from_numpy(counts).to(device)
 
     @classmethod
-    def of(
+    def for_request(
         cls, params, token_ids: np.ndarray, num_prompt_tokens: int, *others
     ) -> "LogitsProcessing | None":
         """None where a request asks for nothing any more; arguments as above."""
@@ -130,12 +130,12 @@ def process_logits(
     Args:
         places: of each the row of the batch, and what was drafted behind its proposal before it.
     """
-    if not any(batch.shaping):
+    if not any(batch.logits_processors):
         return logits
     logits = logits.float()
     for own, (row, drafted) in zip(logits, places):
-        if (shaping := batch.shaping[row]) is not None:
-            shaping(own, [*proposal.token_ids[row], *drafted])
+        if (processor := batch.logits_processors[row]) is not None:
+            processor(own, [*proposal.token_ids[row], *drafted])
     return logits
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
-from vllm_triforce.core.eligibility import seed_of_draws
+from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
@@ -135,7 +135,7 @@ class PlainSteps:
         self._present = frozenset(present)
         known = self._runner.requests
         params = {name: (new.get(name) or known[name]).sampling_params for name in present}
-        seeded = {name for name, its in params.items() if seed_of_draws(its) is not None}
+        seeded = {name for name, its in params.items() if sampling_seed(its) is not None}
         self._has_seed = bool(seeded)
         if joined & seeded:
             self._controller.seeded_request_joined()

@@ -29,7 +29,7 @@ from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
 
-def only_argmax_counts(sampling: SamplingMetadata) -> bool:
+def needs_only_argmax(sampling: SamplingMetadata) -> bool:
     """Whether each token is the largest logit's, and nothing else is asked for."""
     holder = sampling.thinking_budget_state_holder
     return (
@@ -96,7 +96,7 @@ class CompleteRejectionSampler(RejectionSampler):
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
-        if is_on_host and only_argmax_counts(sampling_metadata):
+        if is_on_host and needs_only_argmax(sampling_metadata):
             tokens = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         self._named = sampling_metadata.logprob_token_ids or {}

@@ -75,7 +75,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Builds the levels, once the target's KV cache exists."""
         # The runner stops drafting for the whole batch once one request passes this; whether
-        # a request still fits is decided per request, in RunnerBatch.room().
+        # a request still fits is decided per request, in RunnerBatch.max_proposal_len().
         longest = self._runner.max_model_len + self.config.num_speculative_tokens + 1
         swaps.DRAFTER_LENGTH.set(self._runner, longest)
         # The runner has made its batch and its rejection sampler by now.
@@ -196,11 +196,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         ends = common_attn_metadata.seq_lens.tolist()
         computed = [end - rejected for end, rejected in zip(ends, num_rejected)]
         room = [
-            self._reader.room(row, n, num_speculative_tokens) if counts[row] else 0
+            self._reader.max_proposal_len(row, n, num_speculative_tokens) if counts[row] else 0
             for row, n in enumerate(computed)
         ]
         able = [row for row, most in enumerate(room) if most > 0]
-        rows = self._reader.at_a_time(able, self._requests, self.config.max_speculating_seqs)
+        rows = self._reader.limit_rows(able, self._requests, self.config.max_speculating_seqs)
         if not rows:
             self._rest(computed, counts)
         elif self._built.speculator.controller.chooses and self._reader.gives_first_token(counts):

@@ -13,11 +13,11 @@ from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.loop import propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.drafting import Level1, Offers, RoutedDraft
+from vllm_triforce.runner_v1.drafting import Level1, Matches, RoutedDraft
 from vllm_triforce.runner_v1.levels import LevelsV1
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
-from vllm_triforce.runner_v1.sources.source import Drafted
+from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import Verified
 
 
@@ -58,7 +58,7 @@ class ObserverV1:
                 self._controller.measured.observe_begin(len(self._batch), seconds)
             self._began = time.perf_counter()
 
-    def round_ended(self, rows: list[int], sourced: RoutedDraft, verified: Verified) -> None:
+    def on_round_end(self, rows: list[int], sourced: RoutedDraft, verified: Verified) -> None:
         drafted = sourced.drafted
         self._counters.add_inner_round(drafted.token_ids, verified.num_accepted)
         if self._controller.chooses:
@@ -131,13 +131,13 @@ class TriForceSpeculator:
     def propose(self, batch: DraftBatch) -> Proposal:
         """Proposes up to ``batch.max_num_tokens`` tokens for each request."""
         proposal = Proposal.empty(len(batch), batch.sampling.all_greedy)
-        offers = self.level1.offers(batch, proposal, list(range(len(batch))))
-        choices = self._choose(batch, offers)
+        matches = self.level1.find_matches(batch, proposal, list(range(len(batch))))
+        choices = self._choose(batch, matches)
         proposal.num_planned = [choice.num_tokens for choice in choices]
         rows = [row for row, choice in enumerate(choices) if choice.route == LEVELS]
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
-        self._propose_directly(batch, proposal, choices, offers)
+        self._propose_directly(batch, proposal, choices, matches)
         self.counters.num_nan_requests = self.disabled_requests.num_disabled
         self.counters.num_direct_proposals += sum(
             bool(tokens) and choice.route != LEVELS
@@ -146,14 +146,14 @@ class TriForceSpeculator:
         self.counters.add_proposal([tokens for tokens in proposal.token_ids if tokens])
         return proposal
 
-    def _choose(self, batch: DraftBatch, offers: Offers) -> list[Choice]:
+    def _choose(self, batch: DraftBatch, matches: Matches) -> list[Choice]:
         greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
         candidates = [
             Candidate(
                 request_id,
                 batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
-                offers.confidence(row),
+                matches.confidence(row),
                 batch.has_seed(row),
                 greedy[row],
                 self.level1.num_uncached_tokens(request_id, len(batch.token_ids[row])),
@@ -180,7 +180,7 @@ class TriForceSpeculator:
         whole_proposal.put(rows, levels.proposal)
 
     def _propose_directly(
-        self, batch: DraftBatch, proposal: Proposal, choices: list[Choice], offers: Offers
+        self, batch: DraftBatch, proposal: Proposal, choices: list[Choice], matches: Matches
     ) -> None:
         """Level 1 alone, for the requests that level 2 is not worth its time for."""
         by_source: dict[str, list[int]] = {}
@@ -192,7 +192,7 @@ class TriForceSpeculator:
         start = time.perf_counter()
         for name, rows in by_source.items():
             wanted = [choices[row].num_tokens for row in rows]
-            found = offers.by_source[name]
+            found = matches.by_source[name]
             drafted = self.level1.draft_directly(
                 name, batch, proposal, rows, wanted, [found[row] for row in rows], self.noise
             )
@@ -200,7 +200,7 @@ class TriForceSpeculator:
         self.counters.add_time("level 1", time.perf_counter() - start)
 
     def _add_drafted(
-        self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafted: Drafted
+        self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafted: Draft
     ) -> None:
         if drafted.is_first:
             self.controller.forget_plan()

@@ -161,5 +161,5 @@ class _ObserverV2:
     def part(self, name: str) -> AbstractContextManager:
         return self._times.part(name)
 
-    def round_ended(self, rows, drafted, verified) -> None:
+    def on_round_end(self, rows, drafted, verified) -> None:
         self.num_passes += 1

@@ -10,7 +10,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.memory import buffers, share_of_kv_cache
+from vllm_triforce.worker.memory import buffer_bytes, summary_share
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -89,8 +89,8 @@ class TriForceWorkerMixin:
         draft_layers = {name: layer for name, layer in layers.items() if name in drafts}
         targets = self.triforce.target_layers
         return (
-            buffers(targets, draft_layers, config, self.vllm_config),
-            share_of_kv_cache(targets, config, self.vllm_config),
+            buffer_bytes(targets, draft_layers, config, self.vllm_config),
+            summary_share(targets, config, self.vllm_config),
         )
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:

@@ -11,7 +11,7 @@ from vllm_triforce.selection import POLICIES
 _LOGIT_COPIES = 4
 
 
-def buffers(
+def buffer_bytes(
     layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
 ) -> dict[str, int]:
     """Bytes that are taken whatever the KV cache's size, by what for.
@@ -64,7 +64,7 @@ def logits_in_flight(config: ResolvedConfig, vllm_config) -> int:
     return 0 if has_graphs and seqs <= MAX_ROWS else _logits(config, vllm_config, seqs)
 
 
-def share_of_kv_cache(layers: dict, config: ResolvedConfig, vllm_config) -> float:
+def summary_share(layers: dict, config: ResolvedConfig, vllm_config) -> float:
     """Return the bytes of chunk summaries for each byte of KV cache: of each kind one vector per
     block, layer and KV head, where the cache has ``2 * block_size``."""
     itemsize = vllm_config.model_config.dtype.itemsize
@@ -84,8 +84,8 @@ def extra_memory(
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.
     """
-    fixed = buffers(layers, draft_layers, config, vllm_config)
-    return sum(fixed.values()), share_of_kv_cache(layers, config, vllm_config)
+    fixed = buffer_bytes(layers, draft_layers, config, vllm_config)
+    return sum(fixed.values()), summary_share(layers, config, vllm_config)
 
 
 def kv_cache_budget(available_bytes: int, fixed: int, share: float, config) -> int:

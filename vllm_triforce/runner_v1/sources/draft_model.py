@@ -13,12 +13,12 @@ from vllm_triforce.runner_v1.sampling import (
     has_nan,
     token_distribution,
 )
-from vllm_triforce.runner_v1.sources.source import Drafted, DraftSource, Offer
+from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
 # Tokens that a pass of the draft reads beside others without taking notably longer.
 _FAR_BEHIND = 16
 
-_ALWAYS = Offer()
+_ALWAYS = Match()
 
 
 class DraftModel(DraftSource):
@@ -32,7 +32,7 @@ class DraftModel(DraftSource):
     """
 
     name = "draft_model"
-    hopes = (0.5,)  # docs/results/2026-11-21-cpu.md
+    prior_acceptance = (0.5,)  # docs/results/2026-11-21-cpu.md
     needs_model = True
 
     def __init__(
@@ -78,12 +78,12 @@ class DraftModel(DraftSource):
             parts.device,
         )
 
-    def offers(self, batch, proposal, rows) -> list[Offer]:
+    def find_matches(self, batch, proposal, rows) -> list[Match]:
         return [_ALWAYS] * len(rows)
 
-    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise) -> Drafted:
+    def draft(self, batch, proposal, rows, wanted, matches, sampling, noise) -> Draft:
         greedy = sampling.all_greedy
-        drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
+        drafted = Draft([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(wanted) if count]
         self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
         drafted.is_first = any(batch.request_ids[rows[i]] not in self._windows for i in active)
@@ -173,7 +173,7 @@ class DraftModel(DraftSource):
         )
         return self._model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
 
-    def _sample(self, logits, active, sampling, noise, drafted: Drafted) -> None:
+    def _sample(self, logits, active, sampling, noise, drafted: Draft) -> None:
         if drafted.probs is None:
             for i, token in zip(active, greedy_tokens(logits).tolist()):
                 if token == NAN_TOKEN:
@@ -190,7 +190,7 @@ class DraftModel(DraftSource):
             drafted.probs[i].append(probs)
 
     @staticmethod
-    def _draft_nothing(row: int, drafted: Drafted) -> None:
+    def _draft_nothing(row: int, drafted: Draft) -> None:
         drafted.nan_rows.append(row)
         drafted.token_ids[row] = []
         if drafted.probs is not None:

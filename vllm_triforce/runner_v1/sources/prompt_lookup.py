@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.runner_v1.sources.source import Offer, TokenSource
+from vllm_triforce.runner_v1.sources.source import Match, TokenSource
 
 
 @dataclass
-class Match(Offer):
+class NgramMatch(Match):
     """An earlier occurrence of the newest tokens."""
 
     begin: int = 0
@@ -25,7 +25,7 @@ class PromptLookup(TokenSource):
 
     name = "prompt_lookup"
     # By docs/results/2026-11-21-cpu.md, 0.62 in all; from 1 token to 8 or more.
-    hopes = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
+    prior_acceptance = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 
     def __init__(self, max_ngram: int) -> None:
         self._max_ngram = max_ngram
@@ -34,7 +34,7 @@ class PromptLookup(TokenSource):
     def build(cls, parts) -> "PromptLookup":
         return cls(parts.config.prompt_lookup_max)
 
-    def find(self, token_ids: np.ndarray) -> Match | None:
+    def find(self, token_ids: np.ndarray) -> NgramMatch | None:
         """The newest earlier occurrence of the longest n-gram at the end that has one."""
         last = len(token_ids) - 1
         # Ends of candidate matches: earlier places of the last token, narrowed token by token.
@@ -48,12 +48,12 @@ class PromptLookup(TokenSource):
             if not len(narrowed):
                 break
             ends, length = narrowed, back + 1
-        return Match(min(length, len(self.hopes)) - 1, int(ends[-1]) + 1)
+        return NgramMatch(min(length, len(self.prior_acceptance)) - 1, int(ends[-1]) + 1)
 
-    def follow(self, token_ids: np.ndarray, offer: Match, count: int) -> list[int]:
+    def continue_from(self, token_ids: np.ndarray, match: NgramMatch, count: int) -> list[int]:
         """Where a match reaches the end, the draft itself goes on: a loop is drafted as a loop."""
         last = len(token_ids) - 1
         drafted: list[int] = []
-        for place in range(offer.begin, offer.begin + count):
+        for place in range(match.begin, match.begin + count):
             drafted.append(int(token_ids[place]) if place <= last else drafted[place - last - 1])
         return drafted

@@ -14,15 +14,15 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
 
 @dataclass
-class Offer:
+class Match:
     """That a source has tokens for a request."""
 
     confidence: int = 0
-    """Class of how likely they are to be accepted: an index into the source's ``hopes``."""
+    """Index into the source's ``prior_acceptance``."""
 
 
 @dataclass
-class Drafted:
+class Draft:
     """Tokens drafted by level 1, a list per row, maybe empty."""
 
     token_ids: list[list[int]]
@@ -37,10 +37,10 @@ class Drafted:
     """Tokens of windows that it knew but was far behind of, which it read besides."""
 
     @classmethod
-    def nothing(cls, num_rows: int) -> "Drafted":
+    def nothing(cls, num_rows: int) -> "Draft":
         return cls([[] for _ in range(num_rows)])
 
-    def take(self, other: "Drafted", rows: Sequence[int]) -> None:
+    def take(self, other: "Draft", rows: Sequence[int]) -> None:
         """Takes over what another source drafted for ``rows``."""
         for row in rows:
             self.token_ids[row] = other.token_ids[row]
@@ -79,7 +79,7 @@ class DraftSource(ABC):
     name: ClassVar[str]
     """Its file's, and in ``speculative_config``, key ``draft_sources``."""
 
-    hopes: ClassVar[tuple[float, ...]]
+    prior_acceptance: ClassVar[tuple[float, ...]]
     """Shares of its tokens that level 2 may be hoped to accept, a number for each class of
     confidence. They decide what is tried first, until it is known better."""
 
@@ -94,12 +94,12 @@ class DraftSource(ABC):
     @classmethod
     def traits(cls) -> SourceTraits:
         """What the controller needs to know of it."""
-        return SourceTraits(cls.name, getattr(cls, "hopes", ()), cls.needs_model)
+        return SourceTraits(cls.name, getattr(cls, "prior_acceptance", ()), cls.needs_model)
 
     @abstractmethod
-    def offers(
+    def find_matches(
         self, batch: DraftBatch, proposal: Proposal, rows: Sequence[int]
-    ) -> Sequence[Offer | None]:
+    ) -> Sequence[Match | None]:
         """For each of ``rows`` whether it has tokens to go on with after what is proposed."""
 
     @abstractmethod
@@ -109,15 +109,15 @@ class DraftSource(ABC):
         proposal: Proposal,
         rows: Sequence[int],
         wanted: Sequence[int],
-        offers: Sequence[Any],
+        matches: Sequence[Any],
         sampling,
         noise,
-    ) -> Drafted:
+    ) -> Draft:
         """Drafts at most ``wanted[i]`` tokens after what is proposed for ``rows[i]``.
 
         Args:
             wanted: 0 for rows that take theirs from elsewhere.
-            offers: what ``offers()`` gave for ``rows``.
+            matches: what ``find_matches()`` gave for ``rows``.
             sampling, noise: with a row for each of ``rows``.
         """
 
@@ -141,19 +141,21 @@ class TokenSource(DraftSource):
     """Goes on from a request's own tokens; each token is certain."""
 
     @abstractmethod
-    def find(self, token_ids: np.ndarray) -> Offer | None:
+    def find(self, token_ids: np.ndarray) -> Match | None:
         """What there is to go on with after ``token_ids``, [num_tokens], int; None: nothing."""
 
     @abstractmethod
-    def follow(self, token_ids: np.ndarray, offer: Any, count: int) -> list[int]:
+    def continue_from(self, token_ids: np.ndarray, match: Any, count: int) -> list[int]:
         """At most ``count`` tokens after ``token_ids``, from what ``find()`` gave for them."""
 
-    def offers(self, batch, proposal, rows) -> list[Offer | None]:
+    def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         return [self.find(batch.context(proposal, row)) for row in rows]
 
-    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise) -> Drafted:
-        drafted = Drafted.nothing(len(rows))
-        for i, (row, count, offer) in enumerate(zip(rows, wanted, offers)):
-            if count and offer is not None:
-                drafted.token_ids[i] = self.follow(batch.context(proposal, row), offer, count)
+    def draft(self, batch, proposal, rows, wanted, matches, sampling, noise) -> Draft:
+        drafted = Draft.nothing(len(rows))
+        for i, (row, count, match) in enumerate(zip(rows, wanted, matches)):
+            if count and match is not None:
+                drafted.token_ids[i] = self.continue_from(
+                    batch.context(proposal, row), match, count
+                )
         return drafted
