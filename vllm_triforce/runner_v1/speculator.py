@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from vllm_triforce.controller import Candidate, Controller
 from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Choice
 from vllm_triforce.core.eligibility import DisabledRequests
-from vllm_triforce.core.loop import propose
+from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.drafting import Level1, Matches, RoutedDraft
@@ -21,7 +21,7 @@ from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import Verified
 
 
-class ObserverV1:
+class ObserverV1(Observer):
     """Of one proposal of levels 1 and 2: ``core/loop.py``'s observer.
 
     Args:
