@@ -249,12 +249,12 @@ def test_an_attention_backend_is_one_file(copy):
 
 def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
     """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
-    adapters = copy / "vllm_triforce" / "worker" / "v1" / "adapters.py"
-    before = adapters.read_text()
+    batch = copy / "vllm_triforce" / "runner_v1" / "batch.py"
+    before = batch.read_text()
     forbids = ["-m", "pytest", "tests/unit/test_patches.py", "-p", "no:cacheprovider", "-k"]
     line = "        self._runner = runner\n"
     swapped = line + "        swaps.ANOTHER.set(runner, 3)\n"
-    adapters.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
+    batch.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
     swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
     new = 'ANOTHER = Swap("GPUModelRunner (V1)", "another", "an example", "never", is_new=True)\n'
     swaps.write_text(swaps.read_text().replace("\nSWAPS: ", f"\n{new}\nSWAPS: "))
@@ -262,9 +262,9 @@ def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
         run(copy, *forbids, "writes_onto or ledger_is_what")
     assert "runner.one" in str(both.value) and "runner.another" not in str(both.value)
     assert "run python tools/ledger.py" in str(both.value) and "2 failed" in str(both.value)
-    adapters.write_text(before.replace(line, swapped))
+    batch.write_text(before.replace(line, swapped))
     run(copy, "tools/ledger.py")
     run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "| `GPUModelRunner (V1).another` | `runner_v1/adapters.py` | an example" in (
+    assert "| `GPUModelRunner (V1).another` | `runner_v1/batch.py` | an example" in (
         (copy / "patches" / "README.md").read_text()
     )

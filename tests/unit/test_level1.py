@@ -49,7 +49,7 @@ def test_drafts_are_cut_to_what_can_be_verified(given, drafted):
     batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
     proposal = Proposal.empty(1, greedy=True)
     matches = level1.find_matches(batch, proposal, [0])
-    found = level1.draft_from([("careless", 3)], matches, batch, proposal, [0], None, None)
+    found = level1.draft_from_sources([("careless", 3)], matches, batch, proposal, [0], None, None)
     assert found.token_ids == [drafted]
 
 
@@ -58,9 +58,9 @@ class Model(Careless):
 
     name, needs_model = "model", True
 
-    def draft(self, batch, proposal, rows, wanted, matches, sampling, noise):
+    def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise):
         self.called = rows, sampling.all_greedy
-        return Draft([[1] * count for count in wanted])
+        return Draft([[1] * count for count in max_tokens])
 
 
 def test_each_source_has_the_sampling_of_its_own_rows():
@@ -78,7 +78,7 @@ def test_each_source_has_the_sampling_of_its_own_rows():
     speculator = SimpleNamespace(
         level1=level1, noise=noise, counters=LevelCounters(), controller=None
     )
-    speculator._add_drafted = partial(TriForceSpeculator._add_drafted, speculator)
+    speculator._add_direct_draft = partial(TriForceSpeculator._add_direct_draft, speculator)
     proposal = Proposal.empty(2, greedy=False)
     choices = [Choice("model", 3, 0), Choice("careless", 2, 0)]
     matches = Matches({"model": [Match()] * 2, "careless": [Match()] * 2})

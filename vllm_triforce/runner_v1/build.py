@@ -1,4 +1,4 @@
-"""Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
+"""Builds Runner V1's speculator from the loaded models and vLLM's KV cache."""
 
 from vllm.platforms import current_platform
 
@@ -22,12 +22,12 @@ from vllm_triforce.selection import POLICIES
 
 
 class BuiltSpeculator:
-    """The speculator and the parts that a runner's adapter needs.
+    """The speculator, and the parts that the runner's adapter needs.
 
     Args:
         target_layers, draft_layers: attention layers by name.
         attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
-        block_sizes: tokens in a block of each KV cache group's block table.
+        block_sizes: tokens per block of each KV cache group.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class BuiltSpeculator:
 
 
 def _ragged_attention() -> type[RaggedRetrievalAttention]:
-    """
+    """Return level 2's attention class of the platform.
+
     Raises:
-        ValueError: the platform's backend has passes of fixed shapes only.
+        ValueError: the platform supports passes of fixed shapes only.
     """
     backend = platform_for(current_platform)
     retrieval = backend.retrieval()
@@ -102,6 +103,7 @@ def _ragged_attention() -> type[RaggedRetrievalAttention]:
 
 
 def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+    """Allocate the summaries that the policy needs."""
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]
     num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks

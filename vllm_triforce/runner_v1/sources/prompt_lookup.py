@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the newest tokens when they occurred before."""
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the newest tokens."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ from vllm_triforce.runner_v1.sources.source import Match, TokenSource
 
 @dataclass
 class NgramMatch(Match):
-    """An earlier occurrence of the newest tokens."""
+    """Earlier occurrence of the newest tokens."""
 
     begin: int = 0
-    """Index of the token that followed."""
+    """Index of the token that followed it."""
 
 
 class PromptLookup(TokenSource):
     """Prompt lookup.
 
-    Mechanism: the longest n-gram at the end that occurred before; the newest such place.
-    Confidence: by the length of the match: what followed a long one is nearly certain.
+    Mechanism: finds the longest n-gram at the end that occurred before, at its newest place.
+    Confidence: length of the n-gram. The tokens after a long one are nearly always accepted.
     Parameters: ``prompt_lookup_max``.
     """
 
     name = "prompt_lookup"
-    # By docs/results/2026-11-21-cpu.md, 0.62 in all; from 1 token to 8 or more.
+    # From docs/results/2026-11-21-cpu.md, 0.62 on average; n-grams of 1 token to 8 or more.
     prior_acceptance = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 
     def __init__(self, max_ngram: int) -> None:
@@ -35,7 +35,7 @@ class PromptLookup(TokenSource):
         return cls(parts.config.prompt_lookup_max)
 
     def find(self, token_ids: np.ndarray) -> NgramMatch | None:
-        """The newest earlier occurrence of the longest n-gram at the end that has one."""
+        """Find the newest earlier occurrence of the longest n-gram at the end that has one."""
         last = len(token_ids) - 1
         # Ends of candidate matches: earlier places of the last token, narrowed token by token.
         ends = np.flatnonzero(token_ids[:last] == token_ids[last])
@@ -51,9 +51,10 @@ class PromptLookup(TokenSource):
         return NgramMatch(min(length, len(self.prior_acceptance)) - 1, int(ends[-1]) + 1)
 
     def continue_from(self, token_ids: np.ndarray, match: NgramMatch, count: int) -> list[int]:
-        """Where a match reaches the end, the draft itself goes on: a loop is drafted as a loop."""
+        """Copy tokens from the match on; past the end, copy the draft, so that loops repeat."""
         last = len(token_ids) - 1
-        drafted: list[int] = []
+        drafted_ids: list[int] = []
         for place in range(match.begin, match.begin + count):
-            drafted.append(int(token_ids[place]) if place <= last else drafted[place - last - 1])
-        return drafted
+            token = token_ids[place] if place <= last else drafted_ids[place - last - 1]
+            drafted_ids.append(int(token))
+        return drafted_ids
