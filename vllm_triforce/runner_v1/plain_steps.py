@@ -9,7 +9,7 @@ steps for the controller.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
@@ -28,15 +28,10 @@ class _TimedStep:
 
     start: float
     request_ids: frozenset[str]
-    tokens: list[int]
-    contexts: list[int]
-    num_drafts: int
-    is_greedy: bool
-    is_reevaluation: bool
+    time: StepTime
+    """Its ``seconds`` are filled in when the next step begins."""
     planned: object
     """The controller's plan for its drafts."""
-    proposal_seconds: float
-    """Seconds that proposing its drafts took, in the step before."""
 
 
 @dataclass
@@ -236,36 +231,25 @@ class PlainSteps:
         backoff = self._controller.backoff
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start
-            if not last.is_reevaluation:
+            if not last.time.is_reevaluation:
                 seconds -= proposal_seconds
-            if backoff.is_resting or not last.is_reevaluation:
-                self._controller.observe_step(
-                    StepTime(
-                        last.is_greedy,
-                        last.tokens,
-                        last.contexts,
-                        seconds,
-                        last.num_drafts,
-                        last.proposal_seconds,
-                        is_reevaluation=last.is_reevaluation,
-                    ),
-                    last.planned,
-                )
+            if backoff.is_resting or not last.time.is_reevaluation:
+                step_time = replace(last.time, seconds=seconds)
+                self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         decode_tokens = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
         if tokens == decode_tokens and (drafts or backoff.is_settled or backoff.is_reevaluation):
-            self._last_step = _TimedStep(
-                now,
-                frozenset(cached.req_ids),
+            step_time = StepTime(
+                self._runner.input_batch.all_greedy,
                 tokens,
                 cached.num_computed_tokens,
-                sum(map(len, drafts.values())),
-                self._runner.input_batch.all_greedy,
-                backoff.is_reevaluation,
-                planned,
-                proposal_seconds,
+                seconds=0.0,
+                num_drafts=sum(map(len, drafts.values())),
+                proposal_seconds=proposal_seconds,
+                is_reevaluation=backoff.is_reevaluation,
             )
+            self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)
 
 
 def _kind_of(request) -> Kind:

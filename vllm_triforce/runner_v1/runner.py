@@ -19,7 +19,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
-from vllm_triforce.runner_v1.build import BuiltSpeculator
+from vllm_triforce.runner_v1.build import BuiltSpeculator, LoadedModels
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
@@ -85,17 +85,16 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         tables = self._runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         layers = attention_layers(self.vllm_config)
+        draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
+        draft = getattr(self, "model", None)
         self._built = BuiltSpeculator(
-            vllm_config=self.vllm_config,
-            config=self.config,
-            target=self._target,
-            target_layers=self.target_layers,
-            draft=getattr(self, "model", None),
-            draft_layers={name: layers[name] for name in layers if name in self.draft_layer_names},
-            kv_cache_config=kv_cache_config,
-            attn_groups=self._runner.attn_groups,
-            block_sizes=self._block_sizes,
-            device=self.device,
+            self.vllm_config,
+            self.config,
+            LoadedModels(self._target, self.target_layers, draft, draft_layers),
+            kv_cache_config,
+            self._runner.attn_groups,
+            self._block_sizes,
+            self.device,
         )
         speculator, recorder = self._built.speculator, self._built.recorder
         self.backoff = speculator.controller.backoff
