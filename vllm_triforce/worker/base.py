@@ -10,7 +10,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.memory import buffer_bytes, summary_share
+from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -91,7 +91,7 @@ class TriForceWorkerMixin:
         target_layers = self.triforce.target_layers
         return (
             buffer_bytes(target_layers, draft_layers, config, self.vllm_config),
-            summary_share(target_layers, config, self.vllm_config),
+            summary_bytes_per_kv_byte(target_layers, config, self.vllm_config),
         )
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:

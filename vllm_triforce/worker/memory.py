@@ -71,7 +71,7 @@ def logits_in_flight(config: ResolvedConfig, vllm_config) -> int:
     return 0 if has_graphs and seqs <= MAX_ROWS else _logits(config, vllm_config, seqs)
 
 
-def summary_share(layers: dict, config: ResolvedConfig, vllm_config) -> float:
+def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config) -> float:
     """Return the bytes of chunk summaries per byte of KV cache.
 
     Each kind of summary has one vector per block, layer and KV head, where the KV cache has
@@ -95,7 +95,7 @@ def extra_memory(
         layers, draft_layers: attention layers of the target and of the draft, by name.
     """
     fixed = buffer_bytes(layers, draft_layers, config, vllm_config)
-    return sum(fixed.values()), summary_share(layers, config, vllm_config)
+    return sum(fixed.values()), summary_bytes_per_kv_byte(layers, config, vllm_config)
 
 
 def kv_cache_budget(available_bytes: int, fixed: int, share: float, config) -> int:
