@@ -83,5 +83,5 @@ class LevelsV1:
         """Nothing is left to do."""
 
     def _num_missing(self, row: int) -> int:
-        """Return how many tokens a proposal is short of its planned length."""
+        """Return the number of tokens between a proposal's length and its planned length."""
         return self.batch.max_num_tokens[row] - len(self.proposal.token_ids[row])

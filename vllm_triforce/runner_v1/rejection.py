@@ -148,7 +148,7 @@ def _add_logprobs(
     logprobs: torch.Tensor,  # [batch_size, vocab_size]
     row_length: int,
 ) -> LogprobsTensors:
-    """Replace the log-probabilities of rows with ``logprob_token_ids`` by those of these tokens."""
+    """Set the log-probabilities of rows with ``logprob_token_ids`` to those of these tokens."""
     width = max(tensors.logprobs.shape[1], 1 + max(map(len, token_ids_by_row.values())))
     padding = (0, width - tensors.logprobs.shape[1])
     ids = torch.nn.functional.pad(tensors.logprob_token_ids, padding)

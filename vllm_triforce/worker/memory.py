@@ -31,14 +31,9 @@ def buffer_bytes(
     vocab_size = vllm_config.model_config.get_vocab_size()
     logits_bytes = seqs * vocab_size * vllm_config.model_config.head_dtype.itemsize
     blocks = -(-config.window_tokens // config.block_size)
+    window_tokens = seqs * blocks * config.block_size
     window_bytes = sum(
-        2
-        * seqs
-        * blocks
-        * config.block_size
-        * layer.num_kv_heads
-        * layer.head_size
-        * cache_itemsize
+        2 * window_tokens * layer.num_kv_heads * layer.head_size * cache_itemsize
         for layer in draft_layers.values()
     )
     selected = config.budget_blocks - config.recent_blocks
