@@ -83,7 +83,7 @@ class DraftModel(DraftSource):
         draft = Draft([[] for _ in rows], None if greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(max_tokens) if count]
         self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
-        # Both make this draft slower than usual: its time is not learned from.
+        # Either makes this draft slower than usual, so ObserverV1 does not report its time.
         draft.starts_window = any(batch.request_ids[rows[i]] not in self._windows for i in active)
         draft.num_catch_up_tokens = self._num_catch_up_tokens(batch, [rows[i] for i in active])
         feed, first_positions = [], []
