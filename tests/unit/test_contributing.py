@@ -185,11 +185,11 @@ def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     with pytest.raises(AssertionError, match="'draft_model' or 'prompt_lookup'"):
         run(copy, "-c", asked)
     package = copy / "vllm_triforce"
-    (package / "host" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
+    (package / "runner_v1" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
     run(copy, "-c", asked)
     skipped = "from tests.parity.cases import CASES; print(CASES['greedy-repeat'].skip)"
     assert "V2 drafts on the device, and 'repeat' has no side there" in run(copy, "-c", skipped)
-    (package / "device" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
+    (package / "runner_v2" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
     its = "repeat and (greedy or straight)"
     found = run(copy, "-m", "pytest", "-rA", ON_HOST, ON_DEVICE, *NO_CACHE, "-k", its)
     for runner in ("test_host", "test_device"):
@@ -213,7 +213,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 def test_without_its_files_a_source_is_nowhere(copy):
     """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
     package = copy / "vllm_triforce"
-    for side in ("host", "device"):
+    for side in ("runner_v1", "runner_v2"):
         (package / side / "sources" / "prompt_lookup.py").unlink()
     refused = "from vllm_triforce.config import TriForceConfig as C; C().fill(can_adapt=True)"
     with pytest.raises(AssertionError, match="name one with 'model'"):
