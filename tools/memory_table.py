@@ -20,7 +20,7 @@ from vllm_triforce.runner_v2.decode_graphs import (
     thin_decode_graphs,
 )
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
-from vllm_triforce.worker.memory import buffers, share_of_kv_cache
+from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 
 MAX_NUM_SEQS = (64, 256, 1024)
 BLOCK_SIZE = 16
@@ -105,8 +105,10 @@ def column(max_num_seqs: int, has_draft: bool) -> dict[str, str]:
         }
         for shape in (TARGET, DRAFT if has_draft else {})
     )
-    parts = buffers(layers, drafts, config, vllm_config)
-    parts["chunk summaries"] = int(KV_BYTES * share_of_kv_cache(layers, config, vllm_config))
+    parts = buffer_bytes(layers, drafts, config, vllm_config)
+    parts["chunk summaries"] = int(
+        KV_BYTES * summary_bytes_per_kv_byte(layers, config, vllm_config)
+    )
     counts, stock = graphs(max_num_seqs, config, has_draft), num_stock_graphs(max_num_seqs)
     parts["CUDA graphs beyond stock vLLM's"] = GRAPH_BYTES * (sum(counts.values()) - stock)
     num_bytes = sum(parts.values())

@@ -299,7 +299,7 @@ def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_spe
     from vllm_triforce.runner_v1 import calibration
 
     # The finest grid, however slow this machine is.
-    monkeypatch.setattr(calibration, "_MOST_SECONDS", float("inf"))
+    monkeypatch.setattr(calibration, "_MAX_SECONDS", float("inf"))
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     if num_speculative_tokens is not None:
         keys["num_speculative_tokens"] = num_speculative_tokens

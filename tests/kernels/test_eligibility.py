@@ -9,7 +9,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
-from vllm_triforce.core.eligibility import room
+from vllm_triforce.core.eligibility import max_proposal_len
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 
@@ -58,7 +58,7 @@ def test_room_is_the_hosts(min_context):
         width=100,
     )
     wanted = [
-        max(0, room(n, asked, r, limit, min_context))
+        max(0, max_proposal_len(n, asked, r, limit, min_context))
         for n, asked, r, limit in zip(
             computed.tolist(), most.tolist(), reserved.tolist(), limits.tolist()
         )

@@ -17,7 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, only_argmax_counts
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, needs_only_argmax
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_taken_only_where_the_largest_logit_decides():
             processor(MinPLogitsProcessor, min_p_count=1),
         ]
     )
-    assert only_argmax_counts(greedy(logitsprocs=idle))
+    assert needs_only_argmax(greedy(logitsprocs=idle))
     holder = SimpleNamespace(has_tracked_requests=lambda: True)
     for changes in (
         dict(all_greedy=False),
@@ -108,7 +108,7 @@ def test_taken_only_where_the_largest_logit_decides():
         dict(logitsprocs=LogitsProcessors([processor(LogitBiasLogitsProcessor, biases={0: {}})])),
         dict(logitsprocs=LogitsProcessors([processor(MinTokensLogitsProcessor, min_toks={0: 1})])),
     ):
-        assert not only_argmax_counts(replace(greedy(), **changes)), changes
+        assert not needs_only_argmax(replace(greedy(), **changes)), changes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

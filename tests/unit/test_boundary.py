@@ -143,6 +143,6 @@ def test_as_many_are_speculated_on_at_a_time_as_asked_for():
 
     reader = object.__new__(RunnerBatch)
     reader._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
-    assert reader.at_a_time([1, 3], {"d"}, 2) == [1, 3]
-    assert reader.at_a_time([0, 1, 2, 3], {"d"}, 2) == [0, 3]
-    assert reader.at_a_time([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]
+    assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]
+    assert reader.limit_rows([0, 1, 2, 3], {"d"}, 2) == [0, 3]
+    assert reader.limit_rows([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]

@@ -90,7 +90,7 @@ print("asked:", ASKED["build"])
 SOURCE = '''
 """Repeat: the newest token, again and again."""
 
-from vllm_triforce.runner_v1.sources.source import Offer, TokenSource
+from vllm_triforce.runner_v1.sources.source import Match, TokenSource
 
 
 class Repeat(TokenSource):
@@ -100,12 +100,12 @@ class Repeat(TokenSource):
     """
 
     name = "repeat"
-    hopes = (0.1, 0.4)
+    prior_acceptance = (0.1, 0.4)
 
     def find(self, token_ids):
-        return Offer(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))
+        return Match(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))
 
-    def follow(self, token_ids, offer, count):
+    def continue_from(self, token_ids, match, count):
         return [int(token_ids[-1])] * count
 '''
 DEVICE_SOURCE = '''
@@ -185,11 +185,11 @@ def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     with pytest.raises(AssertionError, match="'draft_model' or 'prompt_lookup'"):
         run(copy, "-c", asked)
     package = copy / "vllm_triforce"
-    (package / "host" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
+    (package / "runner_v1" / "sources" / "repeat.py").write_text(SOURCE.lstrip())
     run(copy, "-c", asked)
     skipped = "from tests.parity.cases import CASES; print(CASES['greedy-repeat'].skip)"
     assert "V2 drafts on the device, and 'repeat' has no side there" in run(copy, "-c", skipped)
-    (package / "device" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
+    (package / "runner_v2" / "sources" / "repeat.py").write_text(DEVICE_SOURCE.lstrip())
     its = "repeat and (greedy or straight)"
     found = run(copy, "-m", "pytest", "-rA", ON_HOST, ON_DEVICE, *NO_CACHE, "-k", its)
     for runner in ("test_host", "test_device"):
@@ -213,7 +213,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 def test_without_its_files_a_source_is_nowhere(copy):
     """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
     package = copy / "vllm_triforce"
-    for side in ("host", "device"):
+    for side in ("runner_v1", "runner_v2"):
         (package / side / "sources" / "prompt_lookup.py").unlink()
     refused = "from vllm_triforce.config import TriForceConfig as C; C().fill(can_adapt=True)"
     with pytest.raises(AssertionError, match="name one with 'model'"):
@@ -249,12 +249,12 @@ def test_an_attention_backend_is_one_file(copy):
 
 def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
     """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
-    adapters = copy / "vllm_triforce" / "worker" / "v1" / "adapters.py"
-    before = adapters.read_text()
+    batch = copy / "vllm_triforce" / "runner_v1" / "batch.py"
+    before = batch.read_text()
     forbids = ["-m", "pytest", "tests/unit/test_patches.py", "-p", "no:cacheprovider", "-k"]
     line = "        self._runner = runner\n"
     swapped = line + "        swaps.ANOTHER.set(runner, 3)\n"
-    adapters.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
+    batch.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
     swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
     new = 'ANOTHER = Swap("GPUModelRunner (V1)", "another", "an example", "never", is_new=True)\n'
     swaps.write_text(swaps.read_text().replace("\nSWAPS: ", f"\n{new}\nSWAPS: "))
@@ -262,9 +262,9 @@ def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
         run(copy, *forbids, "writes_onto or ledger_is_what")
     assert "runner.one" in str(both.value) and "runner.another" not in str(both.value)
     assert "run python tools/ledger.py" in str(both.value) and "2 failed" in str(both.value)
-    adapters.write_text(before.replace(line, swapped))
+    batch.write_text(before.replace(line, swapped))
     run(copy, "tools/ledger.py")
     run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "| `GPUModelRunner (V1).another` | `runner_v1/adapters.py` | an example" in (
+    assert "| `GPUModelRunner (V1).another` | `runner_v1/batch.py` | an example" in (
         (copy / "patches" / "README.md").read_text()
     )

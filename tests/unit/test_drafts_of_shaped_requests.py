@@ -93,7 +93,9 @@ def test_drafts_and_what_follows_are_judged_as_the_plain_sampler_would():
         outputs = [tokens(0, 6) for _ in params]
         drafts = [tokens(0, 4) for _ in params]
         for its, output, own in zip(params, outputs, drafts):
-            if len(output) < its.min_tokens:  # no proposal reaches past them: RunnerBatch.room()
+            if (
+                len(output) < its.min_tokens
+            ):  # no proposal reaches past them: RunnerBatch.max_proposal_len()
                 del own[max(0, its.min_tokens - len(output) - 1) :]
         if not any(drafts):
             continue

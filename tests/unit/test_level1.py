@@ -12,9 +12,9 @@ from vllm_triforce.controller.routes import Choice, SourceTraits
 from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import Proposal
-from vllm_triforce.runner_v1.drafting import Level1, Offers
+from vllm_triforce.runner_v1.drafting import Level1, Matches
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sources.source import Drafted, Offer, TokenSource
+from vllm_triforce.runner_v1.sources.source import Draft, Match, TokenSource
 from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 
 
@@ -22,15 +22,15 @@ class Careless(TokenSource):
     """Gives what it was told to give, whatever was asked."""
 
     name = "careless"
-    hopes = (0.5,)
+    prior_acceptance = (0.5,)
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
 
     def find(self, token_ids):
-        return Offer(9)
+        return Match(9)
 
-    def follow(self, token_ids, offer, count):
+    def continue_from(self, token_ids, match, count):
         return self._tokens
 
 
@@ -48,8 +48,8 @@ def test_drafts_are_cut_to_what_can_be_verified(given, drafted):
     level1 = Level1([Careless(given)], SimpleNamespace(chooses=frozenset()), vocab_size=8)
     batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
     proposal = Proposal.empty(1, greedy=True)
-    offers = level1.offers(batch, proposal, [0])
-    found = level1.draft_from([("careless", 3)], offers, batch, proposal, [0], None, None)
+    matches = level1.find_matches(batch, proposal, [0])
+    found = level1.draft_from_sources([("careless", 3)], matches, batch, proposal, [0], None, None)
     assert found.token_ids == [drafted]
 
 
@@ -58,9 +58,9 @@ class Model(Careless):
 
     name, needs_model = "model", True
 
-    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise):
+    def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise):
         self.called = rows, sampling.all_greedy
-        return Drafted([[1] * count for count in wanted])
+        return Draft([[1] * count for count in max_tokens])
 
 
 def test_each_source_has_the_sampling_of_its_own_rows():
@@ -78,11 +78,11 @@ def test_each_source_has_the_sampling_of_its_own_rows():
     speculator = SimpleNamespace(
         level1=level1, noise=noise, counters=LevelCounters(), controller=None
     )
-    speculator._add_drafted = partial(TriForceSpeculator._add_drafted, speculator)
+    speculator._add_direct_draft = partial(TriForceSpeculator._add_direct_draft, speculator)
     proposal = Proposal.empty(2, greedy=False)
     choices = [Choice("model", 3, 0), Choice("careless", 2, 0)]
-    offers = Offers({"model": [Offer()] * 2, "careless": [Offer()] * 2})
-    TriForceSpeculator._propose_directly(speculator, batch, proposal, choices, offers)
+    matches = Matches({"model": [Match()] * 2, "careless": [Match()] * 2})
+    TriForceSpeculator._propose_directly(speculator, batch, proposal, choices, matches)
     assert model.called == ([0], True)
     assert proposal.token_ids == [[1, 1, 1], [2]]
     assert proposal.probs == [[None] * 3, [None]]

@@ -67,7 +67,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
         )
         prompt += asked.get("_bad_words_token_ids", [[0]])[0]
         tokens = np.array(prompt + output, dtype=np.int32)
-        shaping = LogitsProcessing.of(params, tokens, len(prompt), VOCAB_SIZE, DEVICE)
+        shaping = LogitsProcessing.for_request(params, tokens, len(prompt), VOCAB_SIZE, DEVICE)
         for length in (len(new), 0, len(new)):  # what came with one is not kept for the next
             logits = torch.randn(VOCAB_SIZE)
             right = by_vllm(logits, params, prompt, output + new[:length])
@@ -79,7 +79,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
 def test_who_asks_for_nothing_has_none():
     tokens = np.array([1, 2], dtype=np.int32)
     for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
-        assert LogitsProcessing.of(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
+        assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
 
 
 def batch(shaping):
@@ -92,7 +92,7 @@ def batch(shaping):
         [],
         [torch.zeros] * count,
         SamplingRows(torch.zeros(count)),
-        shaping=shaping,
+        logits_processors=shaping,
     )
 
 
@@ -118,7 +118,7 @@ def test_each_place_is_shaped_behind_its_requests_own_tokens():
 @pytest.mark.parametrize("shaping", [[], [None, None]])
 def test_where_nobody_asks_nothing_is_done(shaping):
     nobody = batch([None, None])
-    nobody.shaping = shaping
+    nobody.logits_processors = shaping
     logits = torch.zeros(1, 3, dtype=torch.bfloat16)
     assert process_logits(logits, nobody, Proposal.empty(2, True), iter(())) is logits
 
@@ -129,7 +129,7 @@ def test_a_dead_end_is_left_to_the_full_pass():
         allowed_token_ids=[4, 5], _bad_words_token_ids=[[4, 4], [4, 5]], presence_penalty=1
     )
     tokens = np.array([1, 5], dtype=np.int32)
-    shaping = LogitsProcessing.of(SamplingParams(**asked), tokens, 1, VOCAB_SIZE, DEVICE)
+    shaping = LogitsProcessing.for_request(SamplingParams(**asked), tokens, 1, VOCAB_SIZE, DEVICE)
     for new, is_shaped in (([5], True), ([5, 4], False)):
         logits = torch.zeros(VOCAB_SIZE)
         shaping(logits, new)
@@ -140,7 +140,7 @@ def test_min_tokens_are_nothing_once_they_are_there():
     def shaping(num_output: int):
         tokens = np.ones(3 + num_output, dtype=np.int32)
         params = SamplingParams(min_tokens=2, stop_token_ids=[5])
-        return LogitsProcessing.of(params, tokens, 3, VOCAB_SIZE, DEVICE)
+        return LogitsProcessing.for_request(params, tokens, 3, VOCAB_SIZE, DEVICE)
 
     assert shaping(1) is not None and shaping(2) is None
 

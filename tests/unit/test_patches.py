@@ -201,7 +201,7 @@ def replacements() -> dict[str, tuple]:
     from vllm.v1.worker.utils import allocate_kv_cache
 
     from vllm_triforce.offload.cache import OffloadedCache
-    from vllm_triforce.runner_v1.adapters import AdapterSwitch
+    from vllm_triforce.runner_v1.batch import AdapterSwitch
     from vllm_triforce.runner_v1.plain_steps import PlainSteps
     from vllm_triforce.runner_v1.runner import TriForceProposer
     from vllm_triforce.runner_v1.top_p import TopPMasks
@@ -277,7 +277,7 @@ def test_a_swap_that_nobody_would_read_is_refused():
 # Attributes of these are ours to write; of every other object only through a Swap.
 OUR_OBJECTS = {
     "args",  # of the command line
-    "drafted",
+    "draft",
     "group",
     "proposal",
     "rows",

@@ -9,7 +9,7 @@ source = pytest.importorskip("vllm_triforce.runner_v1.sources.prompt_lookup")
 def on_host(token_ids: np.ndarray, max_ngram: int, count: int) -> list[int]:
     lookup = source.PromptLookup(max_ngram)
     match = lookup.find(token_ids)
-    return [] if match is None else lookup.follow(token_ids, match, count)
+    return [] if match is None else lookup.continue_from(token_ids, match, count)
 
 
 @pytest.mark.parametrize(

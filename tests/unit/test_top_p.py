@@ -8,6 +8,7 @@ from vllm.v1.sample.ops import topk_topp_sampler
 
 from vllm_triforce.runner_v1 import top_p
 from vllm_triforce.runner_v1.top_p import (
+    MAX_CANDIDATES,
     ROUNDING,
     FastTopP,
     TopPMasks,
@@ -77,7 +78,7 @@ def test_a_tie_with_a_token_below_the_floor_is_left_to_vllm():
     masked, is_sure = np.empty_like(weights), np.empty(2, dtype=np.bool_)
     totals, wanted = np.ones(2, dtype=np.float32), np.full(2, p)
     logits = weights - 1  # any in the same order
-    keep_rows(logits, weights, totals, wanted, ROUNDING, masked, is_sure)
+    keep_rows(logits, weights, totals, wanted, ROUNDING, MAX_CANDIDATES, masked, is_sure)
     assert is_sure.tolist() == [False, True]
     assert np.flatnonzero(masked[1] > -np.inf).tolist() == [0, 1]
 

@@ -1,1 +1,1 @@
-"""What both runners share of the way of a token."""
+"""Algorithm and helpers that both model runners share."""

@@ -1,7 +1,4 @@
-"""The draft's KV cache, beside vLLM's.
-
-The draft as it is loaded: an error that names it, and its first run.
-"""
+"""Draft model: loading, first run and a KV cache separate from vLLM's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +15,17 @@ from vllm_triforce.vllm_patches import swaps
 
 
 def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):
-    """Gives the draft's layers a cache of their own.
+    """Allocate a KV cache for the draft's layers and bind it to them.
+
+    Args:
+        layers: attention layers of the draft, by name.
+        num_slots: number of requests with a window.
 
     Returns:
-        the cache's bookkeeping, and vLLM's metadata builder for the layers.
+        The cache's block tables and vLLM's metadata builder for the layers.
+
+    Raises:
+        ValueError: the layers differ in their KV cache spec.
     """
     specs = {layer.get_kv_cache_spec(vllm_config) for layer in layers.values()}
     if len(specs) != 1:
@@ -51,7 +55,7 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
 def allocate_layers(
     names: list[str], spec, num_blocks: int, layout, device
 ) -> dict[str, torch.Tensor]:
-    """KV tensors of so many blocks for each layer, in the form that vLLM would give them."""
+    """Allocate KV tensors of ``num_blocks`` blocks per layer in vLLM's layout, by layer name."""
     page = spec.page_size_bytes
     tensor = KVCacheTensor(
         size=page * num_blocks * len(names),
@@ -69,7 +73,7 @@ def allocate_layers(
 
 @contextmanager
 def loading_draft(draft_model: str) -> Iterator[None]:
-    """Around vLLM's loader, whose own errors do not say which of the two models they are about.
+    """Name the draft model in errors of vLLM's loader.
 
     Raises:
         RuntimeError: loading failed.
@@ -84,5 +88,5 @@ def loading_draft(draft_model: str) -> Iterator[None]:
 
 
 def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
-    """Runs a draft once, so that it is compiled before the first request."""
+    """Run the draft once, to compile it before the first request."""
     run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {})

@@ -1,8 +1,6 @@
-"""Who is speculated on, and how long a proposal may be: what both runners hold to.
+"""Eligibility of requests for speculation and the maximum length of a proposal, for both runners.
 
-Runner V2 knows lengths on the device alone, where ``kernels/row_state.py`` applies ``room()``.
-
-Requests that are not speculated on again, because a level's logits had a NaN.
+Runner V2's lengths are on the device, where ``kernels/row_state.py`` applies the same rule.
 """
 
 from collections.abc import Iterator
@@ -11,10 +9,13 @@ from vllm.logger import init_logger
 
 from vllm_triforce.core.sampling import GREEDY_EPSILON
 
+logger = init_logger("vllm.triforce")
+
 
 def decodes_plainly(params) -> bool:
-    """Whether a request's sampling parameters keep it from being speculated on:
-    ``logprob_token_ids`` are for a row's only token.
+    """True if a request's sampling parameters exclude it from speculation.
+
+    vLLM returns the log-probabilities of ``logprob_token_ids`` for a row with a single token only.
 
     Args:
         params: vLLM's ``SamplingParams``.
@@ -22,8 +23,8 @@ def decodes_plainly(params) -> bool:
     return bool(params.logprob_token_ids)
 
 
-def seed_of_draws(params) -> int | None:
-    """Return the seed that a request draws by: None without one, and where nothing is drawn.
+def sampling_seed(params) -> int | None:
+    """Return the seed of a sampled request, None for greedy and unseeded requests.
 
     Args:
         params: vLLM's ``SamplingParams``, or None.
@@ -33,66 +34,67 @@ def seed_of_draws(params) -> int | None:
     return params.seed
 
 
-def room(num_computed: int, most: int, reserved: int, limit: int, min_context: int = 0) -> int:
-    """Tokens that may be proposed for a request; none if it is not positive.
+def max_proposal_len(
+    num_computed: int, max_tokens: int, num_reserved: int, max_len: int, min_context: int = 0
+) -> int:
+    """Return how many tokens may be proposed for a request; none if the result is not positive.
 
     Args:
         num_computed: tokens whose KV the full pass has written and accepted.
-        most: tokens of a proposal at most.
-        reserved: tokens that the request's blocks hold: level 2 writes there too.
-        limit: tokens at which the request ends, ``max_model_len`` at most. The scheduler keeps
-            inputs below it (v1/core/sched/scheduler.py), and the full pass adds a token of its own.
-        min_context: tokens of context below which nothing is proposed.
+        max_tokens: limit by the plan or the configuration.
+        num_reserved: tokens that fit the request's allocated blocks. Level 2 writes there too.
+        max_len: number of tokens at which the request ends, at most ``max_model_len``. The
+            scheduler keeps inputs below it (vllm/v1/core/sched/scheduler.py), and the full pass
+            adds one token.
+        min_context: minimum number of computed tokens.
     """
     if num_computed < min_context:
         return 0
-    return min(most, reserved - num_computed, limit - 2 - num_computed)
-
-
-logger = init_logger("vllm.triforce")
+    return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
 
 
 class DisabledRequests:
-    """Their names; the first one is logged, all are counted."""
+    """Ids of requests that are no longer speculated on because a level's logits had a NaN."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._request_ids: set[str] = set()
         self._has_warned = False
         self.num_disabled = 0
-        """Since the engine started."""
+        """Number of requests disabled since the engine started."""
 
-    def add(self, request_id: str, whose: str) -> None:
-        """
+    def add(self, request_id: str, level: str) -> None:
+        """Disable a request.
+
         Args:
-            whose: logits they were.
+            level: level with the NaN, as a possessive for the log: ``level 2's``.
         """
-        if request_id in self._names:
+        if request_id in self._request_ids:
             return
-        self._names.add(request_id)
+        self._request_ids.add(request_id)
         self.num_disabled += 1
-        self.warn(request_id, whose)
+        self.warn(request_id, level)
 
-    def warn(self, request_id: str, whose: str) -> None:
-        """Logs the first one."""
+    def warn(self, request_id: str, level: str) -> None:
+        """Log a warning for the first request."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "NaN in %s logits for request %s: it goes on without speculation, its output is "
                 "not affected. Further requests are counted (vllm:triforce_nan_requests_total), "
                 "not logged; check the model's weights and dtype.",
-                whose,
+                level,
                 request_id,
             )
 
     def discard(self, request_id: str) -> None:
-        """A request that has left the engine."""
-        self._names.discard(request_id)
+        """Forget a request that has left the engine."""
+        self._request_ids.discard(request_id)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._names
+        return request_id in self._request_ids
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._request_ids)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._request_ids)

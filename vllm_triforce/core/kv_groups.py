@@ -1,4 +1,4 @@
-"""The target's layers by the KV cache group that vLLM put them in, and which of them retrieve."""
+"""Layers of the target by KV cache group: sparse at level 2, or dense."""
 
 from dataclasses import dataclass
 
@@ -13,39 +13,45 @@ NO_SPARSE_LAYER = (
 
 @dataclass
 class KVGroup:
-    """One of vLLM's KV cache groups: layers that share a block table."""
+    """One of vLLM's KV cache groups, whose layers share a block table."""
 
     block_size: int
     sparse_layer_names: list[str]
     dense_layer_names: list[str]
-    """Layers that retrieval does not fit (sliding windows): at level 2 as at level 3."""
+    """Layers that level 2 runs as level 3 does, such as those with a sliding window."""
     dense_builder: object | None = None
 
 
 def attention_layers(vllm_config) -> dict[str, Attention]:
-    """All attention layers loaded so far, by name, in the order of their construction."""
+    """Return all attention layers loaded so far, by name, in order of construction."""
     return get_layers_from_vllm_config(vllm_config, Attention)
 
 
 def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -> None:
-    """Refuses KV blocks that a backend's kernels see in pieces: our tables name whole blocks.
+    """Reject backends whose kernels split KV blocks: level 2's tables hold whole blocks.
 
     Args:
-        block_sizes: tokens of a block of each KV cache group.
-        kernel_block_sizes: the same, as the attention kernels have them.
+        block_sizes: tokens per block of each KV cache group.
+        kernel_block_sizes: tokens per block of the attention kernels.
+
+    Raises:
+        ValueError: a kernel's block size differs from the group's.
     """
-    for size, of_kernel in zip(block_sizes, kernel_block_sizes):
-        if size != of_kernel:
+    for size, kernel_size in zip(block_sizes, kernel_block_sizes):
+        if size != kernel_size:
             raise ValueError(
                 f"block_size={size}: the attention backend's kernels read such a KV block as "
-                f"blocks of {of_kernel} tokens, which level 2's tables do not name; use "
-                f"--block-size {of_kernel}, or another --attention-backend"
+                f"blocks of {kernel_size} tokens, which level 2's tables do not name; use "
+                f"--block-size {kernel_size}, or another --attention-backend"
             )
 
 
 def _check_block_size(block_sizes: list[int], config) -> None:
-    """Refuses KV blocks of another size than our lengths are multiples of: the attention backend
-    may choose one when the model is loaded, which is after ours were."""
+    """Reject a block size that differs from the one TriForce's lengths are multiples of.
+
+    Raises:
+        ValueError: the attention backend chose another size when the model was loaded.
+    """
     if config.block_size not in block_sizes:
         raise ValueError(
             f"vLLM made KV blocks of {block_sizes[0]} tokens once the model was loaded, where its "
@@ -54,7 +60,22 @@ def _check_block_size(block_sizes: list[int], config) -> None:
 
 
 def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
-    """Sorts the target's layers: which retrieve, which stay dense, with which builder."""
+    """Sort the target's layers into sparse and dense ones.
+
+    Sparse are the layers with full attention of the first KV cache group that has any.
+
+    Args:
+        attn_groups: vLLM's attention groups per KV cache group.
+        block_sizes: tokens per block of each KV cache group.
+        target_layers: attention layers of the target, by name.
+        backend: level 2's attention of the platform.
+
+    Returns:
+        The groups, the sparse layers and the sparse layers' metadata builder.
+
+    Raises:
+        ValueError: no layer can be sparse, or a layer is of an unknown kind.
+    """
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
         group = KVGroup(block_sizes[gid], [], [])

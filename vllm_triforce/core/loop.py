@@ -1,74 +1,73 @@
-"""TriForce's proposal (paper, algorithm 1): the loop that both runners run."""
+"""The loop of TriForce (paper, algorithm 1). Both model runners run it."""
 
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
-
-Rows = TypeVar("Rows")
-Drafted = TypeVar("Drafted")
-Logits = TypeVar("Logits")
-Verified = TypeVar("Verified", covariant=True)
-ItsRows = TypeVar("ItsRows", contravariant=True)
-ItsDrafted = TypeVar("ItsDrafted", contravariant=True)
-ItsVerified = TypeVar("ItsVerified", contravariant=True)
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 
-class Levels(Protocol[Rows, Drafted, Logits, Verified]):
-    """Levels 1 and 2 of one batch: ragged in ``runner_v1/levels.py``, in fixed shapes in
-    ``runner_v2/levels.py``."""
+def propose(levels: "Levels", observer: "Observer") -> None:
+    """Draft with level 1 and verify with level 2 until every proposal is as long as planned.
 
-    def begin(self) -> None:
-        """Level 2 chooses what it reads, and level 1 finds its place."""
-        ...
+    Level 3 is vLLM's next step, which verifies the proposals in one full pass.
 
-    def unfinished(self) -> Rows | None:
-        """The rows whose proposals are shorter than planned, ready for another round; None where
-        there are none."""
-        ...
-
-    def draft(self, rows: Rows) -> Drafted:
-        """Level 1: at most ``gamma`` tokens a row."""
-        ...
-
-    def forward(self, rows: Rows, drafted: Drafted) -> Logits:
-        """Level 2: one sparse pass of the target over each row's newest token and its drafts."""
-        ...
-
-    def verify(self, rows: Rows, drafted: Drafted, logits: Logits) -> Verified:
-        """Extends each proposal by the drafts that level 2 accepts and by one token of its own:
-        recovered where it rejects one, a bonus behind the last."""
-        ...
-
-    def end(self) -> None:
-        """Every proposal is as long as planned."""
-        ...
-
-
-class Observer(Protocol[ItsRows, ItsDrafted, ItsVerified]):
-    """Times and counts, which change nothing of a proposal."""
-
-    def part(self, name: str) -> AbstractContextManager:
-        """Around a part of the loop."""
-        ...
-
-    def round_ended(self, rows: ItsRows, drafted: ItsDrafted, verified: ItsVerified) -> None:
-        """Level 2 has verified what level 1 drafted."""
-        ...
-
-
-def propose(
-    levels: Levels[Rows, Drafted, Logits, Verified], observer: Observer[Rows, Drafted, Verified]
-) -> None:
-    """Level 1 drafts, level 2 verifies, until every proposal is long enough; vLLM's next step is
-    level 3, which verifies the proposals in one full pass."""
+    Both tests follow speculative sampling (arXiv 2211.17192). Let p1 be level 1's distribution at
+    a position and p2 level 2's. A draft token x is accepted with probability min(1, p2(x) / p1(x)).
+    The first rejected token is replaced by one drawn from norm(max(p2 - p1, 0)), and the row's
+    round ends. If all drafts are accepted, a bonus token is drawn from p2. Each token of the
+    proposal is then distributed as p2, and level 3 repeats the test with its own p3 and this p2.
+    Draft tokens without a distribution have a one-hot p1.
+    """
     with observer.part("selection"):
         levels.begin()
     while (rows := levels.unfinished()) is not None:
         with observer.part("level 1"):
-            drafted = levels.draft(rows)
+            draft = levels.draft(rows)
         with observer.part("level 2"):
-            logits = levels.forward(rows, drafted)
+            logits = levels.forward(rows, draft)
         with observer.part("verification"):
-            verified = levels.verify(rows, drafted, logits)
-        observer.round_ended(rows, drafted, verified)
+            verified = levels.verify(rows, draft, logits)
+        observer.on_round_end(rows, draft, verified)
     with observer.part("verification"):
         levels.end()
+
+
+class Levels(Protocol):
+    """Levels 1 and 2 of one batch.
+
+    ``runner_v1/levels.py`` has ragged rows, ``runner_v2/levels.py`` fixed shapes. Each runner has
+    its own types of rows, drafts, logits and results, which the loop only passes on.
+    """
+
+    def begin(self) -> None:
+        """Select the KV blocks of level 2 and align the window of level 1."""
+        ...
+
+    def unfinished(self) -> Any | None:
+        """Return the rows whose proposals are shorter than planned, None if there are none."""
+        ...
+
+    def draft(self, rows: Any) -> Any:
+        """Draft at most ``gamma`` tokens per row with level 1."""
+        ...
+
+    def forward(self, rows: Any, draft: Any) -> Any:
+        """Compute level 2's logits of each row's newest token and drafts, in one sparse pass."""
+        ...
+
+    def verify(self, rows: Any, draft: Any, logits: Any) -> Any:
+        """Extend each proposal by its accepted drafts and one recovered or bonus token."""
+        ...
+
+    def end(self) -> None:
+        """Finish the proposals."""
+        ...
+
+
+class Observer:
+    """Times and counts the loop. It changes no proposal; by default it does nothing."""
+
+    def part(self, name: str) -> AbstractContextManager:
+        """Enclose a part of the loop: ``selection``, ``level 1``, ``level 2``, ``verification``."""
+        return nullcontext()
+
+    def on_round_end(self, rows: Any, draft: Any, verified: Any) -> None:
+        """Observe the result of a round."""

@@ -1,4 +1,4 @@
-"""One forward pass of a vLLM model outside the scheduler's own step."""
+"""Forward pass of a vLLM model outside the scheduler's step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,24 +14,27 @@ from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 @dataclass
 class PassInput:
-    """A ragged batch, flattened row after row."""
+    """Inputs of a ragged batch, its rows concatenated."""
 
     token_ids: torch.Tensor  # [num_tokens], int32
     positions: torch.Tensor  # [num_tokens], int64
     query_lens: torch.Tensor  # [num_rows], int32
     query_start_loc: torch.Tensor  # [num_rows + 1], int32
-    seq_lens: torch.Tensor  # [num_rows], int32, cached tokens and the ones of this pass
+    seq_lens: torch.Tensor  # [num_rows], int32, cached tokens and tokens of this pass
     spans: list[tuple[int, int]]
-    """Each row's first position and the one after its last."""
+    """Each row's positions, as ``(first, last + 1)``."""
 
     @classmethod
     def from_rows(
         cls, rows: list[list[int]], first_positions: list[int], device: torch.device
     ) -> "PassInput":
-        """Args:
-        rows: token ids of each row.
-        first_positions: position of each row's first token.
+        """Build the inputs of a pass.
+
+        Args:
+            rows: token ids of each row.
+            first_positions: position of each row's first token.
         """
+        # Lists: on a CPU a tensor operation costs more than a loop over a few numbers.
         spans = [(first, first + len(row)) for row, first in zip(rows, first_positions)]
 
         def tensor(values, dtype):
@@ -48,10 +51,10 @@ class PassInput:
 
     def slot_mapping(
         self,
-        block_ids: Sequence[np.ndarray],  # each row's blocks
+        block_ids: Sequence[np.ndarray],  # block ids of each row
         block_size: int,
     ) -> torch.Tensor:  # [num_tokens], int64
-        """Where each token's KV goes."""
+        """Compute the KV cache slot of each token."""
         slots = [
             int(blocks[position // block_size]) * block_size + position % block_size
             for blocks, span in zip(block_ids, self.spans)
@@ -62,7 +65,7 @@ class PassInput:
     def common_metadata(
         self, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> CommonAttentionMetadata:
-        """What vLLM's metadata builders start from."""
+        """Build the common metadata for vLLM's metadata builders."""
         return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc,
             query_start_loc_cpu=self.query_start_loc.cpu(),
@@ -85,6 +88,7 @@ def run_model(
     attn_metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
+    """Run a model's forward pass and return its hidden states."""
     context = set_forward_context(
         attn_metadata,
         vllm_config,

@@ -1,15 +1,9 @@
-"""What the requests of a step propose behind it, decided before the step begins.
+"""Plans and reports: what a step's requests propose, and the results of their proposals.
 
-On Model Runner V2 the host never waits for the device, and the scheduler may be some steps ahead of
-both. So who speculates, by which route, and how much is decided where steps are made, and travels
-with the step to every rank, which all do the same.
-
-What came of a step's plan, on its way back to the scheduler.
-
-It is known on the device when the step is over, and goes with the output of the step after, by
-which the device is done with it: nobody waits.
-
-What requests propose where nothing chooses it: always the same.
+On Model Runner V2 the scheduler may be some steps ahead of the device, and the host never waits for
+it. The scheduler therefore plans a step's proposals when it makes the step. The plan travels to
+every rank with vLLM's ``SchedulerOutput``. The report of a step is read from the device one step
+later and returns with that step's ``ModelRunnerOutput``.
 """
 
 from collections.abc import Mapping
@@ -20,17 +14,21 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.routes import LEVELS
 
+# Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
+_PLAN_ATTRIBUTE = "triforce_plan"
+# Attribute of vLLM's ModelRunnerOutput.
+_REPORT_ATTRIBUTE = "triforce_report"
+
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """A request's part in a plan.
+    """A request's proposal, as planned.
 
     Args:
-        route: the levels that its proposal passes on its way to the full pass, as in
-            ``controller/routes.py``.
-        num_tokens: of its proposal, at most.
-        num_rounds: in which level 1 drafts for it, at most. With level 2 each adds a token at
-            least. A proposal that is shorter behind the last is handed up as it is.
+        route: levels that the proposal passes (``controller/routes.py``).
+        num_tokens: maximum length of the proposal.
+        num_rounds: maximum number of rounds of level 1. With level 2 each round adds at least one
+            token. A proposal that is still shorter after the last round is verified as it is.
     """
 
     route: str
@@ -40,11 +38,12 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """
+    """Plan of one step.
+
     Args:
-        number: of the step, as the scheduler counts.
-        proposing: by request; those that are not in it propose nothing.
-        disabled: requests that are not speculated on again: every rank releases their slots now.
+        number: number of the step, counted by the scheduler.
+        proposing: plans by request id; other requests propose nothing.
+        disabled: requests that are no longer speculated on. Every rank releases their slots.
     """
 
     number: int
@@ -53,49 +52,54 @@ class StepPlan:
 
     @property
     def routes(self) -> set[str]:
-        return {its.route for its in self.proposing.values()}
-
-
-# Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
-_PLAN_ATTRIBUTE = "triforce_plan"
+        """Routes of the step's proposals."""
+        return {plan.route for plan in self.proposing.values()}
 
 
 def attach_plan(scheduler_output, plan: StepPlan) -> None:
-    """Sends a plan along with a step."""
+    """Attach a plan to a step."""
     setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)
 
 
 def plan_of(scheduler_output) -> StepPlan | None:
-    """The step's plan; None where the scheduler makes none."""
+    """Return the plan attached to a step, None if there is none."""
     return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)
 
 
-# Attribute of a ModelRunnerOutput.
-_REPORT_ATTRIBUTE = "triforce_report"
+def fixed_plan(config: ResolvedConfig, max_tokens: int) -> RequestPlan:
+    """Plan a request's proposal by the configuration alone.
+
+    Args:
+        max_tokens: maximum length of the proposal, at least 1.
+    """
+    if config.levels == "1,3":
+        return RequestPlan(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
+    per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
+    return RequestPlan(LEVELS, max_tokens, -(-max_tokens // per_round))
 
 
 @dataclass(frozen=True)
 class RequestReport:
-    """A request's proposal."""
+    """Result of a request's proposal."""
 
     num_tokens: int
     num_rounds: int
-    """Of levels 1 and 2 in which it took part."""
+    """Rounds of levels 1 and 2 in which the request took part."""
     level1_accepted: int
-    """Tokens."""
+    """Number of level 1's tokens that level 2 accepted."""
     level1_rejected: int
-    """Rounds in which level 2 rejected a token."""
+    """Number of rounds in which level 2 rejected a token."""
 
 
 @dataclass
 class StepReport:
-    """
+    """Results of one step's plan.
+
     Args:
-        number: the plan's.
-        proposed: by request; those that proposed nothing may be left out.
-        measured: what passes take (``controller/measurements.py``), once, when it is known.
-        disabled: requests of which it became known that they are not speculated on again, of
-            whatever step.
+        number: number of the plan.
+        proposed: reports by request id; requests that proposed nothing may be missing.
+        measured: ``Measurements`` of the passes, sent once.
+        disabled: requests newly disabled because of NaN logits, in this step or an earlier one.
     """
 
     number: int
@@ -105,11 +109,12 @@ class StepReport:
 
 
 def attach_report(output, make_report) -> None:
-    """Sends a report along with a step's output.
+    """Attach a report to a step's output.
 
     Args:
-        output: vLLM's, maybe asynchronous.
-        make_report: gives the report; called when the output is asked for.
+        output: vLLM's output, maybe asynchronous.
+        make_report: returns the report. For an asynchronous output it is called by
+            ``get_output()``, when the device has finished the step.
     """
     if not hasattr(output, "get_output"):
         setattr(output, _REPORT_ATTRIBUTE, make_report())
@@ -125,17 +130,5 @@ def attach_report(output, make_report) -> None:
 
 
 def report_of(output) -> StepReport | None:
-    """The report that came with an output; None where there is none."""
+    """Return the report attached to an output, None if there is none."""
     return getattr(output, _REPORT_ATTRIBUTE, None)
-
-
-def fixed_plan(config: ResolvedConfig, most: int) -> RequestPlan:
-    """By the configuration alone.
-
-    Args:
-        most: tokens of the proposal at most, above 0.
-    """
-    if config.levels == "1,3":
-        return RequestPlan(config.sources[0], most, -(-most // config.gamma))
-    per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
-    return RequestPlan(LEVELS, most, -(-most // per_round))

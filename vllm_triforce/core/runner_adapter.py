@@ -1,4 +1,4 @@
-"""What the worker asks of a runner's adapter, where it has nothing to do."""
+"""Interface between vLLM's worker and a runner's adapter."""
 
 from abc import ABC, abstractmethod
 
@@ -6,22 +6,30 @@ from vllm_triforce.controller.measurements import Measurements
 
 
 class RunnerAdapter(ABC):
-    """Base of ``v1/runner.py``'s and ``v2/runner.py``'s."""
+    """Base of the adapters in ``runner_v1/runner.py`` and ``runner_v2/runner.py``.
+
+    Hooks that an adapter does not need do nothing.
+    """
 
     def calibrate(self) -> None:  # noqa: B027
-        """Before vLLM compiles and captures."""
+        """Measure the passes before vLLM compiles and captures graphs."""
 
     def warm_up(self) -> None:  # noqa: B027
-        """Behind that."""
+        """Compile after vLLM has captured its graphs."""
 
     @abstractmethod
-    def measured_passes(self, anew: bool) -> Measurements | None:
-        """What passes take: as found at start-up, None where nothing is chosen by it; or ``anew``,
-        where there are no requests."""
+    def measured_passes(self, remeasure: bool) -> Measurements | None:
+        """Return the seconds that passes take, as measured at start-up.
+
+        None if nothing is chosen by them.
+
+        Args:
+            remeasure: measure now, in an engine without requests.
+        """
 
     def begin_step(self, scheduler_output) -> None:  # noqa: B027
-        """A step comes."""
+        """Prepare a step."""
 
     def end_step(self, output):
-        """``output``, vLLM's of the step, with what is to go with it."""
+        """Return vLLM's output of a step, with the report attached to it."""
         return output

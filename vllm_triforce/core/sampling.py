@@ -1,35 +1,37 @@
-"""Sampling parameters of the requests in a round."""
+"""Sampling parameters of the rows of a proposal."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-# As _SAMPLING_EPS in vllm/v1/sample/sampler.py.
+# Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
 GREEDY_EPSILON = 1e-5
 
 
 @dataclass
 class SamplingRows:
-    """Sampling parameters, a row per request."""
+    """Sampling parameters, one row per request."""
 
     temperature: torch.Tensor  # [num_reqs], float32; 0 is greedy
     top_k: torch.Tensor | None = None  # [num_reqs], int
     top_p: torch.Tensor | None = None  # [num_reqs], float32
     min_p: torch.Tensor | None = None  # [num_reqs], float32
     seeds: list[int | None] = field(default_factory=list)
-    """[num_reqs], the seed that each draws by."""
+    """[num_reqs], seed of each request or None; may be empty if no request has one."""
 
     @cached_property
     def all_greedy(self) -> bool:
+        """True if every row is greedy."""
         return bool((self.temperature < GREEDY_EPSILON).all())
 
     @property
     def is_greedy(self) -> torch.Tensor:  # [num_reqs], bool
+        """True for each greedy row."""
         return self.temperature < GREEDY_EPSILON
 
     def take(self, rows: list[int]) -> "SamplingRows":
-        """The parameters of some rows, in their order; rows may repeat."""
+        """Return the parameters of ``rows``, in this order. Rows may repeat."""
         if rows == list(range(len(self.temperature))):
             return self
         index = torch.tensor(rows, device=self.temperature.device)

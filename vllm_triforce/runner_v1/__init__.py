@@ -1,2 +1,1 @@
-"""The levels on the host, for Model Runner V1, whose batches are ragged. ``triforce.py`` is the
-algorithm; each level is a file of its own."""
+"""Levels and adapter of Model Runner V1, whose batches are ragged lists on the host."""

@@ -1,4 +1,4 @@
-"""What Model Runner V1 knows of its batch, as the levels want it: who may propose how much."""
+"""Rows of Model Runner V1's batch as the speculator's input, and limits of their proposals."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -7,18 +7,19 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import decodes_plainly, room, seed_of_draws
-from vllm_triforce.core.sampling import GREEDY_EPSILON
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, SamplingRows
+from vllm_triforce.core.eligibility import decodes_plainly, max_proposal_len, sampling_seed
+from vllm_triforce.core.sampling import GREEDY_EPSILON, SamplingRows
+from vllm_triforce.runner_v1.draft_batch import DraftBatch
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
+from vllm_triforce.vllm_patches import swaps
 
 
 class RunnerBatch:
-    """Reads a runner's batch, row by row.
+    """Reads a runner's batch by row.
 
     Args:
-        recorder: of the full pass's queries.
-        disabled: requests that are not speculated on again.
+        recorder: recorder of the full pass's queries.
+        disabled: ids of requests that are no longer speculated on.
     """
 
     def __init__(
@@ -31,47 +32,52 @@ class RunnerBatch:
         self._device = device
 
     def is_never_speculated_on(self, row: int) -> bool:
+        """True if a request is excluded from speculation for good."""
         request_id = self._runner.input_batch.req_ids[row]
         return decodes_plainly(self._params(row)) or request_id in self._disabled
 
-    def room(self, row: int, num_computed: int, most: int) -> int:
-        """Tokens worth proposing for a request: by its context, its slots and what it may emit."""
+    def max_proposal_len(self, row: int, num_computed: int, max_tokens: int) -> int:
+        """Return how many tokens may be proposed for a request, by its context, slots and limits.
+
+        There are none if the result is not positive.
+        """
         if num_computed < self._config.min_context or self.is_never_speculated_on(row):
             return 0
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
-        slots = min(
+        num_slots = min(
             int(table.num_blocks_per_row[row]) * table.block_size
             for table in input_batch.block_table.block_tables
         )
-        params, limit = request.sampling_params, self._runner.max_model_len
+        params, max_len = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
-            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
-        most = room(num_computed, most, slots, limit)
-        emitted = num_computed + 1 - request.num_prompt_tokens
-        if emitted < params.min_tokens:
-            # vLLM masks stop tokens of the bonus token by what was emitted before the step, so
+            max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
+        max_tokens = max_proposal_len(num_computed, max_tokens, num_slots, max_len)
+        num_emitted = num_computed + 1 - request.num_prompt_tokens
+        if num_emitted < params.min_tokens:
+            # vLLM masks stop tokens of the bonus token by the number of tokens before the step, so
             # a proposal must not reach past min_tokens.
-            most = min(most, params.min_tokens - emitted - 1)
-        return most
+            max_tokens = min(max_tokens, params.min_tokens - num_emitted - 1)
+        return max_tokens
 
-    def at_a_time(self, rows: list[int], known: Collection[str], most: int) -> list[int]:
-        """Choose rows that may be speculated on: who was already goes first.
+    def limit_rows(self, rows: list[int], speculating: Collection[str], max_rows: int) -> list[int]:
+        """Choose at most ``max_rows`` rows, requests that are ``speculating`` first.
 
-        A sampled token that is proposed keeps a distribution over the vocabulary until it is
-        verified.
+        Each proposed token of a sampled request keeps a distribution over the vocabulary until it
+        is verified.
         """
-        if len(rows) <= most:
+        if len(rows) <= max_rows:
             return rows
-        names = self._runner.input_batch.req_ids
-        by_age = sorted(rows, key=lambda row: names[row] not in known)
-        return sorted(by_age[:most])
+        request_ids = self._runner.input_batch.req_ids
+        by_age = sorted(rows, key=lambda row: request_ids[row] not in speculating)
+        return sorted(by_age[:max_rows])
 
     def has_seed(self, row: int) -> bool:
-        return seed_of_draws(self._params(row)) is not None
+        """True if a request samples with a seed."""
+        return sampling_seed(self._params(row)) is not None
 
     def gives_first_token(self, counts: list[int]) -> bool:
-        """Whether somebody's first token leaves with this step: no proposal keeps it waiting."""
+        """True if any request gets its first token in this step."""
         request_ids = self._runner.input_batch.req_ids
         # The new token is not among the outputs yet.
         return any(
@@ -80,44 +86,54 @@ class RunnerBatch:
         )
 
     def draft_batch(
-        self, rows, computed, room, num_rejected, sampled, counts, sampling: SamplingRows
+        self, rows, computed, max_lens, num_rejected, sampled, counts, sampling: SamplingRows
     ) -> DraftBatch:
+        """Build the speculator's input for ``rows``.
+
+        Args:
+            computed, max_lens, num_rejected: computed tokens, maximum length of the proposal, and
+                rejected tokens, for every row of the batch.
+            sampled, counts: token ids of the step, and the number of valid ones, for every row.
+            sampling: sampling parameters of ``rows``.
+        """
         input_batch = self._runner.input_batch
         tables = input_batch.block_table.block_tables
         token_ids = []
         for row in rows:
-            known = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
-            new = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
-            token_ids.append(np.concatenate([known, new]))
+            earlier_ids = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
+            new_ids = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
+            token_ids.append(np.concatenate([earlier_ids, new_ids]))
         return DraftBatch(
             request_ids=[input_batch.req_ids[row] for row in rows],
             token_ids=token_ids,
             num_computed_tokens=[computed[row] for row in rows],
-            max_num_tokens=[room[row] for row in rows],
+            max_num_tokens=[max_lens[row] for row in rows],
             block_tables=[
                 [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
                 for table in tables
             ],
             queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
             sampling=sampling,
-            num_plain=len(counts) - len(rows),
+            num_plain_reqs=len(counts) - len(rows),
             is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
-            num_left=[self._num_left(row, computed[row]) for row in rows],
-            shaping=[self._shaping(row, tokens) for row, tokens in zip(rows, token_ids)],
+            num_remaining_tokens=[self._num_remaining_tokens(row, computed[row]) for row in rows],
+            logits_processors=[
+                self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
+            ],
         )
 
     def sampling(self, rows: list[int], metadata) -> SamplingRows:
-        requests = self._runner.requests
-        params = [requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
-        seeds = [seed_of_draws(p) for p in params]
+        """Build the sampling parameters of ``rows`` from vLLM's ``SamplingMetadata``."""
+        params = [self._params(row) for row in rows]
+        seeds = [sampling_seed(p) for p in params]
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
         min_p = [p.min_p for p in params]
         temperature = metadata.temperature[rows]
         if structured := [i for i, p in enumerate(params) if p.structured_outputs is not None]:
-            # The scheduler cuts their proposals at the first token that the grammar forbids. Had it
-            # been drawn, what is sampled in its place would have to come from a residual; of
-            # certain tokens, the likeliest ones, any number may be cut.
+            # The scheduler cuts these proposals at the first token that the grammar forbids. If
+            # that token had been drawn, its replacement would have to come from a residual. A
+            # greedy proposal has one-hot distributions and may be cut anywhere.
             temperature[structured] = 0.0
         return SamplingRows(
             temperature=temperature,
@@ -127,33 +143,35 @@ class RunnerBatch:
             seeds=seeds,
         )
 
-    def _shaping(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
+    def _logits_processor(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
         input_batch = self._runner.input_batch
         num_prompt_tokens = self._runner.requests[input_batch.req_ids[row]].num_prompt_tokens
-        size = input_batch.vocab_size
-        return LogitsProcessing.of(
-            self._params(row), token_ids, num_prompt_tokens, size, self._device
+        vocab_size = input_batch.vocab_size
+        return LogitsProcessing.for_request(
+            self._params(row), token_ids, num_prompt_tokens, vocab_size, self._device
         )
 
     def _params(self, row: int):
+        """Return a request's ``SamplingParams``."""
         return self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
 
-    def _num_left(self, row: int, num_computed: int) -> int:
-        """Tokens that a request may still emit."""
+    def _num_remaining_tokens(self, row: int, num_computed: int) -> int:
+        """Return how many tokens a request may still emit."""
         request = self._runner.requests[self._runner.input_batch.req_ids[row]]
-        left = self._runner.max_model_len - num_computed
-        most = request.sampling_params.max_tokens
-        return left if most is None else most - (num_computed + 1 - request.num_prompt_tokens)
+        max_tokens = request.sampling_params.max_tokens
+        if max_tokens is None:
+            return self._runner.max_model_len - num_computed
+        return max_tokens - (num_computed + 1 - request.num_prompt_tokens)
 
 
-def forget_blocks(runner, kept: Mapping[str, tuple[int, ...]]) -> None:
-    """Removes the last blocks of requests, which the scheduler has taken back.
+def forget_blocks(runner, num_kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Remove the last blocks of requests, which the scheduler has taken back.
 
     Args:
-        kept: blocks that each has left, by KV cache group.
+        num_kept: number of blocks that remain, by request and KV cache group.
     """
     batch = runner.input_batch
-    for name, counts in kept.items():
+    for name, counts in num_kept.items():
         if name not in runner.requests:
             continue
         for ids, count in zip(runner.requests[name].block_ids, counts):
@@ -161,3 +179,42 @@ def forget_blocks(runner, kept: Mapping[str, tuple[int, ...]]) -> None:
         if (row := batch.req_id_to_index.get(name)) is not None:
             for table, count in zip(batch.block_table.block_tables, counts):
                 table.num_blocks_per_row[row] = count
+
+
+class AdapterSwitch:
+    """Sets the LoRA adapter of each token for level 2's passes.
+
+    vLLM sets them once per step, for the tokens of the full pass; level 2's passes have other
+    tokens. The draft of level 1 runs without adapters, which only lowers acceptance. A pass fits
+    vLLM's buffers: ``max_num_batched_tokens`` has room for every request's proposal.
+    """
+
+    def __init__(self, runner) -> None:
+        self._runner = runner
+        self._full_pass: tuple[tuple, dict] | None = None
+        self._set_active = swaps.ACTIVE_LORAS.set(runner, self._remember)
+
+    def _remember(self, *mapping, **kwargs) -> None:
+        self._full_pass = mapping, kwargs
+        self._set_active(*mapping, **kwargs)
+
+    def before_pass(self, request_ids: list[str], num_tokens: list[int]) -> None:
+        """Set the adapters of a pass with ``num_tokens[i]`` tokens of ``request_ids[i]``.
+
+        Requests outside the batch, which calibration uses, have no adapter.
+        """
+        input_batch = self._runner.input_batch
+        rows = map(input_batch.req_id_to_index.get, request_ids)
+        lora_ids = (0 if row is None else input_batch.request_lora_mapping[row] for row in rows)
+        mapping = tuple(
+            int(lora_id) for lora_id, count in zip(lora_ids, num_tokens) for _ in range(count)
+        )
+        active = set(input_batch.lora_id_to_lora_request.values())
+        # Logits are computed for every token, so vLLM's prompt and token mappings are the same.
+        self._set_active(mapping, mapping, active)
+
+    def restore(self) -> None:
+        """Set the full pass's adapters: vLLM computes prompt log-probabilities after a proposal."""
+        if self._full_pass is not None:
+            mapping, kwargs = self._full_pass
+            self._set_active(*mapping, **kwargs)

@@ -1,5 +1,8 @@
-"""Puts the levels together from a loaded target, a loaded draft and vLLM's KV cache."""
+"""Builds Runner V1's speculator from the loaded models and vLLM's KV cache."""
 
+from dataclasses import dataclass
+
+import torch
 from vllm.platforms import current_platform
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention
@@ -21,23 +24,29 @@ from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 from vllm_triforce.selection import POLICIES
 
 
+@dataclass
+class LoadedModels:
+    """Target and draft as loaded by vLLM, and their attention layers by name."""
+
+    target: torch.nn.Module
+    target_layers: dict
+    draft: torch.nn.Module | None
+    draft_layers: dict
+
+
 class BuiltSpeculator:
-    """The speculator and the parts that a runner's adapter needs.
+    """The speculator, and the parts that the runner's adapter needs.
 
     Args:
-        target_layers, draft_layers: attention layers by name.
         attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
-        block_sizes: tokens in a block of each KV cache group's block table.
+        block_sizes: tokens per block of each KV cache group.
     """
 
     def __init__(
         self,
         vllm_config,
         config: ResolvedConfig,
-        target,
-        target_layers: dict,
-        draft,
-        draft_layers: dict,
+        models: LoadedModels,
         kv_cache_config,
         attn_groups,
         block_sizes: list[int],
@@ -47,7 +56,12 @@ class BuiltSpeculator:
         self.config = config
         retrieval_attention = _ragged_attention()
         groups, sparse_layers, sparse_builder = group_layers(
-            kv_cache_config, attn_groups, block_sizes, target_layers, retrieval_attention, config
+            kv_cache_config,
+            attn_groups,
+            block_sizes,
+            models.target_layers,
+            retrieval_attention,
+            config,
         )
         self.recorder = QueryRecorder(
             len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
@@ -70,12 +84,12 @@ class BuiltSpeculator:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        parts = SourceParts(vllm_config, config, draft, draft_layers, device)
+        parts = SourceParts(vllm_config, config, models.draft, models.draft_layers, device)
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
         self.speculator = TriForceSpeculator(
             Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
-            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
+            RetrievalLevel(models.target, vllm_config, groups, attention, cache, device),
             controller,
             InnerNoise(
                 vllm_config.model_config.seed,
@@ -87,9 +101,10 @@ class BuiltSpeculator:
 
 
 def _ragged_attention() -> type[RaggedRetrievalAttention]:
-    """
+    """Return level 2's attention class of the platform.
+
     Raises:
-        ValueError: the platform's backend has passes of fixed shapes only.
+        ValueError: the platform supports passes of fixed shapes only.
     """
     backend = platform_for(current_platform)
     retrieval = backend.retrieval()
@@ -102,6 +117,7 @@ def _ragged_attention() -> type[RaggedRetrievalAttention]:
 
 
 def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+    """Allocate the summaries that the policy needs."""
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]
     num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks

@@ -1,6 +1,6 @@
-"""Measures the passes at start-up, for the controller's cost model (``controller/cost_model.py``).
+"""Measures Runner V1's passes at start-up, for the cost model (``controller/cost_model.py``).
 
-The passes are the real ones, over the KV cache that was just allocated and holds nothing yet.
+The passes are real ones over the KV cache, which has just been allocated and is still empty.
 """
 
 import time
@@ -18,40 +18,41 @@ from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.sampling import token_distribution
 
-# Next to no context: what is measured there is the pass without its attention.
+# Tokens of context at which attention takes next to no time.
 _NO_CONTEXT = 16
+# Batch sizes of the full passes.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where full passes of one request are measured, and how often."""
+    """Lengths and contexts at which full passes of one request are measured."""
 
     tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     repeats: int
 
 
-# From the finest to the coarsest. Attention kernels work on tiles of queries, so that a token more
-# may cost nothing, or a tile, or less than nothing where another kernel takes over.
+# From the finest to the coarsest. Attention kernels work on tiles of queries: one more token may
+# cost nothing, a whole tile, or save time where another kernel takes over.
 _GRIDS = (
     _Grid((1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24, 25, 32, 33), (1024, 4096, 16384), 3),
     _Grid((1, 2, 4, 8, 12, 16, 17, 24, 33), (2048, 16384), 2),
     _Grid((1, 4, 8, 16, 17), (), 1),
     _Grid((1,), (), 1),
 )
-# Seconds that the full passes may take; a slow model is measured at fewer places.
-_MOST_SECONDS = 6.0
+# Budget of the full passes; a slow model is measured at fewer points.
+_MAX_SECONDS = 6.0
 
 
 class Calibration:
-    """The passes that can be measured.
+    """Runs and times the passes.
 
     Args:
-        built: the speculator (``runner_v1/build.py``).
+        built: ``BuiltSpeculator`` of ``runner_v1/build.py``.
         attn_groups: vLLM's attention groups per KV cache group.
-        block_sizes: tokens in a block of each KV cache group's block table.
-        agree: gives every rank the first rank's value; each rank must run the same passes.
+        block_sizes: tokens per block of each KV cache group.
+        agree: returns the first rank's value on every rank, since all must run the same passes.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Calibration:
         self._budget = config.retrieval_budget
         self._max_rows = min(scheduler.max_num_batched_tokens, 128)
         self._max_reqs = scheduler.max_num_seqs
-        room = vllm_config.model_config.max_model_len - self._length - 2
-        self._max_context = max(1, min(room, (num_blocks - 2) * min(block_sizes)))
+        max_context = vllm_config.model_config.max_model_len - self._length - 2
+        self._max_context = max(1, min(max_context, (num_blocks - 2) * min(block_sizes)))
 
     def run(self) -> Measurements:
+        """Measure all passes."""
         slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._max_context), 1)
         tokens, contexts, repeats = self._grid(self._agree(slowest))
         rows = [n for n in _ROWS if n <= self._max_rows]
@@ -91,24 +93,24 @@ class Calibration:
         seconds = self._all_timed(
             {args: partial(self._full_pass, *args) for args in passes}, repeats
         )
-        # More rows take no less: a line through noise would go on to nothing, and below it.
+        # More rows never take less time. Through noise, the cost model would extrapolate to 0.
         rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
         by_rows = list(zip(rows, rising))
         by_tokens = [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens]
-        longest = self._length + 1  # what the tables of ``_batch()`` have room for
-        level2_tokens = sorted({min(q, longest) for q in (1, 3, 8, longest)})
+        max_tokens = self._length + 1  # limit of the tables of ``_batch()``
+        level2_tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
         level2 = [(q, self._level2(1, q, repeats)) for q in level2_tokens]
         level2_per_row = draft = draft_per_row = draft_per_token = 0.0
-        several = min(4, self._max_reqs)
-        if several > 1:
-            few = min(3, longest)
-            more = self._level2(several, few, repeats) - dict(level2)[few]
-            level2_per_row = max(0.0, more / (several - 1))
+        num_rows = min(4, self._max_reqs)
+        if num_rows > 1:
+            num_tokens = min(3, max_tokens)
+            added_s = self._level2(num_rows, num_tokens, repeats) - dict(level2)[num_tokens]
+            level2_per_row = max(0.0, added_s / (num_rows - 1))
         if self._speculator.level1.model is not None:
             draft = self._draft(1, repeats)
             draft_per_token = self._window(repeats, draft)
-            if several > 1:
-                draft_per_row = max(0.0, (self._draft(several, repeats) - draft) / (several - 1))
+            if num_rows > 1:
+                draft_per_row = max(0.0, (self._draft(num_rows, repeats) - draft) / (num_rows - 1))
         return Measurements(
             by_rows,
             by_tokens,
@@ -122,39 +124,49 @@ class Calibration:
         )
 
     def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
-        """The finest grid that can be measured in time, if a pass takes its share of ``slowest``
-        by its context, and a tenth of it without one."""
+        """Choose the finest grid that fits the time budget.
+
+        A pass is assumed to take a tenth of ``slowest`` without context, and the rest in proportion
+        to its context.
+
+        Returns:
+            Lengths, contexts and repeats.
+        """
         for grid in _GRIDS:
             tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
             inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._max_context]
             contexts = [min(_NO_CONTEXT, self._max_context - 1), *inner, self._max_context]
             shares = sum(0.1 + 0.9 * c / self._max_context for c in contexts)
-            if slowest * (grid.repeats + 1) * len(tokens) * shares < _MOST_SECONDS:
+            if slowest * (grid.repeats + 1) * len(tokens) * shares < _MAX_SECONDS:
                 break
         return tokens, contexts, grid.repeats
 
     def _timed(self, run: Callable[[], object], repeats: int) -> float:
+        """Return the seconds that ``run`` takes."""
         return self._all_timed({"": run}, repeats)[""]
 
     def _all_timed(self, runs: dict, repeats: int) -> dict:
-        """The fastest of a few runs each, after a first one: what disturbs only makes it slower. In
-        turns, so that a disturbance of a moment does not slow all the runs of one."""
-        found = {name: float("inf") for name in runs}
+        """Return the seconds of the fastest repeat of each of ``runs``, after a warm-up.
+
+        Runs take turns, so that a short disturbance does not slow all repeats of one.
+        """
+        fastest = {name: float("inf") for name in runs}
         for turn in range(repeats + 1):
             for name, run in runs.items():
                 start = time.perf_counter()
                 run()
                 if turn:
-                    found[name] = min(found[name], time.perf_counter() - start)
-        return found
+                    fastest[name] = min(fastest[name], time.perf_counter() - start)
+        return fastest
 
     def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> np.ndarray:
-        """[num_rows, width], int32: block 0 is vLLM's null block."""
+        """Make block tables without vLLM's null block, 0: [num_rows, width], int32."""
         width = -(-num_tokens // block_size) + 1
         ids = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
         return 1 + ids % (self._num_blocks - 1)
 
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
+        """Run a full pass of the target."""
         context = min(context, self._max_context)
         feed, positions = [[0] * num_tokens] * num_rows, [context] * num_rows
         inputs = PassInput.from_rows(feed, positions, self._device)
@@ -175,17 +187,18 @@ class Calibration:
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
+        """Measure a pass of level 2 over a full budget."""
         batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
         level2, rows = self._speculator.level2, list(range(num_rows))
         level2.begin(batch)
-        drafted = [[0] * (num_tokens - 1)] * num_rows
-        seconds = self._timed(lambda: level2.forward(batch, proposal, rows, drafted), repeats)
+        drafts = [[0] * (num_tokens - 1)] * num_rows
+        seconds = self._timed(lambda: level2.forward(batch, proposal, rows, drafts), repeats)
         for request_id in batch.request_ids:
             level2.release(request_id)
         return seconds
 
     def _first_selection(self, repeats: int) -> float:
-        """Of a token of context, where level 2 knows nothing of a request."""
+        """Measure a request's first selection, in seconds per token of context."""
         context = min(2 * self._budget, self._max_context)
         batch, _ = self._batch(1, context)
         level2, (request_id,) = self._speculator.level2, batch.request_ids
@@ -200,10 +213,10 @@ class Calibration:
         return seconds / context
 
     def _window(self, repeats: int, pass_seconds: float) -> float:
-        """Of a token that the draft has to read first.
+        """Measure how long the draft takes to read its window, in seconds per token.
 
         Args:
-            pass_seconds: of a pass of one token.
+            pass_seconds: seconds of a pass of one token.
         """
         batch, proposal = self._batch(1, min(self._budget, self._max_context))
         model, (request_id,) = self._speculator.level1.model, batch.request_ids
@@ -211,35 +224,40 @@ class Calibration:
 
         def draft():
             model.release(request_id)
-            self._ask_draft(batch, proposal, 1)
+            self._run_draft(batch, proposal, 1)
 
         seconds = self._timed(draft, repeats)
         model.release(request_id)
         return max(0.0, seconds - pass_seconds) / num_tokens
 
     def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
+        """Measure a pass of the draft."""
         batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
-        run = partial(self._ask_draft, batch, proposal, num_passes)
+        run = partial(self._run_draft, batch, proposal, num_passes)
         seconds = self._timed(run, repeats) / num_passes
         for request_id in batch.request_ids:
             self._speculator.level1.release(request_id)
         return seconds
 
-    def _ask_draft(self, batch: DraftBatch, proposal: Proposal, num_tokens: int) -> None:
+    def _run_draft(self, batch: DraftBatch, proposal: Proposal, num_tokens: int) -> None:
+        """Draft ``num_tokens`` tokens for each row with the model."""
         model, rows = self._speculator.level1.model, list(range(len(batch)))
         model.draft(
             batch,
             proposal,
             rows,
             [num_tokens] * len(rows),
-            model.offers(batch, proposal, rows),
+            model.find_matches(batch, proposal, rows),
             batch.sampling,
             self._speculator.noise,
         )
 
     def _sampling(self, num_rows: int, repeats: int) -> float:
-        """Of one row: top-p, the parameter that costs most, of logits so flat that the vocabulary
-        has to be sorted. Too much for most text; what tests really take is learnt."""
+        """Measure the sampling of a row of logits, in the worst case.
+
+        That is top-p over logits so flat that the vocabulary is sorted. It is too much for most
+        text; the controller learns the real time from the steps.
+        """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
         logits = torch.randn(
             num_rows, vocab_size, device=self._device, generator=torch.Generator(self._device)
@@ -249,7 +267,7 @@ class Calibration:
         return self._timed(lambda: token_distribution(logits, sampling), repeats) / num_rows
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
-        """Requests that do not exist, of zeros."""
+        """Make a batch of dummy requests."""
         shape = self._speculator.level2.query_shape
         dtype = self._vllm_config.model_config.dtype
         tables = [
@@ -270,7 +288,9 @@ class Calibration:
 
 
 def broadcast_from_first_rank(value):
-    """The first rank's value, on every rank of the tensor-parallel group: ranks decide by one
-    clock."""
+    """Return the first rank's value on every rank of the tensor-parallel group.
+
+    Ranks must decide alike, so they use one rank's measured times.
+    """
     group = get_tp_group()
     return value if group.world_size == 1 else group.broadcast_object(value, src=0)

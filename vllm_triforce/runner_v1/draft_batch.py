@@ -1,4 +1,4 @@
-"""What a model runner hands to TriForce and gets back: tensors and arrays, no runner."""
+"""Input and output of Runner V1's speculator: requests to speculate on, and their proposals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from vllm_triforce.core.sampling import SamplingRows
 
 @dataclass
 class DraftBatch:
-    """Requests to speculate on, after a full pass; all lists have one entry per request."""
+    """Requests to speculate on after a full pass. Lists have one entry per request."""
 
     request_ids: list[str]
     token_ids: list[np.ndarray]
@@ -19,38 +19,42 @@ class DraftBatch:
     num_computed_tokens: list[int]
     """Tokens whose KV the full pass has written and accepted."""
     max_num_tokens: list[int]
-    """Longest proposal that fits the slots which the scheduler reserved; at least 1."""
+    """Longest proposal that fits the lookahead slots; at least 1."""
     block_tables: list[list[np.ndarray]]
-    """For each KV cache group, each request's allocated block ids."""
+    """Allocated block ids per KV cache group and request."""
     queries: list[Callable[[], torch.Tensor]]
-    """Each gives [num_layers, num_heads, head_dim], the last accepted token's at level 3."""
+    """Each returns [num_layers, num_heads, head_dim], level 3's query of the last accepted
+    token."""
     sampling: SamplingRows
-    num_plain: int = 0
-    """Further requests of the engine's step, which cannot be speculated on."""
+    num_plain_reqs: int = 0
+    """Number of requests in the engine's step that cannot be speculated on."""
     is_greedy: list[bool] | None = None
-    """Whether level 3 decides by the argmax; None: as the inner levels do. What is drafted for a
-    request with a grammar is certain, and yet it samples."""
-    num_left: list[int] | None = None
-    """Tokens that each may still emit; None where that is not known."""
-    shaping: list[Callable[[torch.Tensor, list[int]], None] | None] = field(default_factory=list)
-    """What each asks of its logits, [vocab_size], behind further tokens (``logit_shaping.py``),
-    None for nothing; empty where nobody asks for anything."""
+    """True where level 3 verifies by argmax; None: as the inner levels do. Requests with a grammar
+    are drafted greedily although level 3 samples."""
+    num_remaining_tokens: list[int] | None = None
+    """Tokens that each request may still emit; None if unknown."""
+    logits_processors: list[Callable[[torch.Tensor, list[int]], None] | None] = field(
+        default_factory=list
+    )
+    """Each changes logits, [vocab_size], in place, given the tokens that follow ``token_ids``
+    (``logits_processing.py``). None for requests that change no logits; empty if none does."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def context(self, proposal: "Proposal", row: int) -> np.ndarray:
-        """[num_tokens], int32: a request's tokens with those proposed for it."""
-        proposed = proposal.token_ids[row]
-        if not proposed:
+        """Return a request's tokens and proposed tokens, [num_tokens], int32."""
+        proposed_ids = proposal.token_ids[row]
+        if not proposed_ids:
             return self.token_ids[row]
-        return np.concatenate([self.token_ids[row], np.asarray(proposed, dtype=np.int32)])
+        return np.concatenate([self.token_ids[row], np.asarray(proposed_ids, dtype=np.int32)])
 
     def has_seed(self, row: int) -> bool:
+        """True if a request samples with a seed."""
         return bool(self.sampling.seeds) and self.sampling.seeds[row] is not None
 
     def take(self, rows: list[int], max_num_tokens: list[int]) -> "DraftBatch":
-        """Some of the requests, with other limits."""
+        """Return the requests of ``rows`` with other maximum lengths."""
 
         def pick(values):
             return [values[row] for row in rows]
@@ -63,41 +67,42 @@ class DraftBatch:
             [pick(tables) for tables in self.block_tables],
             pick(self.queries),
             self.sampling.take(rows),
-            shaping=pick(self.shaping) if self.shaping else [],
+            logits_processors=pick(self.logits_processors) if self.logits_processors else [],
         )
 
 
 @dataclass
 class Proposal:
-    """Tokens handed up, and the distribution each was drawn from."""
+    """Proposed tokens and the distribution that each was drawn from."""
 
     token_ids: list[list[int]]
     probs: list[list[torch.Tensor | None]] | None
-    """Per request and token [vocab_size], float32, or None where it was certain; None as a whole
-    where every request is greedy."""
+    """[vocab_size], float32, per request and token, None for a one-hot distribution; None if all
+    requests are greedy."""
     num_planned: list[int]
-    """Tokens that each request was to propose, fixed before any was drawn."""
+    """Planned number of tokens per request, fixed before any is drawn."""
 
     @classmethod
     def empty(cls, num_reqs: int, greedy: bool) -> "Proposal":
-        tokens: list[list[int]] = [[] for _ in range(num_reqs)]
+        """Create a proposal without tokens."""
+        token_ids: list[list[int]] = [[] for _ in range(num_reqs)]
         probs = None if greedy else [[] for _ in range(num_reqs)]
-        return cls(tokens, probs, [0] * num_reqs)
+        return cls(token_ids, probs, [0] * num_reqs)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def extend(self, row: int, token_ids: list[int], probs) -> None:
-        """Adds to a request's proposal.
+        """Append tokens to a request's proposal.
 
         Args:
-            probs: of each token [vocab_size], or None; not looked at where all are greedy.
+            probs: [vocab_size] or None, per token; ignored if all requests are greedy.
         """
         self.token_ids[row] += token_ids
         if self.probs is not None:
             self.probs[row] += probs
 
     def put(self, rows: list[int], other: "Proposal") -> None:
-        """Takes over the proposals of some of the requests."""
+        """Append the proposals of ``other`` to those of ``rows``."""
         for i, row in enumerate(rows):
             self.extend(row, other.token_ids[i], None if other.probs is None else other.probs[i])

@@ -1,14 +1,15 @@
-"""What level 3 is told of the tokens that it verifies: kept, checked and laid out in one place.
+"""Draft probabilities for level 3: stored with the proposal, checked, and laid out for the test.
 
-Level 3's test of a token (vLLM's rejection sampler; arXiv 2211.17192) is right if
-1. there is one row of q for each drafted token, in the requests' order and each request's own;
-2. q of the drafted token is above 0, and a row sums to 1;
-3. a token that was certain has a one-hot row;
-4. how many tokens a request hands up was fixed before the first was drawn.
-A one-hot row is right whatever the token is, as long as nothing that the test draws went into it:
-what it gives is distributed as the target's own (vLLM's own n-gram method rests on that). So where
-something of this does not hold, the request's tokens are taken for certain ones: they are accepted
-less often, and no output is bent.
+The test of a draft token (vLLM's rejection sampler; arXiv 2211.17192) is exact under this contract:
+
+1. q has one row per draft token, in the order of the requests and of their tokens.
+2. q of the draft token is above 0, and each row sums to 1.
+3. A token that was not drawn from a distribution has a one-hot row.
+4. The number of proposed tokens is fixed before the first is drawn.
+
+A one-hot row is exact for any token, provided that the token does not depend on the random numbers
+of the test (vLLM's n-gram method relies on this). So where the contract is violated, the request's
+tokens get one-hot rows: fewer are accepted, and the output stays exact.
 """
 
 import os
@@ -21,56 +22,61 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.triforce")
 
 CHECK_VARIABLE = "VLLM_TRIFORCE_CHECK"
-# Of the sum of a float32 distribution over a quarter of a million tokens.
+# Tolerance of the sum of a float32 distribution over a quarter of a million tokens.
 _SUM_TOLERANCE = 1e-3
 
 
 class Check(Enum):
-    """How much is checked, by the environment variable VLLM_TRIFORCE_CHECK."""
+    """Extent of the checks, set by the environment variable VLLM_TRIFORCE_CHECK."""
 
     SHAPES = ""
-    """Tokens, their number and order: lists on the host, next to nothing."""
+    """Check tokens, their number and order: comparisons of lists, at next to no cost."""
     VALUES = "1"
-    """The distributions too, which reads each once more."""
+    """Check the distributions too, which reads each once more."""
     RAISE = "raise"
-    """As VALUES, and a fault ends the engine: for tests."""
+    """Check as VALUES does and end the engine at a violation, for tests."""
 
     @classmethod
     def from_environment(cls) -> "Check":
+        """Read the environment variable.
+
+        Raises:
+            ValueError: its value is unknown.
+        """
         value = os.environ.get(CHECK_VARIABLE, "")
         try:
             return cls("" if value == "0" else value)
         except ValueError:
             raise ValueError(
-                f"{CHECK_VARIABLE}={value!r} is not known; use 1 to check the distributions that "
-                "are handed up, raise to end the engine at a fault, or leave it out"
+                f"{CHECK_VARIABLE}={value!r} is not known; use 1 to check the draft "
+                "distributions, raise to end the engine at a violation, or leave it out"
             ) from None
 
 
 class ContractViolation(AssertionError):
-    """What was handed up could have bent a request's output."""
+    """A proposal violates level 3's contract and could have biased a request's output."""
 
 
 @dataclass
 class _Proposal:
     token_ids: list[int]
     probs: list[torch.Tensor | None]
-    """Per token [vocab_size], float32; None where it was certain."""
+    """[vocab_size], float32, per token; None for a one-hot distribution."""
 
 
 class DraftProbsStore:
-    """Proposals of sampled requests, from where they are made to where level 3 verifies them.
+    """Proposals of sampled requests, from level 2's draw to level 3's test.
 
-    A proposal is kept by its request, since a request may wait a step or more before it is
-    scheduled again. Those of greedy requests are not kept: only the argmax counts for them.
+    A proposal is stored by request id, since a request may wait some steps until it is scheduled
+    again. Proposals of greedy requests are not stored: level 3 compares their argmax.
 
     Args:
-        on_fault: called for each fault that was found.
+        on_violation: called at each violation of the contract.
     """
 
-    def __init__(self, on_fault=lambda: None, check: Check | None = None) -> None:
+    def __init__(self, on_violation=lambda: None, check: Check | None = None) -> None:
         self._check = Check.from_environment() if check is None else check
-        self._on_fault = on_fault
+        self._on_violation = on_violation
         self._proposals: dict[str, _Proposal] = {}
 
     def export_proposal(
@@ -80,11 +86,11 @@ class DraftProbsStore:
         probs: list[torch.Tensor | None],
         num_planned: int,
     ) -> None:
-        """Keeps what was proposed for a request, instead of an earlier proposal.
+        """Check and store a request's proposal, in place of an earlier one.
 
         Args:
-            probs: what each token was drawn from, [vocab_size]; None where it was certain.
-            num_planned: tokens that were to be proposed, before any was drawn.
+            probs: [vocab_size] per token, the distribution it was drawn from; None for one-hot.
+            num_planned: planned length, fixed before the first token was drawn.
         """
         self._proposals.pop(request_id, None)
         if all(p is None for p in probs):
@@ -93,11 +99,11 @@ class DraftProbsStore:
             self._report(request_id, f"{len(token_ids)} tokens where {num_planned} were planned")
         elif len(probs) != len(token_ids):
             self._report(request_id, f"{len(probs)} rows of q for {len(token_ids)} tokens")
-        elif self._check is Check.SHAPES or self._has_right_values(request_id, token_ids, probs):
+        elif self._check is Check.SHAPES or self._are_valid(request_id, token_ids, probs):
             self._proposals[request_id] = _Proposal(token_ids, probs)
 
     def forget(self, request_id: str) -> None:
-        """The request has no proposal (any more)."""
+        """Drop a request's proposal, if it has one."""
         self._proposals.pop(request_id, None)
 
     def take(
@@ -106,83 +112,89 @@ class DraftProbsStore:
         num_drafts: list[int],
         token_ids: list[int],
     ) -> torch.Tensor | None:  # [sum(num_drafts), vocab_size], float32
-        """Rows of q for what is verified, one for each token; one-hot rows where it was certain.
+        """Remove the step's proposals and return q, one row per draft token.
 
-        None where every token was, as vLLM has it for proposals without distributions.
+        None if every row would be one-hot: vLLM's convention for drafts without distributions.
 
         Args:
-            num_drafts: of each request; fewer than were handed up where they were cut.
-            token_ids: [sum(num_drafts)], one request's after the other's.
+            num_drafts: number of draft tokens per request. It is below the proposal's length where
+                the scheduler cut the proposal.
+            token_ids: [sum(num_drafts)], draft tokens, request after request.
         """
         rows: list[torch.Tensor | None] = []
         for request_id, count in zip(request_ids, num_drafts):
-            tokens = token_ids[len(rows) : len(rows) + count]
-            rows += self._rows(request_id, tokens)
+            rows += self._rows(request_id, token_ids[len(rows) : len(rows) + count])
         if len(rows) != len(token_ids):
             self._report(None, f"{len(token_ids)} tokens for {len(rows)} drafts of the requests")
             return None
         if all(row is None for row in rows):
             return None
-        dense = self._lay_out(rows, token_ids)
-        return dense if self._belongs(dense, token_ids) else None
+        q = self._lay_out(rows, token_ids)
+        return q if self._matches_tokens(q, token_ids) else None
 
     def __len__(self) -> int:
         return len(self._proposals)
 
     @staticmethod
     def _lay_out(rows: list[torch.Tensor | None], token_ids: list[int]) -> torch.Tensor:
+        """Copy the rows into one tensor; None becomes a one-hot row."""
         first = next(row for row in rows if row is not None)
-        dense = first.new_zeros(len(rows), len(first))
+        q = first.new_zeros(len(rows), len(first))
         for place, (token, row) in enumerate(zip(token_ids, rows)):
             if row is None:
-                dense[place, token] = 1.0
+                q[place, token] = 1.0
             else:
-                dense[place] = row
-                rows[place] = None  # its memory is free as soon as it is copied
-        return dense
+                q[place] = row
+                rows[place] = None  # free each row's memory once it is copied
+        return q
 
-    def _belongs(self, dense: torch.Tensor, token_ids: list[int]) -> bool:
-        """Whether what goes to level 3 has a row for each token, which could give it."""
-        if len(dense) != len(token_ids):
-            self._report(None, f"{len(dense)} rows of q for {len(token_ids)} tokens")
+    def _matches_tokens(self, q: torch.Tensor, token_ids: list[int]) -> bool:
+        """True if q has a row per token that gives the token a probability above 0."""
+        if len(q) != len(token_ids):
+            self._report(None, f"{len(q)} rows of q for {len(token_ids)} tokens")
             return False
         if self._check is Check.SHAPES:
             return True
-        given = dense[torch.arange(len(dense)), torch.tensor(token_ids)]
-        if bool((given > 0).all()):
+        token_probs = q[torch.arange(len(q)), torch.tensor(token_ids)]
+        if bool((token_probs > 0).all()):
             return True
-        self._report(None, f"q gives the tokens {given.tolist()}")
+        self._report(None, f"q gives the tokens {token_probs.tolist()}")
         return False
 
-    def _rows(self, request_id: str, tokens: list[int]) -> list[torch.Tensor | None]:
+    def _rows(self, request_id: str, token_ids: list[int]) -> list[torch.Tensor | None]:
+        """Remove a request's proposal and return its rows of q, None for one-hot rows."""
         proposal = self._proposals.pop(request_id, None)
-        certain: list[torch.Tensor | None] = [None] * len(tokens)
+        one_hot: list[torch.Tensor | None] = [None] * len(token_ids)
         if proposal is None:
-            return certain
-        if proposal.token_ids[: len(tokens)] != tokens:
-            self._report(request_id, f"{tokens} is verified where {proposal.token_ids} was drafted")
-            return certain
-        return proposal.probs[: len(tokens)]
+            return one_hot
+        if proposal.token_ids[: len(token_ids)] != token_ids:
+            self._report(
+                request_id, f"{token_ids} is verified where {proposal.token_ids} was drafted"
+            )
+            return one_hot
+        return proposal.probs[: len(token_ids)]
 
-    def _has_right_values(self, request_id: str, token_ids, probs) -> bool:
+    def _are_valid(self, request_id: str, token_ids, probs) -> bool:
+        """True if every row sums to 1 and gives its token a probability above 0."""
         for place, (token, row) in enumerate(zip(token_ids, probs)):
             if row is None:
                 continue
             total = float(row.sum())
             if not abs(total - 1) < _SUM_TOLERANCE or not float(row[token]) > 0:
-                found = f"q sums to {total} and gives the token {float(row[token])}"
-                self._report(request_id, f"token {place} of {len(token_ids)}: {found}")
+                values = f"q sums to {total} and gives the token {float(row[token])}"
+                self._report(request_id, f"token {place} of {len(token_ids)}: {values}")
                 return False
         return True
 
-    def _report(self, request_id: str | None, what: str) -> None:
-        whose = "a step" if request_id is None else f"request {request_id}"
+    def _report(self, request_id: str | None, violation: str) -> None:
+        """Count and log a violation; raise it if checks are set to RAISE."""
+        owner = "a step" if request_id is None else f"request {request_id}"
         if self._check is Check.RAISE:
-            raise ContractViolation(f"proposal of {whose}: {what}")
-        self._on_fault()
+            raise ContractViolation(f"proposal of {owner}: {violation}")
+        self._on_violation()
         logger.error(
-            "Proposal of %s: %s. Its tokens are verified as certain ones, which cannot bend the "
-            "output; please report this (counted in vllm:triforce_boundary_faults_total).",
-            whose,
-            what,
+            "Proposal of %s: %s. Its tokens are verified as one-hot drafts, which keeps the output "
+            "exact; please report this (counted in vllm:triforce_boundary_faults_total).",
+            owner,
+            violation,
         )

@@ -1,8 +1,7 @@
-"""What requests ask of their logits, for level 1's and level 2's: what they draft is then what the
-full pass will accept.
+"""Logits processing of requests for levels 1 and 2, so that they draft what level 3 accepts.
 
-In the order of vLLM's sampler (vllm/v1/sample/sampler.py): ``allowed_token_ids``, ``bad_words``,
-``min_tokens``, ``logit_bias``, penalties.
+Applied in the order of vLLM's sampler (vllm/v1/sample/sampler.py): ``allowed_token_ids``,
+``bad_words``, ``min_tokens``, ``logit_bias``, penalties.
 """
 
 from collections.abc import Iterable
@@ -12,12 +11,12 @@ import torch
 
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
-# Repetition, frequency, presence.
+# Repetition, frequency and presence penalty.
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class LogitsProcessing:
-    """One request's, behind one full pass.
+    """Logits processing of one request after one full pass.
 
     Args:
         params: vLLM's ``SamplingParams``.
@@ -40,9 +39,9 @@ class LogitsProcessing:
         allowed = params.allowed_token_ids
         self._allowed = ids(allowed) if allowed else None
         self._words = params.bad_words_token_ids or []
-        # As many of the newest tokens as a word may begin with.
-        longest = max(map(len, self._words), default=1) - 1
-        self._newest = output[len(output) - min(longest, len(output)) :].tolist()
+        # Newest tokens that may be the prefix of a bad word.
+        max_prefix = max(map(len, self._words), default=1) - 1
+        self._newest = output[len(output) - min(max_prefix, len(output)) :].tolist()
         self._num_output, self._min_tokens = len(output), params.min_tokens
         self._stops = [token for token in params.all_stop_token_ids if token < vocab_size]
         self._bias = None
@@ -58,32 +57,36 @@ class LogitsProcessing:
             self._counts = torch.from_numpy(counts).to(device)
 
     @classmethod
-    def of(
+    def for_request(
         cls, params, token_ids: np.ndarray, num_prompt_tokens: int, *others
     ) -> "LogitsProcessing | None":
-        """None where a request asks for nothing any more; arguments as above."""
-        asks = (
+        """Create the processing of a request, None if it changes no logits any more.
+
+        Arguments are those of the class.
+        """
+        has_any = (
             params.allowed_token_ids
             or params.bad_words_token_ids
             or len(token_ids) - num_prompt_tokens < params.min_tokens
             or params.logit_bias
             or _penalties(params) != _NO_PENALTIES
         )
-        return cls(params, token_ids, num_prompt_tokens, *others) if asks else None
+        return cls(params, token_ids, num_prompt_tokens, *others) if has_any else None
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [vocab_size], float32, changed
-        new: list[int],  # tokens behind those that are known
+        logits: torch.Tensor,  # [vocab_size], float32, changed in place
+        new: list[int],  # tokens after ``token_ids``
     ) -> None:
+        """Process the logits of the token after ``new``."""
         forbidden = self._forbidden(new)
         if self._allowed is not None:
             bad = torch.tensor(forbidden, dtype=torch.int64, device=logits.device)
             allowed = self._allowed[~torch.isin(self._allowed, bad)]
             if not len(allowed):
-                return  # a dead end: the full pass says what becomes of it
-            kept = logits[allowed]
-            logits.fill_(float("-inf"))[allowed] = kept
+                return  # no token is left: level 3 decides
+            allowed_logits = logits[allowed]
+            logits.fill_(float("-inf"))[allowed] = allowed_logits
         elif forbidden:
             logits[forbidden] = float("-inf")
         if self._bias is not None:
@@ -93,18 +96,18 @@ class LogitsProcessing:
             self._penalize(logits, new)
 
     def _forbidden(self, new: list[int]) -> list[int]:
-        """The ends of bad words that have begun, and the stop tokens where it is too early."""
-        tokens, found = self._newest + new, []
+        """Return last tokens of bad words that have begun, and stop tokens before min_tokens."""
+        tokens, forbidden = self._newest + new, []
         for *prefix, last in self._words:
             has_begun = tokens[max(0, len(tokens) - len(prefix)) :] == prefix
             if has_begun and last < self._vocab_size:
-                found.append(last)
+                forbidden.append(last)
         if self._num_output + len(new) < self._min_tokens:
-            found += self._stops
-        return found
+            forbidden += self._stops
+        return forbidden
 
     def _penalize(self, logits: torch.Tensor, new: list[int]) -> None:
-        """Of tokens that have come, which are few in a vocabulary; the others keep theirs."""
+        """Apply the penalties to tokens that occurred, which are few in a vocabulary."""
         repetition, frequency, presence = self._penalties
         seen, counts = self._seen, self._counts
         if new:
@@ -124,20 +127,21 @@ def process_logits(
     batch: DraftBatch,
     proposal: Proposal,
     places: Iterable[tuple[int, list[int]]],
-) -> torch.Tensor:  # [num_places, vocab_size], float32 where any request asks for something
-    """May change ``logits``.
+) -> torch.Tensor:  # [num_places, vocab_size], float32 if any request changes its logits
+    """Process the logits of every place. ``logits`` may be changed in place.
 
     Args:
-        places: of each the row of the batch, and what was drafted behind its proposal before it.
+        places: the row of the batch and the tokens drafted after its proposal, per place.
     """
-    if not any(batch.shaping):
+    if not any(batch.logits_processors):
         return logits
     logits = logits.float()
-    for own, (row, drafted) in zip(logits, places):
-        if (shaping := batch.shaping[row]) is not None:
-            shaping(own, [*proposal.token_ids[row], *drafted])
+    for place_logits, (row, draft) in zip(logits, places):
+        if (processor := batch.logits_processors[row]) is not None:
+            processor(place_logits, [*proposal.token_ids[row], *draft])
     return logits
 
 
 def _penalties(params) -> tuple[float, float, float]:
+    """Return the repetition, frequency and presence penalty."""
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty

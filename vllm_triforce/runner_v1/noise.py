@@ -1,4 +1,4 @@
-"""Randomness of the inner levels: independent of the outer test's, reproducible per seed."""
+"""Random numbers of levels 1 and 2: independent of level 3's, reproducible per seed."""
 
 import hashlib
 
@@ -6,19 +6,21 @@ import torch
 
 
 class InnerNoise:
-    """Uniform noise for the rows of one inner round.
+    """Uniform random numbers for the rows of one round.
 
-    The outer test draws from vLLM's generators. Were its noise used here too, accepting would
-    depend on how a token was drafted. Unseeded requests share a private generator; a seeded
-    one gets a generator per round, derived from its seed and its place in the sequence, so
-    that its noise does not depend on the requests beside it.
+    Level 3 draws from vLLM's generators. If its numbers were used here too, acceptance would
+    depend on how a token was drafted. Unseeded requests share a private generator. A seeded request
+    gets a generator per round, derived from its seed and its place in the sequence, so that its
+    numbers do not depend on the other requests of the batch.
     """
 
     def __init__(self, engine_seed: int | None, device: torch.device, replica: int = 0) -> None:
-        """Args:
-        engine_seed: of vLLM's configuration, the same for all ranks and replicas.
-        replica: index among the engines of a data-parallel deployment; each draws its own noise,
-            while the ranks of one engine draw alike.
+        """Create the shared generator.
+
+        Args:
+            engine_seed: seed of vLLM's configuration, the same for all ranks and replicas.
+            replica: index of the engine in a data-parallel deployment. Replicas draw different
+                numbers; the ranks of one engine draw the same.
         """
         self._device = device
         self._shared = torch.Generator(device)
@@ -26,13 +28,13 @@ class InnerNoise:
         self._rows: list[torch.Generator] = []
 
     def begin(self, seeds: list[int | None], places: list[tuple[int, int]]) -> None:
-        """Starts a round.
+        """Start a round.
 
         Args:
-            seeds: each row's seed; may be empty, where no request has one.
-            places: each row's number of computed tokens and length of its proposal. Two rounds
-                of a request share one only if the first's tokens were discarded: a seeded
-                request's lengths depend on nothing that was learnt from them.
+            seeds: seed of each row; may be empty if no request has one.
+            places: number of computed tokens and length of the proposal, per row. Two rounds of a
+                request share a place only if the first round's tokens were discarded. The lengths
+                of a seeded request do not depend on what was learned from those tokens.
         """
         self._rows = [self._shared] * len(places)
         for row, seed in enumerate(seeds):
@@ -42,7 +44,7 @@ class InnerNoise:
                 self._rows[row] = generator
 
     def uniform(self, row: int) -> float:
-        """From [0, 1)."""
+        """Draw from [0, 1)."""
         generator = self._rows[row]
         return torch.rand((), generator=generator, device=self._device, dtype=torch.float64).item()
 
@@ -51,7 +53,7 @@ class InnerNoise:
         row: int,
         probs: torch.Tensor,  # [vocab_size], need not be normalised
     ) -> int:
-        """A token, by the inverse of the cumulative distribution."""
+        """Draw a token by the inverse of the cumulative distribution."""
         sums = probs.cumsum(0, dtype=torch.float64)
         token = int(torch.searchsorted(sums, self.uniform(row) * float(sums[-1]), right=True))
         if token == len(sums):  # the product was rounded up to the sum itself
@@ -60,5 +62,6 @@ class InnerNoise:
 
 
 def _mix(*parts) -> int:
+    """Hash ``parts`` to a seed of 63 bits."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"triforce")
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,19 +1,19 @@
-"""Steps in which nothing is speculated on: on Model Runner V1 they are stock vLLM's.
+"""Plain steps: steps without speculation run as in stock vLLM.
 
-Once speculation is configured, vLLM prepares every batch for the rejection sampler and the
-drafter. For a step that has no drafts and wants none, the runner is told that no speculation is
-configured; it then takes the path that it takes without TriForce, but for top-p on a CPU, which
-keeps the same tokens faster (``top_p.py``). The same place sees how long steps take, which the
-controller needs.
+Once speculation is configured, Model Runner V1 prepares every batch for the rejection sampler and
+the drafter. For a step that has no drafts and needs none, ``PlainSteps`` sets the runner's
+``speculative_config`` to None. The runner then takes the path that it takes without TriForce, but
+for a faster top-p on a CPU (``top_p.py``), which keeps the same tokens. The same wrapper times the
+steps for the controller.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.promise import Kind, kind_of
-from vllm_triforce.core.eligibility import seed_of_draws
+from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
@@ -23,38 +23,33 @@ from vllm_triforce.vllm_patches import swaps
 
 
 @dataclass
-class _Step:
-    """A step of decoding whose time can be measured: the next one begins when it has ended."""
+class _TimedStep:
+    """Decode step whose time is known when the next step begins."""
 
     start: float
     request_ids: frozenset[str]
-    tokens: list[int]
-    contexts: list[int]
-    num_drafts: int
-    is_greedy: bool
-    is_reevaluation: bool
+    time: StepTime
+    """Its ``seconds`` are filled in when the next step begins."""
     planned: object
     """The controller's plan for its drafts."""
-    proposal_seconds: float
-    """Of its drafts' proposal, in the step before."""
 
 
 @dataclass
 class _PrefillState:
-    """A prompt that is being read."""
+    """Request without a first token."""
 
-    num_tokens: int
+    num_prompt_tokens: int
     kind: Kind | None
-    """The request's; None for one that draws by a seed."""
+    """Kind of request, for the controller; None for seeded requests."""
 
 
 class PlainSteps:
-    """Wraps a runner's methods of a step.
+    """Wraps the runner's ``execute_model``, ``sample_tokens`` and ``_sample``.
 
     Args:
-        recorder: of the full pass's queries, which a plain step does not need.
-        on_new_blocks: told of blocks that a step will write anew, by KV cache group.
-        on_finished: called once the runner has forgotten requests that have left.
+        recorder: recorder of the full pass's queries, which a plain step does not need.
+        on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
+        on_finished: called after the runner has removed finished requests.
     """
 
     def __init__(
@@ -74,44 +69,45 @@ class PlainSteps:
         self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
         self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
         self._sample = swaps.SAMPLE.set(runner, self.sample)
-        self._last: _Step | None = None
+        self._last_step: _TimedStep | None = None
         self._propose_seconds = 0.0
         self._present: frozenset[str] = frozenset()
-        """The requests of the last step: one may have to wait, and come back without notice."""
+        """Requests of the last step. A request may be skipped for some steps without notice."""
         self._has_seed = False
-        """Whether one of them has."""
-        self._reading: dict[str, _PrefillState] = {}
-        """Requests without a first token yet."""
-        self._scheduled: dict[str, list[int]] = {}
-        self._dropped: dict[str, int] = {}
+        """True if one of them is seeded."""
+        self._prefills: dict[str, _PrefillState] = {}
+        self._scheduled_drafts: dict[str, list[int]] = {}
+        self._num_dropped: dict[str, int] = {}
+        """Placeholder drafts removed from the step, by request."""
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
-        self._masks = FastTopP() if runner.device.type == "cpu" else None
+        self._fast_top_p = FastTopP() if runner.device.type == "cpu" else None
 
     def add_propose_seconds(self, seconds: float) -> None:
-        """What of the present step is the proposal's time."""
+        """Add to the time that the current step spends on its proposal."""
         self._propose_seconds += seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
+        """Run a step, as a plain one if nothing will be proposed."""
         forget_blocks(self._runner, blocks_kept(scheduler_output))
-        scheduler_output, self._dropped = without_placeholders(scheduler_output)
-        self._scheduled = scheduler_output.scheduled_spec_decode_tokens
+        scheduler_output, self._num_dropped = without_placeholders(scheduler_output)
+        self._scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
         backoff = self._controller.backoff
         backoff.begin_step()
-        changed = self._note_changes(scheduler_output)
+        has_changed = self._note_changes(scheduler_output)
         if backoff.wants_times:
-            self._measure(scheduler_output, changed)
+            self._time_step(scheduler_output, has_changed)
         else:
-            self._last, self._propose_seconds = None, 0.0
+            self._last_step, self._propose_seconds = None, 0.0
         self._announce_new_blocks(scheduler_output)
-        # No proposal keeps a first token waiting; only a seeded request's do not depend on who
-        # arrives.
-        gives_first = (
-            self._note_prompts_read(scheduler_output)
+        # A first token does not wait for proposals. Seeded requests propose all the same, since
+        # their samples must not depend on arrivals.
+        gives_first_token = (
+            self._note_prefills(scheduler_output)
             and "context" in self._controller.chooses
             and not self._has_seed
         )
-        is_plain = not self._scheduled and (backoff.is_resting or gives_first)
+        is_plain = not self._scheduled_drafts and (backoff.is_resting or gives_first_token)
         self._recorder.paused = is_plain
         if is_plain:
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)
@@ -122,61 +118,23 @@ class PlainSteps:
             self._restore()
         return output
 
-    def _note_changes(self, scheduler_output) -> bool:
-        """Whether this step has other requests than the last one."""
-        for name in scheduler_output.finished_req_ids:
-            self._reading.pop(name, None)
-            self._controller.request_left(name)
-        present = scheduler_output.num_scheduled_tokens.keys()
-        new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
-        if present == self._present and not new:
-            return False
-        joined = (present - self._present) | new.keys()  # of the name of one that left, maybe
-        self._present = frozenset(present)
-        known = self._runner.requests
-        params = {name: (new.get(name) or known[name]).sampling_params for name in present}
-        seeded = {name for name, its in params.items() if seed_of_draws(its) is not None}
-        self._has_seed = bool(seeded)
-        if joined & seeded:
-            self._controller.seeded_request_joined()
-        if joined - new.keys():  # who had to wait, or lost its blocks, and may be long
-            self._controller.requests_joined({})
-        for name, request in new.items():
-            kind = None if name in seeded else _kind_of(request)
-            self._reading[name] = _PrefillState(len(request.prompt_token_ids or ()), kind)
-        return True
-
-    def _note_prompts_read(self, scheduler_output) -> bool:
-        """Whether somebody's first token leaves with this step, whose prompt has been read."""
-        if not self._reading:
-            return False
-        scheduled = scheduler_output.num_scheduled_tokens
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
-        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
-        done = {
-            name: reading.kind
-            for name, reading in self._reading.items()
-            if name in scheduled and computed.get(name, 0) + scheduled[name] >= reading.num_tokens
-        }
-        for name in done:
-            del self._reading[name]
-        if kinds := {name: kind for name, kind in done.items() if kind is not None}:
-            self._controller.requests_joined(kinds)
-        return bool(done)
-
     def sample(self, logits, spec_decode_metadata):
-        """A batch that has no drafts, but may get some, needs no rejection sampler (which fails
-        on a batch with top-k and no drafts at all)."""
+        """Sample as vLLM does, without the rejection sampler if the batch has no drafts.
+
+        vLLM's rejection sampler fails on a batch with top-k and no drafts at all.
+        """
         if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
             spec_decode_metadata = None
-        if self._masks is None or self._runner.input_batch.no_top_p:
+        if self._fast_top_p is None or self._runner.input_batch.no_top_p:
             return self._sample(logits, spec_decode_metadata)
-        with self._masks:
+        with self._fast_top_p:
             return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output, *args, **kwargs):
-        grammar_output = without_their_rows(grammar_output, self._scheduled, self._dropped)
+        """Sample the step's tokens and end the plain step, if it was one."""
+        grammar_output = without_their_rows(
+            grammar_output, self._scheduled_drafts, self._num_dropped
+        )
         try:
             return self._sample_tokens(grammar_output, *args, **kwargs)
         finally:
@@ -186,71 +144,116 @@ class PlainSteps:
         swaps.SPECULATIVE_CONFIG.set(self._runner, self._speculative_config)
         self._recorder.paused = False
 
+    def _note_changes(self, scheduler_output) -> bool:
+        """Tell the controller of new and finished requests.
+
+        Returns:
+            True if this step's requests differ from the last step's.
+        """
+        for name in scheduler_output.finished_req_ids:
+            self._prefills.pop(name, None)
+            self._controller.request_left(name)
+        present = scheduler_output.num_scheduled_tokens.keys()
+        new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
+        if present == self._present and not new:
+            return False
+        # A new request may have the id of one that left.
+        joined = (present - self._present) | new.keys()
+        self._present = frozenset(present)
+        requests = self._runner.requests
+        params = {name: (new.get(name) or requests[name]).sampling_params for name in present}
+        seeded = {name for name in params if sampling_seed(params[name]) is not None}
+        self._has_seed = bool(seeded)
+        if joined & seeded:
+            self._controller.seeded_request_joined()
+        if joined - new.keys():  # resumed requests, whose contexts may be long
+            self._controller.requests_joined({})
+        for name, request in new.items():
+            kind = None if name in seeded else _kind_of(request)
+            self._prefills[name] = _PrefillState(len(request.prompt_token_ids or ()), kind)
+        return True
+
+    def _note_prefills(self, scheduler_output) -> bool:
+        """Tell the controller of requests whose prefill ends in this step.
+
+        Returns:
+            True if there are any: their first tokens leave with this step.
+        """
+        if not self._prefills:
+            return False
+        scheduled = scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
+        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        done = {
+            name: state.kind
+            for name, state in self._prefills.items()
+            if name in scheduled
+            and computed.get(name, 0) + scheduled[name] >= state.num_prompt_tokens
+        }
+        for name in done:
+            del self._prefills[name]
+        if kinds := {name: kind for name, kind in done.items() if kind is not None}:
+            self._controller.requests_joined(kinds)
+        return bool(done)
+
     def _announce_new_blocks(self, scheduler_output) -> None:
+        """Call ``on_new_blocks`` with the blocks that this step will overwrite."""
+        has_connector = scheduler_output.kv_connector_metadata is not None
         for request in scheduler_output.scheduled_new_reqs:
-            # Those of a prefix that was found in the cache are not written, unless a connector
-            # fills them from elsewhere.
-            from_elsewhere = scheduler_output.kv_connector_metadata is not None
-            found = 0 if from_elsewhere else request.num_computed_tokens
+            # Blocks of a cached prefix are not written, unless a connector fills them.
+            num_kept = 0 if has_connector else request.num_computed_tokens
             self._on_new_blocks(
                 tuple(
-                    ids[found // size :] for ids, size in zip(request.block_ids, self._block_sizes)
+                    ids[num_kept // size :]
+                    for ids, size in zip(request.block_ids, self._block_sizes)
                 )
             )
         for block_ids in scheduler_output.scheduled_cached_reqs.new_block_ids:
             if block_ids is not None:
                 self._on_new_blocks(block_ids)
 
-    def _measure(self, scheduler_output, changed: bool) -> None:
-        """Hands the time of the step before to the controller, and begins this one's."""
-        measured = self._controller.measured
-        if measured is None:
+    def _time_step(self, scheduler_output, has_changed: bool) -> None:
+        """Report the last step's time to the controller and start timing this step.
+
+        A step is timed only if it decodes the same requests as the next one.
+        """
+        if self._controller.measured is None:
             return
         now = time.perf_counter()
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        last, self._last = self._last, None
+        last, self._last_step = self._last_step, None
         proposal_seconds, self._propose_seconds = self._propose_seconds, 0.0
         planned = self._controller.take_plan()
-        if changed or not scheduled:
+        if has_changed or not scheduled:
             return
         backoff = self._controller.backoff
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start
-            if not last.is_reevaluation:
+            if not last.time.is_reevaluation:
                 seconds -= proposal_seconds
-            if backoff.is_resting or not last.is_reevaluation:
-                self._controller.observe_step(
-                    StepTime(
-                        last.is_greedy,
-                        last.tokens,
-                        last.contexts,
-                        seconds,
-                        last.num_drafts,
-                        last.proposal_seconds,
-                        is_reevaluation=last.is_reevaluation,
-                    ),
-                    last.planned,
-                )
+            if backoff.is_resting or not last.time.is_reevaluation:
+                step_time = replace(last.time, seconds=seconds)
+                self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
-        expected = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        if tokens == expected and (drafts or backoff.is_settled or backoff.is_reevaluation):
-            self._last = _Step(
-                now,
-                frozenset(cached.req_ids),
+        decode_tokens = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
+        if tokens == decode_tokens and (drafts or backoff.is_settled or backoff.is_reevaluation):
+            step_time = StepTime(
+                self._runner.input_batch.all_greedy,
                 tokens,
                 cached.num_computed_tokens,
-                sum(map(len, drafts.values())),
-                self._runner.input_batch.all_greedy,
-                backoff.is_reevaluation,
-                planned,
-                proposal_seconds,
+                seconds=0.0,
+                num_drafts=sum(map(len, drafts.values())),
+                proposal_seconds=proposal_seconds,
+                is_reevaluation=backoff.is_reevaluation,
             )
+            self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)
 
 
 def _kind_of(request) -> Kind:
-    """Of a request that begins; its prompt is nearly all of its context."""
+    """Return the kind of a new request, taking its prompt for its context."""
     params = request.sampling_params
     is_greedy = params is None or params.temperature < GREEDY_EPSILON
     return kind_of(is_greedy, len(request.prompt_token_ids or ()))

@@ -1,10 +1,9 @@
-"""Greedy verification of a full pass, Model Runner V1, on the host of a CPU engine.
+"""Rejection sampler of Model Runner V1, with the sampling parameters that vLLM's omits.
 
-Model Runner V1's rejection test, with the request parameters that vLLM leaves out of it.
-
-vLLM builds no processor for ``min_p`` and ``logit_bias`` once speculation is configured
-(``build_logitsprocs``), and its rejection sampler would not ask them about draft tokens; where a
-request of the batch has ``logprob_token_ids``, it takes their log-probabilities for everybody's.
+Once speculation is configured, vLLM builds no processors for ``min_p`` and ``logit_bias``
+(``build_logitsprocs``), and its rejection sampler does not apply them to draft tokens. If any
+request of the batch has ``logprob_token_ids``, it returns their log-probabilities for all requests.
+On a CPU, greedy batches are verified on the host.
 """
 
 from dataclasses import replace
@@ -29,54 +28,8 @@ from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
 
-def only_argmax_counts(sampling: SamplingMetadata) -> bool:
-    """Whether each token is the largest logit's, and nothing else is asked for."""
-    holder = sampling.thinking_budget_state_holder
-    return (
-        sampling.all_greedy
-        and sampling.no_penalties
-        and sampling.max_num_logprobs is None
-        and not sampling.logprob_token_ids
-        and sampling.allowed_token_ids_mask is None
-        and not sampling.bad_words_token_ids
-        and (holder is None or not holder.has_tracked_requests())
-        and not any(map(_changes_argmax, sampling.logitsprocs.non_argmax_invariant))
-    )
-
-
-def accepted_argmax(metadata: SpecDecodeMetadata, largest: list[int]) -> torch.Tensor:
-    """vLLM's greedy test on the host: its dozen small tensors take longer than the comparison.
-
-    Args:
-        largest: each request's draft tokens' argmax and its bonus token's, one request after the
-            other.
-
-    Returns:
-        [batch_size, max_spec_len + 1], int32: what is accepted and the token after that, then
-        placeholders.
-    """
-    drafted = iter(metadata.draft_token_ids.tolist())
-    rows, start = [], 0
-    for count in metadata.num_draft_tokens:
-        best = largest[start : start + count + 1]
-        start += count + 1
-        agrees = [next(drafted) == token for token in best[:count]]
-        num_accepted = (*agrees, False).index(False)
-        padding = [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - num_accepted)
-        rows.append(best[: num_accepted + 1] + padding)
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def _changes_argmax(processor) -> bool:
-    if isinstance(processor, LogitBiasLogitsProcessor):
-        return bool(processor.biases)
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return bool(processor.min_toks)
-    return True
-
-
 def support_all_sampling_params(runner, vllm_config, device) -> None:
-    """Gives a runner every built-in logits processor and a rejection sampler that heeds them."""
+    """Give a runner every built-in logits processor and a rejection sampler that applies them."""
     batch = runner.input_batch
     processors = LogitsProcessors(
         processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
@@ -92,16 +45,17 @@ def support_all_sampling_params(runner, vllm_config, device) -> None:
 
 
 class CompleteRejectionSampler(RejectionSampler):
-    """vLLM's, for every request parameter that its plain sampler takes."""
+    """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports."""
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        """Verify the draft tokens, as vLLM does."""
         is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
-        if is_on_host and only_argmax_counts(sampling_metadata):
+        if is_on_host and needs_only_argmax(sampling_metadata):
             tokens = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-        self._named = sampling_metadata.logprob_token_ids or {}
-        if self._named:
-            # The plain sampler would return only these for the bonus tokens.
+        self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
+        if self._logprob_token_ids:
+            # The plain sampler would return only these log-probabilities for the bonus tokens.
             sampling_metadata = replace(
                 sampling_metadata,
                 logprob_token_ids=None,
@@ -110,8 +64,8 @@ class CompleteRejectionSampler(RejectionSampler):
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):
-        """Of the draft tokens' logits; where no token was drafted the plain sampler sees to it."""
-        # As in the plain sampler: biases first, since a penalty depends on a logit's sign.
+        """Process the logits of draft tokens. The plain sampler processes rows without drafts."""
+        # Biases come first, as in the plain sampler: a penalty depends on the logit's sign.
         for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
             if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
                 _add_biases(logits, _owners(metadata), processor.biases)
@@ -129,42 +83,89 @@ class CompleteRejectionSampler(RejectionSampler):
         tensors = super()._get_logprobs_tensors(
             max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
         )
-        if not self._named:
+        if not self._logprob_token_ids:
             return tensors
         if not self.is_logits_logprobs_mode:
             bonus_logits = self.sampler.compute_logprobs(bonus_logits)
-        return _with_named_logprobs(tensors, self._named, bonus_logits, sampled_token_ids.shape[1])
+        row_length = sampled_token_ids.shape[1]
+        return _add_logprobs(tensors, self._logprob_token_ids, bonus_logits, row_length)
+
+
+def needs_only_argmax(sampling: SamplingMetadata) -> bool:
+    """True if every request is greedy and needs nothing but the argmax of its logits."""
+    holder = sampling.thinking_budget_state_holder
+    return (
+        sampling.all_greedy
+        and sampling.no_penalties
+        and sampling.max_num_logprobs is None
+        and not sampling.logprob_token_ids
+        and sampling.allowed_token_ids_mask is None
+        and not sampling.bad_words_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and not any(map(_changes_argmax, sampling.logitsprocs.non_argmax_invariant))
+    )
+
+
+def accepted_argmax(metadata: SpecDecodeMetadata, argmax: list[int]) -> torch.Tensor:
+    """Verify greedy drafts on the host. vLLM's dozen small tensor operations take longer.
+
+    Args:
+        argmax: argmax at each draft token and at the bonus token, request after request.
+
+    Returns:
+        [batch_size, max_spec_len + 1], int32: accepted tokens, the token after them, placeholders.
+    """
+    draft_ids = iter(metadata.draft_token_ids.tolist())
+    rows, start = [], 0
+    for count in metadata.num_draft_tokens:
+        target_ids = argmax[start : start + count + 1]
+        start += count + 1
+        agrees = [next(draft_ids) == token for token in target_ids[:count]]
+        num_accepted = (*agrees, False).index(False)
+        padding = [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - num_accepted)
+        rows.append(target_ids[: num_accepted + 1] + padding)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _changes_argmax(processor) -> bool:
+    """True if a logits processor may change the argmax of any row."""
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return bool(processor.biases)
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return bool(processor.min_toks)
+    return True
 
 
 def _owners(metadata) -> torch.Tensor:  # [num_draft_tokens]
-    """The row of the batch that each draft token belongs to."""
+    """Compute the batch row of each draft token."""
     counts = torch.tensor(metadata.num_draft_tokens)
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _with_named_logprobs(
+def _add_logprobs(
     tensors: LogprobsTensors,  # [batch_size * row_length, ...]
-    named: dict[int, list[int]],  # token ids by row of the batch; these rows have no drafts
+    token_ids_by_row: dict[int, list[int]],  # by row of the batch; these rows have no drafts
     logprobs: torch.Tensor,  # [batch_size, vocab_size]
     row_length: int,
 ) -> LogprobsTensors:
-    """Where a request names the tokens whose log-probabilities it wants, these."""
-    width = max(tensors.logprobs.shape[1], 1 + max(map(len, named.values())))
-    missing = (0, width - tensors.logprobs.shape[1])
-    ids = torch.nn.functional.pad(tensors.logprob_token_ids, missing)
-    values = torch.nn.functional.pad(tensors.logprobs, missing, value=float("-inf"))
-    for row, tokens in named.items():
-        chosen = torch.tensor(tokens, device=ids.device)
-        ids[row * row_length, 1 : 1 + len(tokens)] = chosen.to(ids.dtype)
-        values[row * row_length, 1 : 1 + len(tokens)] = logprobs[row, chosen]
+    """Set the log-probabilities of rows with ``logprob_token_ids`` to those of these tokens."""
+    width = max(tensors.logprobs.shape[1], 1 + max(map(len, token_ids_by_row.values())))
+    padding = (0, width - tensors.logprobs.shape[1])
+    ids = torch.nn.functional.pad(tensors.logprob_token_ids, padding)
+    values = torch.nn.functional.pad(tensors.logprobs, padding, value=float("-inf"))
+    for row, token_ids in token_ids_by_row.items():
+        index = torch.tensor(token_ids, device=ids.device)
+        ids[row * row_length, 1 : 1 + len(token_ids)] = index.to(ids.dtype)
+        values[row * row_length, 1 : 1 + len(token_ids)] = logprobs[row, index]
     return LogprobsTensors(ids, values, tensors.selected_token_ranks)
 
 
 def _add_biases(
     logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
-    owners: torch.Tensor,  # [num_draft_tokens], the row of the batch that each belongs to
+    owners: torch.Tensor,  # [num_draft_tokens], row of the batch
     biases: dict[int, dict[int, float]],  # by row of the batch, by token
 ) -> None:
+    """Add ``logit_bias``."""
     for place, owner in enumerate(owners.tolist()):
         if bias := biases.get(owner):
             tokens = torch.tensor(list(bias), device=logits.device)
@@ -176,7 +177,7 @@ def _mask_below_min_p(
     min_p: torch.Tensor,  # [num_draft_tokens]
     temperature: torch.Tensor,  # [num_draft_tokens]
 ) -> None:
-    """Before the temperature is applied, which the plain sampler has done by then."""
+    """Apply min-p to logits that vLLM has not divided by the temperature yet."""
     temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
     probs = (logits / temperature[:, None]).softmax(-1)
     floor = probs.amax(-1, keepdim=True) * min_p[:, None]

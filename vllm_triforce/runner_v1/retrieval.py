@@ -1,4 +1,4 @@
-"""Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
+"""Level 2: the target with sparse attention over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
 
@@ -13,14 +13,14 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
 
 class RetrievalLevel:
-    """Verifies drafts in one sparse pass of the target.
+    """Computes level 2's logits of drafts in one sparse pass of the target.
 
-    It writes KV into the lookahead slots that the scheduler reserved; the full pass writes the
-    same slots again, so nothing approximate survives.
+    The pass writes KV into the request's lookahead slots. The full pass writes the same slots
+    again, so no approximate KV survives.
 
     Args:
-        groups: vLLM's KV cache groups; the sparse layers are all in one of them.
-        attention: the sparse mode of the platform's backend.
+        groups: vLLM's KV cache groups; all sparse layers are in one of them.
+        attention: sparse attention of the platform.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class RetrievalLevel:
         self.cache = cache
         self._device = device
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
-        """Called before each pass with the requests and the number of tokens of each."""
+        """Called before each pass with the request ids and the number of tokens of each."""
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
-        """[num_layers, num_heads, head_dim] of the queries that chunks are selected by."""
+        """Shape of the queries that select chunks: [num_layers, num_heads, head_dim]."""
         return self._attention.query_shape
 
     def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
-        """Blocks that will be written anew, by KV cache group."""
+        """Invalidate the summaries of blocks that will be overwritten, by KV cache group."""
         self.cache.invalidate_summaries(block_ids[self._sparse_group])
 
-    def knows(self, request_id: str) -> bool:
-        """Whether something was selected for a request before."""
+    def has_selection(self, request_id: str) -> bool:
+        """True if chunks were selected for a request before."""
         return request_id in self.cache
 
     def begin(self, batch: DraftBatch) -> None:
-        """Refreshes what is due and lays out the block tables of the whole proposal."""
+        """Refresh due selections and lay out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]
         selections = [
             self.cache.selection(request_id, table, num_computed, query)
@@ -64,8 +64,8 @@ class RetrievalLevel:
                 batch.request_ids, blocks, batch.num_computed_tokens, batch.queries
             )
         ]
-        reach = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
-        tables, self._skipped = self.cache.block_table(selections, blocks, reach)
+        max_seq_lens = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
+        tables, self._skipped = self.cache.block_table(selections, blocks, max_seq_lens)
         self._sparse_tables = tables.unflatten(1, (len(batch), -1))
 
     def forward(
@@ -73,15 +73,15 @@ class RetrievalLevel:
         batch: DraftBatch,
         proposal: Proposal,
         rows: list[int],
-        drafted: list[list[int]],
-    ) -> torch.Tensor:  # [sum(len(drafted) + 1), vocab_size]
-        """Logits after the last token of each of ``rows`` and after each of its drafts."""
+        drafts: list[list[int]],
+    ) -> torch.Tensor:  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size]
+        """Compute the logits after the last token of each of ``rows`` and after each draft."""
         feed, first_positions = [], []
-        for row, tokens in zip(rows, drafted):
-            proposed = proposal.token_ids[row]
-            last = proposed[-1] if proposed else int(batch.token_ids[row][-1])
+        for row, tokens in zip(rows, drafts):
+            proposed_ids = proposal.token_ids[row]
+            last = proposed_ids[-1] if proposed_ids else int(batch.token_ids[row][-1])
             feed.append([last, *tokens])
-            first_positions.append(batch.num_computed_tokens[row] + len(proposed))
+            first_positions.append(batch.num_computed_tokens[row] + len(proposed_ids))
         inputs = PassInput.from_rows(feed, first_positions, self._device)
         if self.before_pass is not None:
             self.before_pass([batch.request_ids[row] for row in rows], list(map(len, feed)))
@@ -97,6 +97,7 @@ class RetrievalLevel:
                 dense = group.dense_builder.build(0, common)
                 metadata |= dict.fromkeys(group.dense_layer_names, dense)
             if group.sparse_layer_names:
+                # Positions minus ``skipped`` are positions in the shortened sequences.
                 skipped, sparse_tables = self._skipped, self._sparse_tables
                 if len(rows) < len(batch):
                     skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
@@ -108,11 +109,11 @@ class RetrievalLevel:
         return self._model.compute_logits(hidden)
 
     def clean(self, batch: DraftBatch, row: int) -> None:
-        """Removes NaN from the lookahead slots of a request.
+        """Remove NaN from the lookahead slots of a request.
 
-        The full pass writes them again, but not before it reads the block they are in: kernels
-        multiply what is masked by 0, and 0 times NaN is NaN. An fp8 cache has none: vLLM's CPU
-        kernels store the largest number instead.
+        The full pass writes the slots again, but reads their blocks first: kernels multiply masked
+        values by 0, and 0 times NaN is NaN. An fp8 cache has no NaN, since vLLM's CPU kernels
+        store the largest number instead.
         """
         start = batch.num_computed_tokens[row]
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -125,11 +126,12 @@ class RetrievalLevel:
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
 
     def release(self, request_id: str) -> None:
+        """Forget a request that has left the engine."""
         self.cache.release(request_id)
 
 
 def _padded(tables: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Block tables of unequal length as one tensor, [num_reqs, width]."""
+    """Pad block tables to one tensor, [num_reqs, width]."""
     width = max(map(len, tables))
     padded = np.zeros((len(tables), width), dtype=np.int32)
     for row, table in enumerate(tables):

@@ -1,4 +1,4 @@
-"""A request's own sampling parameters, applied to level 1's and level 2's logits."""
+"""Sampling parameters of requests, applied to the logits of levels 1 and 2."""
 
 import torch
 
@@ -12,9 +12,9 @@ NAN_TOKEN = -1
 def greedy_tokens(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
 ) -> torch.Tensor:  # [num_tokens], int64
-    """The argmax of each row, NAN_TOKEN where it has a NaN.
+    """Return the argmax of each row, ``NAN_TOKEN`` for rows with a NaN.
 
-    To torch a NaN is larger than anything, so the maximum shows it and no second look is taken.
+    Torch's maximum of a row with a NaN is NaN, so no second pass over the logits is needed.
     """
     best, tokens = logits.max(-1)
     return tokens.masked_fill(best.isnan(), NAN_TOKEN)
@@ -23,7 +23,7 @@ def greedy_tokens(
 def has_nan(
     probs: torch.Tensor,  # [num_tokens, vocab_size], by token_distribution()
 ) -> list[bool]:  # [num_tokens]
-    """Which rows come from logits with a NaN: softmax has spread it over the whole row."""
+    """True for each row from logits with a NaN: softmax spreads a NaN over the whole row."""
     return probs[:, 0].isnan().tolist()
 
 
@@ -31,12 +31,10 @@ def token_distribution(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
     sampling: SamplingRows,  # [num_tokens]
 ) -> torch.Tensor:  # [num_tokens, vocab_size], float32
-    """What sampling from ``logits`` would draw from; one-hot at the argmax for greedy rows.
+    """Compute the distribution that each row is sampled from; one-hot for greedy rows.
 
-    All NaN where the logits give no distribution.
-
-    Temperature, min-p, top-k, top-p in vLLM's order (vllm/v1/sample/sampler.py), so that
-    level 2's tokens lie inside what level 3 keeps.
+    Rows with a NaN are NaN throughout. Temperature, min-p, top-k and top-p are applied in vLLM's
+    order (vllm/v1/sample/sampler.py), so that level 2's tokens are among those level 3 keeps.
     """
     greedy = sampling.is_greedy
     has_greedy = bool(greedy.any())

@@ -1,8 +1,8 @@
-"""Level 2's test of level 1's tokens: accept, recover, or add the bonus token.
+"""Verification of level 1's tokens by level 2: accept, recover, or add a bonus token.
 
 Speculative sampling (arXiv 2211.17192), with the residual distribution on rejection. The
-published TriForce code draws the recovered token from level 2's distribution itself and
-still declares that distribution to level 3, which bends the output.
+published TriForce code draws the recovered token from level 2's distribution itself and still
+passes that distribution to level 3, which biases the output.
 """
 
 from dataclasses import dataclass, field
@@ -21,103 +21,105 @@ from vllm_triforce.runner_v1.sampling import (
 
 @dataclass
 class Verified:
-    """What a round adds to the proposal, a list per row of one token at least."""
+    """Tokens that a round adds to the proposal: at least one per row without a NaN."""
 
     token_ids: list[list[int]]
     probs: list[list[torch.Tensor]]
-    """Level 2's distribution, which each token is distributed as; empty lists when greedy."""
+    """Level 2's distribution at each token, [vocab_size]; empty lists if all rows are greedy."""
     num_accepted: list[int]
     nan_rows: list[int] = field(default_factory=list)
-    """Rows whose logits have a NaN; nothing is added to them."""
+    """Rows with a NaN in their logits. Nothing is added to them."""
 
 
 def verify(
-    drafted: list[list[int]],
-    drafted_probs: list[list[torch.Tensor] | None] | None,
-    logits: torch.Tensor,  # [sum(len(drafted) + 1), vocab_size], level 2's, row after row
+    drafts: list[list[int]],
+    draft_probs: list[list[torch.Tensor] | None] | None,
+    logits: torch.Tensor,  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size], of level 2
     sampling: SamplingRows,  # [num_rows]
     noise: InnerNoise,
 ) -> Verified:
-    """Accepts a prefix of each row's drafted tokens and adds one token.
+    """Accept a prefix of each row's draft tokens and add one token.
 
     Args:
-        drafted: level 1's tokens, a list per row.
-        drafted_probs: what each was drawn from, [vocab_size]; None, as a whole or for a row,
-            where each was certain.
+        drafts: level 1's tokens, one list per row.
+        draft_probs: [vocab_size], per row and token, the distribution it was drawn from. None, for
+            a row or for all rows, if the distributions are one-hot.
     """
-    lengths = [len(tokens) + 1 for tokens in drafted]
+    lengths = [len(tokens) + 1 for tokens in drafts]
     if sampling.all_greedy:
-        return _verify_greedy(drafted, greedy_tokens(logits).tolist(), lengths)
+        return _verify_greedy(drafts, greedy_tokens(logits).tolist(), lengths)
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     probs = token_distribution(logits, sampling.take(owners))
     nan_rows = {owner for owner, nan in zip(owners, has_nan(probs)) if nan}
-    target = probs.split(lengths)
+    target_probs = probs.split(lengths)
     result = Verified([], [], [], sorted(nan_rows))
-    for row, tokens in enumerate(drafted):
+    for row, tokens in enumerate(drafts):
         if row in nan_rows:
             _add_nothing(result)
             continue
-        row_probs = None if drafted_probs is None else drafted_probs[row]
-        kept = verify_row(tokens, row_probs, target[row], row, noise)
-        result.token_ids.append(kept)
-        result.probs.append(list(target[row][: len(kept)]))
-        result.num_accepted.append(len(kept) - 1)
+        row_probs = None if draft_probs is None else draft_probs[row]
+        token_ids = verify_row(tokens, row_probs, target_probs[row], row, noise)
+        result.token_ids.append(token_ids)
+        result.probs.append(list(target_probs[row][: len(token_ids)]))
+        result.num_accepted.append(len(token_ids) - 1)
     return result
 
 
 def verify_row(
     tokens: list[int],
-    draft_probs: list[torch.Tensor] | None,  # per token [vocab_size]; None: each was certain
+    draft_probs: list[torch.Tensor] | None,  # [vocab_size] per token; None for one-hot
     target_probs: torch.Tensor,  # [len(tokens) + 1, vocab_size]
     row: int,
     noise: InnerNoise,
 ) -> list[int]:
-    """The accepted prefix of ``tokens`` and the recovered or bonus token."""
+    """Return the accepted prefix of ``tokens`` and the recovered or bonus token."""
     for place, token in enumerate(tokens):
         target = target_probs[place]
-        drafted_with = 1.0 if draft_probs is None else float(draft_probs[place][token])
-        if noise.uniform(row) * drafted_with < float(target[token]):
+        draft = None if draft_probs is None else draft_probs[place]
+        draft_prob = 1.0 if draft is None else float(draft[token])
+        if noise.uniform(row) * draft_prob < float(target[token]):
             continue
-        drafted_from = None if draft_probs is None else draft_probs[place]
-        return [*tokens[:place], noise.sample(row, residual(target, drafted_from, token))]
+        return [*tokens[:place], noise.sample(row, residual(target, draft, token))]
     return [*tokens, noise.sample(row, target_probs[len(tokens)])]
 
 
 def residual(
     target: torch.Tensor,  # [vocab_size]
-    draft: torch.Tensor | None,  # [vocab_size]; None: the token was certain
+    draft: torch.Tensor | None,  # [vocab_size]; None: one-hot at ``token``
     token: int,
 ) -> torch.Tensor:  # [vocab_size], not normalised
-    """max(target - draft, 0): what is drawn from after ``token`` was rejected."""
+    """Compute max(target - draft, 0), the distribution after ``token`` was rejected."""
     if draft is None:
         remainder = target.clone()
         remainder[token] = 0
     else:
         remainder = (target - draft).clamp_(min=0)
-    # Nothing is left where both are equal up to rounding: the rejection is the rounding error.
+    # It is empty if both are equal up to rounding: the rejection is the rounding error.
     return remainder if bool(remainder.any()) else target
 
 
 def _add_nothing(result: Verified) -> None:
+    """Append an empty row."""
     result.token_ids.append([])
     result.probs.append([])
     result.num_accepted.append(0)
 
 
-def _verify_greedy(drafted: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
+def _verify_greedy(drafts: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
+    """Accept draft tokens while they equal level 2's argmax, on lists: tensors would be slower."""
     result = Verified([], [], [])
     start = 0
-    for row, (tokens, length) in enumerate(zip(drafted, lengths)):
+    for row, (tokens, length) in enumerate(zip(drafts, lengths)):
         argmax = best[start : start + length]
         start += length
         if NAN_TOKEN in argmax:
             result.nan_rows.append(row)
             _add_nothing(result)
             continue
-        accepted = 0
-        while accepted < len(tokens) and tokens[accepted] == argmax[accepted]:
-            accepted += 1
-        result.token_ids.append([*tokens[:accepted], argmax[accepted]])
+        num_accepted = 0
+        while num_accepted < len(tokens) and tokens[num_accepted] == argmax[num_accepted]:
+            num_accepted += 1
+        result.token_ids.append([*tokens[:num_accepted], argmax[num_accepted]])
         result.probs.append([])
-        result.num_accepted.append(accepted)
+        result.num_accepted.append(num_accepted)
     return result

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.loop import propose
+from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions, extend_proposals
 from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
@@ -148,7 +148,7 @@ class ProposerV2:
         count_full_pass(self._counts.sums, scheduled, states, num_sampled, self.num_proposed)
 
 
-class _ObserverV2:
+class _ObserverV2(Observer):
     """Times parts, and counts passes: what the host knows without asking the device."""
 
     def __init__(self, times: PartTimes) -> None:
@@ -161,5 +161,5 @@ class _ObserverV2:
     def part(self, name: str) -> AbstractContextManager:
         return self._times.part(name)
 
-    def round_ended(self, rows, drafted, verified) -> None:
+    def on_round_end(self, rows, drafted, verified) -> None:
         self.num_passes += 1

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
+from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
 from vllm_triforce.scheduler.placeholders import drop_placeholders
@@ -85,7 +85,7 @@ class TriForceScheduler(
                 self.expects_proposals
                 or not request.num_output_tokens
                 or name in came_back
-                or seed_of_draws(request.sampling_params) is not None
+                or sampling_seed(request.sampling_params) is not None
             )
             and not request.is_prefill_chunk
             and request.num_computed_tokens >= self._min_context

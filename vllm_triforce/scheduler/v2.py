@@ -26,7 +26,7 @@ from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
-from vllm_triforce.core.eligibility import decodes_plainly, seed_of_draws
+from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
 from vllm_triforce.core.plan import (
     RequestPlan,
     StepPlan,
@@ -110,7 +110,7 @@ class StepPlanMixin:
         """``plan``, as far as there are blocks for it: first for requests with a seed, which are to
         propose as they would alone."""
         has_seed = {
-            name: seed_of_draws(self.requests[name].sampling_params) is not None
+            name: sampling_seed(self.requests[name].sampling_params) is not None
             for name in plan.proposing
         }
         wanted = {
@@ -162,7 +162,7 @@ class StepPlanMixin:
         ):
             return 0
         most = self.num_spec_tokens
-        if seed_of_draws(request.sampling_params) is None:
+        if sampling_seed(request.sampling_params) is None:
             # This step adds a token at least, and so does the next one, beside the proposal. How
             # much is known of it depends on when outputs come, and nothing of a request with a
             # seed may: the device, which knows, cuts its proposals alone.
@@ -182,7 +182,7 @@ class StepPlanMixin:
             most,
             # Whether there is a match is known on the device alone.
             {name: 0 for name in self._config.sources},
-            seed_of_draws(params) is not None,
+            sampling_seed(params) is not None,
             params.temperature < GREEDY_EPSILON,
             num_left=self._num_left(request),
         )

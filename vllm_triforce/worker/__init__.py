@@ -1,1 +1,1 @@
-"""Where vLLM lets us in: workers that swap the model runner's speculator."""
+"""vLLM workers that replace the model runner's speculator by TriForce's."""

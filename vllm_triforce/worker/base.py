@@ -1,4 +1,4 @@
-"""What TriForce changes in a vLLM worker, whatever the platform."""
+"""TriForce's part of a vLLM worker, for every platform."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
-from vllm_triforce.worker.memory import buffers, share_of_kv_cache
+from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -19,13 +19,14 @@ logger = init_logger("vllm.triforce")
 
 
 def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
-    """The validated keys and the draft model's name that the front process left for us."""
+    """Read the validated keys and the draft model's name, stored by the front-end process."""
     keys = dict(vllm_config.additional_config[METHOD])
     draft_model = keys.pop("draft_model")
     return ResolvedConfig.from_dict(keys), draft_model
 
 
 def _speculator_v2(config: ResolvedConfig) -> type:
+    """Return Runner V2's adapter class."""
     if config.is_plain:
         from vllm_triforce.runner_v2.speculator import PlainSpeculatorV2
 
@@ -36,16 +37,16 @@ def _speculator_v2(config: ResolvedConfig) -> type:
 
 
 class TriForceWorkerMixin:
-    """Over ``vllm.v1.worker.gpu_worker.Worker``: its runner is built in ``init_device()``."""
+    """Mixin over vLLM's ``gpu_worker.Worker``, which builds its runner in ``init_device()``."""
 
     triforce: Any
-    """The adapter of the runner that vLLM chose: ``v1/runner.py`` or ``v2/runner.py``."""
+    """Adapter of the runner that vLLM chose: ``runner_v1/runner.py`` or ``runner_v2/runner.py``."""
     _counter_sender: CounterSender | None = None
     _offload: "OffloadedCache | None" = None
-    """Where some layers' KV cache lies in host memory."""
+    """Set if some layers' KV cache lies in host memory."""
     _offload_report: dict | None = None
     _sends_drafts = False
-    """Whether a step's drafts go with its output, and need not be asked for."""
+    """True if drafts are attached to the step's output, so that no call fetches them."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -74,27 +75,27 @@ class TriForceWorkerMixin:
             bound_grammar_masks(self.model_runner, read_config(self.vllm_config)[0])
 
     def get_kv_cache_spec(self) -> dict:
-        """Without the draft's layers: level 1 has a private cache."""
+        """Return vLLM's specs without the draft's layers: level 1 has a private cache."""
         draft_layers = self.triforce.draft_layer_names
         specs = super().get_kv_cache_spec()
         return {name: spec for name, spec in specs.items() if name not in draft_layers}
 
     def extra_memory(self) -> tuple[dict[str, int], float]:
-        """Bytes that TriForce takes beside the KV cache, by what for, and for each byte of it."""
+        """Return TriForce's bytes by purpose, and its further bytes per byte of KV cache."""
         config, _ = read_config(self.vllm_config)
         if config.is_plain:
             return {}, 0.0
-        drafts = self.triforce.draft_layer_names
+        names = self.triforce.draft_layer_names
         layers = attention_layers(self.vllm_config)
-        draft_layers = {name: layer for name, layer in layers.items() if name in drafts}
-        targets = self.triforce.target_layers
+        draft_layers = {name: layer for name, layer in layers.items() if name in names}
+        target_layers = self.triforce.target_layers
         return (
-            buffers(targets, draft_layers, config, self.vllm_config),
-            share_of_kv_cache(targets, config, self.vllm_config),
+            buffer_bytes(target_layers, draft_layers, config, self.vllm_config),
+            summary_bytes_per_kv_byte(target_layers, config, self.vllm_config),
         )
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:
-        """Bytes of KV cache on the device and in host memory together."""
+        """Place the KV cache and return its bytes on the device and in host memory together."""
         from vllm_triforce.offload.startup import plan_offload
 
         config, _ = read_config(self.vllm_config)
@@ -110,13 +111,13 @@ class TriForceWorkerMixin:
 
             with offloaded_allocation(self._offload):
                 super().initialize_from_config(kv_cache_config)
-            length = self.vllm_config.model_config.max_model_len
-            self._offload_report = report_offload(self._offload, kv_cache_config, length)
+            max_len = self.vllm_config.model_config.max_model_len
+            self._offload_report = report_offload(self._offload, kv_cache_config, max_len)
         self.triforce.allocate(kv_cache_config, self._offload)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 
     def compile_or_warm_up_model(self):
-        # Before vLLM sets the seed anew, which it does last.
+        # Before vLLM resets the seed, which it does last.
         self.triforce.calibrate()
         return super().compile_or_warm_up_model()
 
@@ -132,34 +133,39 @@ class TriForceWorkerMixin:
         return self._with_counters(output)
 
     def _with_counters(self, output):
-        """They travel to /metrics with the step's output."""
+        """Attach the counters to the step's output, which carries them to /metrics."""
         return output if self._counter_sender is None else self._counter_sender.attach(output)
 
     def triforce_held_requests(self) -> dict[str, int]:
-        """How many requests something is kept for, by what keeps it; to find leaks."""
+        """Count the requests with state, by the part that keeps it, to find leaks."""
         return self.triforce.held_requests()
 
     def triforce_counters(self) -> dict:
-        """Per-level counters since start-up (``vllm_triforce.metrics.report.counters_of``)."""
+        """Return the per-level counters since start-up (``metrics/report.py``, ``counters_of``)."""
         return self.triforce.counters.to_dict()
 
-    def triforce_measured(self, anew: bool = False) -> dict | None:
-        """Seconds that passes take (``controller/measurements.py``), as measured at start-up; None
-        where nothing is chosen by them.
+    def triforce_measured(self, remeasure: bool = False) -> dict | None:
+        """Return the seconds that passes take (``controller/measurements.py``).
+
+        They are measured at start-up; None if nothing is chosen by them.
 
         Args:
-            anew: measures them now, whatever is chosen. It writes to the KV cache: only for an
-                engine without requests and without prefix caching.
+            remeasure: measure now in any case. This writes to the KV cache, so the engine must
+                have no requests and no prefix caching.
         """
-        measured = self.triforce.measured_passes(anew)
+        measured = self.triforce.measured_passes(remeasure)
         return None if measured is None else measured.to_dict()
 
     def triforce_offload(self) -> dict | None:
-        """What lies in host memory, and how fast it is read (``offload/startup.py``); None where
-        nothing does."""
+        """Return the placement in host memory and its bandwidth (``offload/startup.py``).
+
+        None without offloading.
+        """
         return self._offload_report
 
     def triforce_synchronize_times(self, synchronize: bool) -> None:
-        """Makes the times by part those of the device rather than of launching on it, for
-        benchmarks: each part then waits for the device."""
+        """Set whether each timed part waits for the device, for benchmarks.
+
+        Without it the times are those of launching.
+        """
         self.triforce.synchronize_times(synchronize)

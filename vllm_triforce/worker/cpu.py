@@ -7,7 +7,7 @@ from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
-    """Over vLLM's CPU worker."""
+    """vLLM's CPU worker with TriForce."""
 
     def init_device(self) -> None:
         if not self.use_v2_model_runner:

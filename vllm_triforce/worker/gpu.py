@@ -11,35 +11,35 @@ logger = init_logger("vllm.triforce")
 
 
 class TriForceGPUWorker(TriForceWorkerMixin, Worker):
-    """Over vLLM's GPU worker, which leaves room for what lies beside the KV cache."""
+    """vLLM's GPU worker with TriForce. It reserves memory for TriForce's buffers."""
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         config, _ = read_config(self.vllm_config)
         parts, share = self.extra_memory()
         if parts:
-            parts |= self._beside_estimate(config)
+            parts |= self._unprofiled_bytes(config)
         fixed = sum(parts.values())
         if config.kv_offload_gib is not None:
             return self.plan_offload(available - fixed, share)
-        left = kv_cache_budget(available, fixed, share, config)
-        parts |= {"chunk summaries": int(left * share)}
+        kv_bytes = kv_cache_budget(available, fixed, share, config)
+        parts |= {"chunk summaries": int(kv_bytes * share)}
         logger.info_once(
             "TriForce leaves %.2f of %.2f GiB to the KV cache. The rest in GiB: %s.",
-            left / 2**30,
+            kv_bytes / 2**30,
             available / 2**30,
             ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size),
         )
-        return left
+        return kv_bytes
 
     def _maybe_activate_jit_monitor(self) -> None:
-        # What compiles from here on ends an engine with jit_monitor_mode="error".
+        # From here on a compilation ends an engine with jit_monitor_mode="error".
         self.triforce.warm_up()
         super()._maybe_activate_jit_monitor()
 
-    def _beside_estimate(self, config) -> dict[str, int]:
-        """Bytes that vLLM's estimate of what its own passes need does not cover."""
-        # A proposal is made when the full pass's activations are gone; vLLM leaves room for them.
+    def _unprofiled_bytes(self, config) -> dict[str, int]:
+        """Return bytes that vLLM's memory profile does not cover, by purpose."""
+        # A proposal runs after the full pass has freed its activations, which vLLM has profiled.
         has_estimate = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
         activations = getattr(self, "peak_activation_memory", 0)
         activations -= getattr(self, "cudagraph_memory_estimate", 0) * has_estimate

@@ -1,4 +1,4 @@
-"""Where level 1's tokens come from: each further module here defines a source, of its name.
+"""Draft sources of level 1: each module but ``source.py`` defines the source of its name.
 
-CONTRIBUTING.md tells how to add one; ``config/draft_sources.py`` is the registry.
+CONTRIBUTING.md explains how to add one; ``config/draft_sources.py`` is the registry.
 """

@@ -1,4 +1,4 @@
-"""A small draft model that sees sink tokens and recent tokens (paper, section 4.1)."""
+"""Draft model over a window of sink tokens and recent tokens (paper, section 4.1)."""
 
 import torch
 from vllm.model_executor.layers.attention import Attention
@@ -13,26 +13,27 @@ from vllm_triforce.runner_v1.sampling import (
     has_nan,
     token_distribution,
 )
-from vllm_triforce.runner_v1.sources.source import Drafted, DraftSource, Offer
+from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
-# Tokens that a pass of the draft reads beside others without taking notably longer.
-_FAR_BEHIND = 16
+# Number of extra tokens that a pass of the draft reads without taking notably longer.
+_MAX_FREE_TOKENS = 16
 
-_ALWAYS = Offer()
+_ALWAYS = Match()
 
 
 class DraftModel(DraftSource):
-    """Drafts with a model of its own and a window of its own per request.
+    """Drafts with a small model that keeps a window of tokens per request.
 
     Args:
-        model: the draft, loaded by vLLM.
-        layers: its attention layers by name.
-        builder: vLLM's metadata builder of the draft's layers.
-        cache: the private cache, bound to these layers.
+        model: draft model as loaded by vLLM.
+        layers: attention layers of the draft, by name.
+        builder: vLLM's metadata builder of these layers.
+        cache: private KV cache, bound to these layers.
+        window_sizes: numbers of sink tokens, recent tokens and tokens of the cache.
     """
 
     name = "draft_model"
-    hopes = (0.5,)  # docs/results.md
+    prior_acceptance = (0.5,)  # docs/results.md
     needs_model = True
 
     def __init__(
@@ -42,9 +43,7 @@ class DraftModel(DraftSource):
         layers: dict[str, Attention],
         builder,
         cache: StreamingCache,
-        num_sink_tokens: int,
-        num_recent_tokens: int,
-        window_tokens: int,
+        window_sizes: tuple[int, int, int],
         device: torch.device,
     ) -> None:
         self._model = model
@@ -52,7 +51,7 @@ class DraftModel(DraftSource):
         self._layers = layers
         self._builder = builder
         self.cache = cache
-        self._window_sizes = (num_sink_tokens, num_recent_tokens, window_tokens)
+        self._window_sizes = window_sizes
         self._device = device
         self._windows: dict[str, StreamingWindow] = {}
 
@@ -72,79 +71,88 @@ class DraftModel(DraftSource):
             parts.draft_layers,
             builder,
             cache,
-            config.num_sink_tokens,
-            config.num_recent_tokens,
-            config.window_tokens,
+            (config.num_sink_tokens, config.num_recent_tokens, config.window_tokens),
             parts.device,
         )
 
-    def offers(self, batch, proposal, rows) -> list[Offer]:
+    def find_matches(self, batch, proposal, rows) -> list[Match]:
         return [_ALWAYS] * len(rows)
 
-    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise) -> Drafted:
+    def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise) -> Draft:
         greedy = sampling.all_greedy
-        drafted = Drafted([[] for _ in rows], None if greedy else [[] for _ in rows])
-        active = [i for i, count in enumerate(wanted) if count]
+        draft = Draft([[] for _ in rows], None if greedy else [[] for _ in rows])
+        active = [i for i, count in enumerate(max_tokens) if count]
         self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
-        drafted.is_first = any(batch.request_ids[rows[i]] not in self._windows for i in active)
-        drafted.num_read = self._num_far_behind(batch, [rows[i] for i in active])
+        # Either makes this draft slower than usual, so ObserverV1 does not report its time.
+        draft.starts_window = any(batch.request_ids[rows[i]] not in self._windows for i in active)
+        draft.num_catch_up_tokens = self._num_catch_up_tokens(batch, [rows[i] for i in active])
         feed, first_positions = [], []
         for i in active:
             row = rows[i]
             token_ids = batch.context(proposal, row)
-            position, tokens = self._window(batch.request_ids[row]).advance(token_ids, wanted[i])
+            position, tokens = self._window(batch.request_ids[row]).advance(
+                token_ids, max_tokens[i]
+            )
             feed.append(tokens.tolist())
             first_positions.append(position)
+        # One pass per token. Rows drop out when they have their tokens.
         while active:
             slots = [self.cache.slot(batch.request_ids[rows[i]]) for i in active]
             logits = self._forward(feed, first_positions, slots)
-            places = ((rows[i], drafted.token_ids[i]) for i in active)
+            places = ((rows[i], draft.token_ids[i]) for i in active)
             logits = process_logits(logits, batch, proposal, places)
-            self._sample(logits, active, sampling, noise, drafted)
+            self._sample(logits, active, sampling, noise, draft)
             active = [
                 i
                 for i in active
-                if len(drafted.token_ids[i]) < wanted[i] and i not in drafted.nan_rows
+                if len(draft.token_ids[i]) < max_tokens[i] and i not in draft.nan_rows
             ]
-            feed = [[drafted.token_ids[i][-1]] for i in active]
+            feed = [[draft.token_ids[i][-1]] for i in active]
             first_positions = [
                 self._windows[batch.request_ids[rows[i]]].append(tokens[0])
                 for i, tokens in zip(active, feed)
             ]
-        return drafted
+        return draft
 
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Tokens that the draft has to read before it can go on after ``num_tokens``."""
+        """Return how many tokens the draft must read to draft after ``num_tokens`` tokens."""
         window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
         return window.num_uncached_tokens(num_tokens)
 
-    def _num_far_behind(self, batch, rows: list[int]) -> int:
-        """Tokens to read of windows for which that takes notably longer than drafting itself."""
-        behind = [
+    def _num_catch_up_tokens(self, batch, rows: list[int]) -> int:
+        """Count the tokens to read for windows that are too stale to catch up for free."""
+        num_uncached = [
             self.num_uncached_tokens(batch.request_ids[row], len(batch.token_ids[row]))
             for row in rows
         ]
-        return sum(count for count in behind if count > _FAR_BEHIND)
+        return sum(count for count in num_uncached if count > _MAX_FREE_TOKENS)
 
     @property
     def num_requests(self) -> int:
-        """Requests that something is kept for."""
+        """Number of requests with a window or a slot of the cache."""
         return max(len(self._windows), len(self.cache))
 
     def _take_slots(self, batch, request_ids: list[str]) -> None:
-        """A slot for each of these requests. More may have had one than run at a time, since a
-        preempted request keeps its own: whoever is not in the batch gives way."""
-        for request_id in request_ids:
-            self.cache.slot(request_id, evict=lambda: self._evicted(batch))
+        """Take a slot of the cache for each request, evicting requests outside the batch.
 
-    def _evicted(self, batch) -> str:
+        Preempted requests keep their slots, so there may be more owners than running requests.
+        """
+        for request_id in request_ids:
+            self.cache.slot(request_id, evict=lambda: self._evict(batch))
+
+    def _evict(self, batch) -> str:
+        """Drop the window of a request outside the batch and return its id."""
         present = set(batch.request_ids)
         absent = next(owner for owner in self.cache.owners() if owner not in present)
         self._windows.pop(absent, None)
         return absent
 
     def clean(self, request_id: str) -> None:
-        """Kernels multiply what is masked by 0: a NaN left behind would reach the next owner."""
+        """Zero a request's blocks.
+
+        Kernels multiply masked values by 0, and 0 times NaN is NaN: a NaN would reach the slot's
+        next owner.
+        """
         blocks = self.cache.block_table[self.cache.slot(request_id)].long()
         for layer in self._layers.values():
             layer.kv_cache[blocks] = 0
@@ -159,7 +167,7 @@ class DraftModel(DraftSource):
         return self._windows[request_id]
 
     def _forward(self, feed, first_positions, slots) -> torch.Tensor:
-        """Logits after each row's last token, [num_rows, vocab_size]."""
+        """Compute the logits after each row's last token, [num_rows, vocab_size]."""
         inputs = PassInput.from_rows(feed, first_positions, self._device)
         table = self.cache.block_table[slots]
         mapping = inputs.slot_mapping(self.cache.host_table[slots], self.cache.block_size)
@@ -173,25 +181,27 @@ class DraftModel(DraftSource):
         )
         return self._model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
 
-    def _sample(self, logits, active, sampling, noise, drafted: Drafted) -> None:
-        if drafted.probs is None:
+    def _sample(self, logits, active, sampling, noise, draft: Draft) -> None:
+        """Append a token to each active row of ``draft``; mark rows with a NaN."""
+        if draft.probs is None:
             for i, token in zip(active, greedy_tokens(logits).tolist()):
                 if token == NAN_TOKEN:
-                    self._draft_nothing(i, drafted)
+                    self._discard_row(i, draft)
                 else:
-                    drafted.token_ids[i].append(token)
+                    draft.token_ids[i].append(token)
             return
         distributions = token_distribution(logits, sampling.take(active))
         for i, probs, nan in zip(active, distributions, has_nan(distributions)):
             if nan:
-                self._draft_nothing(i, drafted)
+                self._discard_row(i, draft)
                 continue
-            drafted.token_ids[i].append(noise.sample(i, probs))
-            drafted.probs[i].append(probs)
+            draft.token_ids[i].append(noise.sample(i, probs))
+            draft.probs[i].append(probs)
 
     @staticmethod
-    def _draft_nothing(row: int, drafted: Drafted) -> None:
-        drafted.nan_rows.append(row)
-        drafted.token_ids[row] = []
-        if drafted.probs is not None:
-            drafted.probs[row] = []
+    def _discard_row(row: int, draft: Draft) -> None:
+        """Drop the tokens of a row with a NaN."""
+        draft.nan_rows.append(row)
+        draft.token_ids[row] = []
+        if draft.probs is not None:
+            draft.probs[row] = []

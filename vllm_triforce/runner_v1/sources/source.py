@@ -1,4 +1,4 @@
-"""What a source of level 1's tokens is; CONTRIBUTING.md tells how to add one."""
+"""Interface of level 1's draft sources. CONTRIBUTING.md explains how to add one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,34 +14,35 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
 
 @dataclass
-class Offer:
-    """That a source has tokens for a request."""
+class Match:
+    """Tokens that a source can draft for a request."""
 
     confidence: int = 0
-    """Class of how likely they are to be accepted: an index into the source's ``hopes``."""
+    """Class of their likelihood of acceptance: an index into the source's ``prior_acceptance``."""
 
 
 @dataclass
-class Drafted:
-    """Tokens drafted by level 1, a list per row, maybe empty."""
+class Draft:
+    """Tokens drafted by level 1, one list per row, which may be empty."""
 
     token_ids: list[list[int]]
     probs: list[list[torch.Tensor] | None] | None = None
-    """Per row and token [vocab_size], what each was drawn from; None, as a whole or for a row,
-    where each token was certain (prompt lookup, greedy requests)."""
+    """[vocab_size], per row and token, the distribution it was drawn from. None, for a row or for
+    all rows, if the distributions are one-hot (prompt lookup, greedy requests)."""
     nan_rows: list[int] = field(default_factory=list)
-    """Rows for which the draft's logits had a NaN; nothing is drafted for them."""
-    is_first: bool = False
-    """Whether the draft read a whole window of tokens, of a request that it knew nothing of."""
-    num_read: int = 0
-    """Tokens of windows that it knew but was far behind of, which it read besides."""
+    """Rows with a NaN in the draft's logits. Nothing is drafted for them."""
+    starts_window: bool = False
+    """True if the draft read the whole window of a new request."""
+    num_catch_up_tokens: int = 0
+    """Tokens re-read to catch up stale draft windows."""
 
     @classmethod
-    def nothing(cls, num_rows: int) -> "Drafted":
+    def empty(cls, num_rows: int) -> "Draft":
+        """Create a draft without tokens."""
         return cls([[] for _ in range(num_rows)])
 
-    def take(self, other: "Drafted", rows: Sequence[int]) -> None:
-        """Takes over what another source drafted for ``rows``."""
+    def copy_rows(self, other: "Draft", rows: Sequence[int]) -> None:
+        """Copy ``rows`` from the draft of another source."""
         for row in rows:
             self.token_ids[row] = other.token_ids[row]
         if other.probs is not None:
@@ -50,17 +51,17 @@ class Drafted:
             for row in rows:
                 self.probs[row] = other.probs[row]
         self.nan_rows += other.nan_rows
-        self.is_first |= other.is_first
-        self.num_read += other.num_read
+        self.starts_window |= other.starts_window
+        self.num_catch_up_tokens += other.num_catch_up_tokens
 
 
 @dataclass
 class SourceParts:
-    """What sources are built from.
+    """Everything that a source may be built from.
 
     Args:
-        draft: the draft model as vLLM loaded it; None where none was asked for.
-        draft_layers: its attention layers by name.
+        draft: draft model as loaded by vLLM; None if none is configured.
+        draft_layers: attention layers of the draft, by name.
     """
 
     vllm_config: Any
@@ -71,36 +72,37 @@ class SourceParts:
 
 
 class DraftSource(ABC):
-    """Drafts for level 2, or straight for level 3.
+    """Drafts tokens for level 2, or directly for level 3.
 
-    What it says can lower acceptance, and never changes output.
+    A bad source lowers acceptance. It never changes the output.
     """
 
     name: ClassVar[str]
-    """Its file's, and in ``speculative_config``, key ``draft_sources``."""
+    """Name of its file, and its name in the key ``draft_sources``."""
 
-    hopes: ClassVar[tuple[float, ...]]
-    """Shares of its tokens that level 2 may be hoped to accept, a number for each class of
-    confidence. They decide what is tried first, until it is known better."""
+    prior_acceptance: ClassVar[tuple[float, ...]]
+    """Expected share of its tokens that level 2 accepts, per class of confidence. The controller
+    starts from these numbers and replaces them by measured ones."""
 
     needs_model: ClassVar[bool] = False
-    """Whether its tokens take passes of the draft model, key ``model``."""
+    """True if each token takes a pass of the draft model, key ``model``."""
 
     @classmethod
     def build(cls, parts: SourceParts) -> "DraftSource":
-        """One engine's."""
+        """Create the source of one engine."""
         return cls()
 
     @classmethod
     def traits(cls) -> SourceTraits:
-        """What the controller needs to know of it."""
-        return SourceTraits(cls.name, getattr(cls, "hopes", ()), cls.needs_model)
+        """Describe the source to the controller."""
+        return SourceTraits(cls.name, getattr(cls, "prior_acceptance", ()), cls.needs_model)
 
     @abstractmethod
-    def offers(
+    def find_matches(
         self, batch: DraftBatch, proposal: Proposal, rows: Sequence[int]
-    ) -> Sequence[Offer | None]:
-        """For each of ``rows`` whether it has tokens to go on with after what is proposed."""
+    ) -> Sequence[Match | None]:
+        """Find tokens that may follow the proposal of each of ``rows``, None where there are
+        none."""
 
     @abstractmethod
     def draft(
@@ -108,52 +110,53 @@ class DraftSource(ABC):
         batch: DraftBatch,
         proposal: Proposal,
         rows: Sequence[int],
-        wanted: Sequence[int],
-        offers: Sequence[Any],
+        max_tokens: Sequence[int],
+        matches: Sequence[Any],
         sampling,
         noise,
-    ) -> Drafted:
-        """Drafts at most ``wanted[i]`` tokens after what is proposed for ``rows[i]``.
+    ) -> Draft:
+        """Draft at most ``max_tokens[i]`` tokens to follow the proposal of ``rows[i]``.
 
         Args:
-            wanted: 0 for rows that take theirs from elsewhere.
-            offers: what ``offers()`` gave for ``rows``.
-            sampling, noise: with a row for each of ``rows``.
+            max_tokens: 0 for rows that draft from another source.
+            matches: result of ``find_matches()`` for ``rows``.
+            sampling, noise: one row for each of ``rows``.
         """
 
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Tokens that it has to read before it can go on after ``num_tokens``."""
+        """Return how many tokens the source must read to draft after ``num_tokens`` tokens."""
         return 0
 
     @property
     def num_requests(self) -> int:
-        """Requests that something is kept for."""
+        """Number of requests with state in the source."""
         return 0
 
     def clean(self, request_id: str) -> None:  # noqa: B027
-        """Removes NaN from what is kept for a request."""
+        """Remove NaN from a request's state."""
 
     def release(self, request_id: str) -> None:  # noqa: B027
-        """Forgets a request that has left the engine."""
+        """Forget a request that has left the engine."""
 
 
 class TokenSource(DraftSource):
-    """Goes on from a request's own tokens; each token is certain."""
+    """Source that continues a request's tokens without a model. Its distributions are one-hot."""
 
     @abstractmethod
-    def find(self, token_ids: np.ndarray) -> Offer | None:
-        """What there is to go on with after ``token_ids``, [num_tokens], int; None: nothing."""
+    def find(self, token_ids: np.ndarray) -> Match | None:
+        """Find tokens that may follow ``token_ids``, [num_tokens], int; None if there are none."""
 
     @abstractmethod
-    def follow(self, token_ids: np.ndarray, offer: Any, count: int) -> list[int]:
-        """At most ``count`` tokens after ``token_ids``, from what ``find()`` gave for them."""
+    def continue_from(self, token_ids: np.ndarray, match: Any, count: int) -> list[int]:
+        """Return at most ``count`` tokens to follow ``token_ids``, from the match of ``find()``."""
 
-    def offers(self, batch, proposal, rows) -> list[Offer | None]:
+    def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         return [self.find(batch.context(proposal, row)) for row in rows]
 
-    def draft(self, batch, proposal, rows, wanted, offers, sampling, noise) -> Drafted:
-        drafted = Drafted.nothing(len(rows))
-        for i, (row, count, offer) in enumerate(zip(rows, wanted, offers)):
-            if count and offer is not None:
-                drafted.token_ids[i] = self.follow(batch.context(proposal, row), offer, count)
-        return drafted
+    def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise) -> Draft:
+        draft = Draft.empty(len(rows))
+        for i, (row, count, match) in enumerate(zip(rows, max_tokens, matches)):
+            if count and match is not None:
+                token_ids = batch.context(proposal, row)
+                draft.token_ids[i] = self.continue_from(token_ids, match, count)
+        return draft
