@@ -10,7 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.fake_graphs import without_gpu
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING, SamplingV2
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2
 
 CAPTURED, PRESENT = SamplingV2(False, has_masks=True, is_shaped=True), SamplingV2(True)
 

@@ -1,74 +1,17 @@
-"""What Model Runner V2 hands to the device-resident loop."""
+"""Requests to speculate on after a full pass, read from Model Runner V2's batch."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.core.plan import RequestPlan
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.rows import Rows
-
-
-class RowLogitsProcessor(ABC):
-    """What the requests of a proposal's rows ask of their logits, before anything is drawn."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Reads what the requests of the rows ask; called where any asks for something, once a
-        proposal."""
-
-    @abstractmethod
-    def shape(
-        self,
-        logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
-        first_place: int,
-    ) -> torch.Tensor:  # float32; may be what was given, changed
-        """Launches alone, so that it may be in a CUDA graph.
-
-        Args:
-            logits: of ``query_len`` places of each row; what place n says follows the proposal as
-                it stands and n of the round's drafts.
-            first_place: of those.
-        """
-
-
-@dataclass(frozen=True)
-class SamplingV2:
-    """What the host knows of the rows' sampling; each row's own parameters are in ``Rows``."""
-
-    all_greedy: bool
-    has_masks: bool = False
-    """Whether a row has top-k, top-p or min-p; False where all are greedy."""
-    is_shaped: bool = False
-    """Whether a row asks anything else of its logits (``RowLogitsProcessor``)."""
-
-    @property
-    def kind(self) -> str:
-        """By which rounds are captured: greedy ones, and those that do all that can be asked."""
-        return "greedy" if self.all_greedy and not self.is_shaped else "any"
-
-
-# What is captured of each kind. What a row does not ask for leaves its logits as they are, and
-# takes a few microseconds in a graph; each kind more takes its share of memory and of the start.
-CAPTURED_SAMPLING = (
-    SamplingV2(True),
-    SamplingV2(False, has_masks=True, is_shaped=True),
-)
-
-
-class Masks:
-    """Sampling parameters of the rows, each row's ``times`` over, for ``masked_logits``."""
-
-    def __init__(self, sampling: SamplingV2, rows: Rows, times: int = 1) -> None:
-        def repeat(values):
-            values = values[: rows.num_rows]
-            return values if times == 1 else values.repeat_interleave(times)
-
-        self.divisor = repeat(rows.divisor)
-        self.top_k = self.top_p = self.min_p = None
-        if sampling.has_masks:
-            self.top_k, self.top_p, self.min_p = map(repeat, (rows.top_k, rows.top_p, rows.min_p))
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.request_flags import RequestFlags
+from vllm_triforce.runner_v2.sampling import SamplingV2
 
 
 @dataclass
@@ -96,3 +39,86 @@ class BatchV2:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+
+class BatchReader:
+    """Reads proposals' batches from vLLM's runner.
+
+    Args:
+        tables: of each KV cache group, [max_rows, width], int32; each batch's block tables are
+            written there.
+    """
+
+    def __init__(
+        self,
+        runner,
+        flags: RequestFlags,
+        logits_processing: LogitsProcessing,
+        tables: Sequence[torch.Tensor],
+    ) -> None:
+        self._runner = runner
+        self._flags = flags
+        self._logits_processing = logits_processing
+        self._tables = tables
+
+    def read(
+        self,
+        input_batch,
+        plans: dict[int, RequestPlan],
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> BatchV2:
+        """Read the rows that propose by one route.
+
+        Args:
+            plans: by row of ``input_batch``.
+        """
+        runner, rows = self._runner, np.array(list(plans))
+        states = input_batch.idx_mapping_np[rows]
+        tables = runner.block_tables
+        on_device = async_tensor_h2d(states.astype(np.int64), device=runner.device)
+        reserved = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
+        sampling = runner.sampler.sampling_states
+        limits = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
+        return BatchV2(
+            request_ids=[input_batch.req_ids[row] for row in rows],
+            batch_rows=rows,
+            states=states,
+            max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
+            reserved=reserved.min(0),
+            limits=limits,
+            max_num_tokens=np.array([plan.num_tokens for plan in plans.values()]),
+            max_num_rounds=np.array([plan.num_rounds for plan in plans.values()]),
+            # The scheduler cuts a proposal where its grammar forbids a token.
+            is_one_hot=self._flags.has_grammar[states],
+            sampling=self._read_sampling(states),
+            tables=[
+                torch.index_select(table.gpu, 0, on_device, out=own[: len(rows)])
+                for table, own in zip(tables.block_tables, self._tables)
+            ],
+            num_computed=runner.req_states.num_computed_tokens.gpu,
+            num_sampled=num_sampled,
+            last_sampled=last_sampled,
+            parameters=SamplingParameters(
+                sampling.temperature.gpu,
+                sampling.seeds.gpu,
+                sampling.top_k.gpu,
+                sampling.top_p.gpu,
+                sampling.min_p.gpu,
+            ),
+            all_token_ids=runner.req_states.all_token_ids.gpu,
+        )
+
+    def _read_sampling(self, states: np.ndarray) -> SamplingV2:
+        sampling = self._runner.sampler.sampling_states
+        drawn = states[sampling.temperature.np[states] != 0]
+        has_masks = (
+            (sampling.top_k.np[drawn] != sampling.vocab_size)
+            | (sampling.top_p.np[drawn] != 1.0)
+            | (sampling.min_p.np[drawn] != 0.0)
+        )
+        return SamplingV2(
+            all_greedy=not len(drawn),
+            has_masks=bool(has_masks.any()),
+            is_shaped=self._logits_processing.is_asked(states),
+        )

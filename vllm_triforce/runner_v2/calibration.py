@@ -20,8 +20,9 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.runner_v2.batch import BatchV2, SamplingV2
+from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.build import SpeculatorBuild
+from vllm_triforce.runner_v2.sampling import SamplingV2
 
 
 class TrialBatches:

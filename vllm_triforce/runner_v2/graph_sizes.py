@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
 
 # Rounds of so many rows are captured as a whole; larger ones launch pass by pass: theirs take
 # long, and a graph keeps its logits.

@@ -16,7 +16,8 @@ from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
-from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
+from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.slots import Slot, Slots
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
@@ -35,7 +36,7 @@ class LevelParts:
     handed_up: DraftLogits
     counters: torch.Tensor  # [number of DeviceCounter], int64
     race: ExponentialSampler
-    shaping: RowLogitsProcessor
+    shaping: LogitsProcessing
 
 
 def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:

@@ -16,14 +16,13 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm_triforce.kernels.logits_processing import LogitParams, apply_penalties, forbid_bad_words
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import RowLogitsProcessor
 
 # What is done here, in this order.
 _STATES = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
-class LogitsProcessing(RowLogitsProcessor):
-    """One engine's.
+class LogitsProcessing:
+    """Logits processors of the requests of a proposal's rows.
 
     Args:
         sampler: vLLM's.
@@ -60,6 +59,7 @@ class LogitsProcessing(RowLogitsProcessor):
         )
 
     def begin(self) -> None:
+        """Read the parameters of the rows' requests, once a proposal."""
         bias, penalties = self._bias, self._penalties
         self._asked.keep(
             self._rows,
@@ -75,7 +75,18 @@ class LogitsProcessing(RowLogitsProcessor):
             penalties.presence_penalty.gpu,
         )
 
-    def shape(self, logits: torch.Tensor, first_place: int) -> torch.Tensor:
+    def shape(
+        self,
+        logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
+        first_place: int,
+    ) -> torch.Tensor:  # float32; may be what was given, changed
+        """Apply the processors. Only launches kernels, so that a CUDA graph can hold it.
+
+        Args:
+            logits: of ``query_len`` places of each row; what place n says follows the proposal as
+                it stands and n of the round's drafts.
+            first_place: of those.
+        """
         rows, asked = self._rows, self._asked
         logits, query_len = logits.float(), len(logits) // rows.num_rows
         self._add_biases(logits, query_len, first_place)

@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import SamplingV2
 from vllm_triforce.runner_v2.graph_sizes import (
     MAX_ROWS,
     capture_stream,
@@ -27,7 +26,7 @@ from vllm_triforce.runner_v2.graph_sizes import (
     pass_sizes,
     round_sizes,
 )
-from vllm_triforce.runner_v2.sampling import kernel_scratch
+from vllm_triforce.runner_v2.sampling import SamplingV2, kernel_scratch
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 

@@ -16,8 +16,9 @@ from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters, PartTimes
-from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
+from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.levels import LevelParts, LevelsV2, init_rows, take_slots
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.slots import Slots
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
@@ -60,7 +61,7 @@ class ProposerV2:
         slots: Slots,
         handed_up: DraftLogits,
         race: ExponentialSampler,
-        shaping: RowLogitsProcessor,
+        shaping: LogitsProcessing,
         counts: DeviceCounters,
     ) -> None:
         self.sources = sources

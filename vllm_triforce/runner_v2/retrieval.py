@@ -15,15 +15,10 @@ from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import (
-    CAPTURED_SAMPLING,
-    BatchV2,
-    Masks,
-    RowLogitsProcessor,
-    SamplingV2,
-)
+from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, PassAdapters
-from vllm_triforce.runner_v2.sampling import masked_logits
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slot
 
@@ -124,7 +119,7 @@ class RetrievalLevelV2:
         max_position: int,
         tables: list[torch.Tensor],
         logits_dtype: torch.dtype,
-        shaping: RowLogitsProcessor,
+        shaping: LogitsProcessing,
         device: torch.device,
         adapters: PassAdapters | None = None,
         pool: "RetrievalPool | None" = None,

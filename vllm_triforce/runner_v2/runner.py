@@ -16,11 +16,11 @@ from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.plan import StepPlan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.runner_v2.batch import BatchReader
 from vllm_triforce.runner_v2.build import SpeculatorBuild
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
-from vllm_triforce.runner_v2.read_batch import read_batch
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.runner_v2.request_flags import RequestFlags, install_request_listener
 from vllm_triforce.runner_v2.routes import Routes
@@ -88,6 +88,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._facts = install_request_listener(self._runner, self._built.triforce.handed_up)
         disable_recording_in_plain_graphs(self._runner, self.recorder)
         self._routes = Routes(self.config, self._built, self._facts)
+        built = self._built
+        self._reader = BatchReader(self._runner, self._facts, built.shaping, built.tables)
 
     def capture(self) -> None:
         if self._graph_mode == CUDAGraphMode.NONE:
@@ -191,24 +193,13 @@ class TriForceSpeculatorV2(SpeculatorV2):
         triforce.begin(draft_tokens, states)
         self._has_proposal[hosted_states] = False
         for route, plans in routes.items():
-            rows = np.array(list(plans))
-            batch = read_batch(
-                self._runner,
-                self._facts,
-                self._built.shaping,
-                input_batch,
-                rows,
-                list(plans.values()),
-                num_sampled,
-                last_sampled,
-                self._built.tables,
-            )
+            batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self._built.recorder.pausing():
                 if route == LEVELS:
                     triforce.propose(batch, draft_tokens)
                 else:
                     triforce.propose_directly(route, batch, draft_tokens)
-            self._has_proposal[hosted_states[rows]] = True
+            self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_faults:

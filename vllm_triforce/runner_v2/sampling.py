@@ -1,9 +1,51 @@
-"""A request's own sampling parameters as a mask on logits: what the device-resident loop needs."""
+"""Sampling parameters of a proposal's rows, and their masks on logits."""
+
+from dataclasses import dataclass
 
 import torch
 from torch.utils._pytree import tree_leaves
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_triforce.kernels.rows import Rows
+
+
+@dataclass(frozen=True)
+class SamplingV2:
+    """What the host knows of the rows' sampling; each row's own parameters are in ``Rows``."""
+
+    all_greedy: bool
+    has_masks: bool = False
+    """Whether a row has top-k, top-p or min-p; False where all are greedy."""
+    is_shaped: bool = False
+    """Whether a row asks anything else of its logits (``RowLogitsProcessor``)."""
+
+    @property
+    def kind(self) -> str:
+        """By which rounds are captured: greedy ones, and those that do all that can be asked."""
+        return "greedy" if self.all_greedy and not self.is_shaped else "any"
+
+
+# What is captured of each kind. What a row does not ask for leaves its logits as they are, and
+# takes a few microseconds in a graph; each kind more takes its share of memory and of the start.
+CAPTURED_SAMPLING = (
+    SamplingV2(True),
+    SamplingV2(False, has_masks=True, is_shaped=True),
+)
+
+
+class Masks:
+    """Sampling parameters of the rows, each row's ``times`` over, for ``masked_logits``."""
+
+    def __init__(self, sampling: SamplingV2, rows: Rows, times: int = 1) -> None:
+        def repeat(values):
+            values = values[: rows.num_rows]
+            return values if times == 1 else values.repeat_interleave(times)
+
+        self.divisor = repeat(rows.divisor)
+        self.top_k = self.top_p = self.min_p = None
+        if sampling.has_masks:
+            self.top_k, self.top_p, self.min_p = map(repeat, (rows.top_k, rows.top_p, rows.min_p))
 
 
 def masked_logits(

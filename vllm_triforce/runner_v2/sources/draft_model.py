@@ -16,15 +16,10 @@ from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import (
-    CAPTURED_SAMPLING,
-    BatchV2,
-    Masks,
-    RowLogitsProcessor,
-    SamplingV2,
-)
+from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, forward
-from vllm_triforce.runner_v2.sampling import masked_logits
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
 from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, SourcePartsV2
 
@@ -173,7 +168,7 @@ class DraftModelV2(DraftSourceV2):
         race: ExponentialSampler,
         cleaner: NanScrubber,
         all_token_ids: torch.Tensor,
-        shaping: RowLogitsProcessor,
+        shaping: LogitsProcessing,
         vllm_config,
     ) -> None:
         self._model = model

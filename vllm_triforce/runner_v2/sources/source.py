@@ -10,7 +10,8 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
+from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.slots import Slot
 
 
@@ -39,7 +40,7 @@ class SourcePartsV2:
     logits_dtype: torch.dtype
     race: ExponentialSampler
     all_token_ids: torch.Tensor
-    shaping: RowLogitsProcessor
+    shaping: LogitsProcessing
     device: torch.device
 
 
