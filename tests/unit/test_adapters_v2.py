@@ -165,6 +165,7 @@ def captured(runner, monkeypatch):
     adapters were told for each is in ``runner.told``."""
     from vllm.config.compilation import CUDAGraphMode
 
+    from vllm_triforce.kernels.pass_inputs import PassInputs
     from vllm_triforce.runner_v2 import passes as model_pass
 
     replayed = without_gpu(monkeypatch)
@@ -176,12 +177,8 @@ def captured(runner, monkeypatch):
         made = model_pass.ModelPass(
             torch.nn.Module(),
             SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64)),
-            max_rows=4,
-            query_len=3,
-            num_seqs=4,
-            hidden_size=2,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            PassInputs(4, 3, 4, torch.device("cpu")),
+            SimpleNamespace(get_hidden_size=lambda: 2, dtype=torch.float32),
             metadata=lambda num_rows: {},
             slots=lambda num_rows: {},
             name="pass",

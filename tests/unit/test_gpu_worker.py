@@ -342,7 +342,7 @@ def test_levels_that_take_no_part_have_no_graphs(levels, expected):
     made = object.__new__(ProposerV2)
     made.sources = {}
     made.level2 = SimpleNamespace(capture=lambda mode: captured.append("level 2"))
-    made._parts = SimpleNamespace(config=config)
+    made._parts = SimpleNamespace(context=SimpleNamespace(config=config))
     made.capture(None)
     assert captured == expected
     assert bool(num_graphs(config, 64, 512, has_draft=False)) == bool(expected)

@@ -314,7 +314,7 @@ BY_HAND = {
     "runner_v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
     "runner_v2/request_flags.py": {
         "complete.__dict__",
-        "complete.handed_up",
+        "complete.draft_logits",
         "complete.names_tokens",
     },
 }

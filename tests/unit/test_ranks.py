@@ -52,7 +52,7 @@ def launches(sees_at: int, plans: list[StepPlan]) -> tuple[list, list]:
     device = DeviceOfRank(slots, launched)
     config = TriForceConfig(min_context=0).fill(can_adapt=False, has_fixed_shapes=True).resolve(16)
     built = SimpleNamespace(
-        triforce=device,
+        proposer=device,
         slots=slots,
         adapters=None,
         rows=SimpleNamespace(

@@ -2,16 +2,40 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.plan import RequestPlan
 from vllm_triforce.kernels.distributions import SamplingParameters
+from vllm_triforce.kernels.draw import ExponentialSampler
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.request_flags import RequestFlags
 from vllm_triforce.runner_v2.sampling import SamplingV2
+
+
+@dataclass(frozen=True)
+class ProposalContext:
+    """Objects that all proposals of an engine share.
+
+    Args:
+        logits_dtype: of all logits that tokens are drawn from, so that vLLM's rejection sampler
+            reads the numbers that the tokens were drawn by.
+    """
+
+    vllm_config: Any
+    config: ResolvedConfig
+    rows: Rows
+    logits_dtype: torch.dtype
+    sampler: ExponentialSampler
+    logits_processing: LogitsProcessing
+    counters: DeviceCounters
+    device: torch.device
 
 
 @dataclass

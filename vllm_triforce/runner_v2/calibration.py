@@ -37,7 +37,7 @@ class TrialBatches:
         self._build = build
         self._runner = runner
         self._num_blocks = num_blocks
-        self._device = device
+        self.device = device
         self._num_made = 0
         self._vocab_size = runner.sampler.sampling_states.vocab_size
 
@@ -91,7 +91,7 @@ class TrialBatches:
         tables = []
         for size, own in zip(self._runner.block_tables.block_sizes, self._build.tables):
             width = own.shape[1]
-            ids = torch.arange(num_rows * width, dtype=torch.int32, device=self._device)
+            ids = torch.arange(num_rows * width, dtype=torch.int32, device=self.device)
             ids = 1 + ids.view(num_rows, width) % (self._num_blocks - 1)
             ids[:, -(-num_tokens // size) + 1 :] = 0
             tables.append(own[:num_rows].copy_(ids))
@@ -101,7 +101,7 @@ class TrialBatches:
         return self._filled(self._runner.max_num_reqs, value, dtype)
 
     def _filled(self, count: int, value, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((count,), value, dtype=dtype, device=self._device)
+        return torch.full((count,), value, dtype=dtype, device=self.device)
 
 
 # Next to no context: what is measured there is the pass without its attention.
@@ -137,7 +137,6 @@ class CalibrationV2:
         max_reqs: int,
         max_tokens: int,
         num_kv_tokens: int,
-        device: torch.device,
     ) -> None:
         self._config = config
         self._dummy_run = dummy_run
@@ -147,7 +146,7 @@ class CalibrationV2:
         self._max_reqs = max_reqs
         self._max_tokens = max_tokens
         self._num_kv_tokens = num_kv_tokens
-        self._device = device
+        self._device = device = batches.device
         num_places = config.num_speculative_tokens
         self._draft_tokens = torch.zeros(
             batches.max_rows, num_places, dtype=torch.int64, device=device
@@ -320,13 +319,12 @@ def warm_up_proposals(
     calibration = CalibrationV2(
         config,
         runner._dummy_run,
-        built.triforce,
+        built.proposer,
         TrialBatches(built, runner, num_blocks, device),
         max(1, runner.max_model_len - 2 * config.num_speculative_tokens - 4),
         runner.max_num_reqs,
         runner.max_num_tokens,
         num_blocks * min(runner.block_tables.block_sizes) // len(runner.block_tables.block_sizes),
-        device,
     )
     # Requests that have left still have theirs, as those that vLLM warms up with: that they have
     # is seen in the next step.
@@ -337,5 +335,5 @@ def warm_up_proposals(
         if is_gpu:
             calibration.warm_up()
         measured = calibration.run() if measures else None
-    built.triforce.reset_counters()
+    built.proposer.reset_counters()
     return measured

@@ -6,37 +6,32 @@ Levels 1 and 2 for Runner V2: rows of a fixed shape, whose tokens stay on the de
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
-from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
-from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.slots import Slot, Slots
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
-@dataclass
+@dataclass(frozen=True)
 class LevelParts:
-    """What lasts from proposal to proposal."""
+    """Parts of levels 1 and 2 that last from proposal to proposal.
 
-    config: ResolvedConfig
+    Args:
+        level1: source that drafts for level 2; None where level 2 proposes by itself.
+    """
+
+    context: ProposalContext
     level1: DraftSourceV2 | None
-    """What drafts for level 2; None where level 2 proposes by itself."""
     level2: RetrievalLevelV2
-    rows: Rows
     slots: Slots
-    handed_up: DraftLogits
-    counters: torch.Tensor  # [number of DeviceCounter], int64
-    race: ExponentialSampler
-    shaping: LogitsProcessing
+    draft_logits: DraftLogits
 
 
 def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
@@ -45,14 +40,14 @@ def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
     slots = [parts.slots.take(request_id) for request_id in batch.request_ids]
     if new:
         taken = [parts.slots.take(name).index for name in new]
-        faults = parts.rows.faults.slot
+        faults = parts.context.rows.faults.slot
         faults.index_fill_(0, async_tensor_h2d(np.array(taken), device=faults.device), 0)
     return slots
 
 
 def init_rows(parts: LevelParts, batch: BatchV2, slots: list[Slot], refresh: list[Refresh]) -> None:
     """Tells the device of the rows; it finds out how much each may propose."""
-    rows, selections = parts.rows, parts.level2.selections
+    rows, selections = parts.context.rows, parts.level2.selections
     row_metadata = stack_columns(
         {
             RowColumn.BATCH_ROW: batch.batch_rows,
@@ -73,14 +68,14 @@ def init_rows(parts: LevelParts, batch: BatchV2, slots: list[Slot], refresh: lis
         batch.num_sampled,
         batch.last_sampled,
         batch.parameters,
-        parts.config.min_context,
+        parts.context.config.min_context,
         selections.block_size,
         selections.recent_blocks,
         selections.max_selected,
         selections.width,
     )
     if batch.sampling.kind != "greedy":  # a graph shapes them all
-        parts.shaping.begin()
+        parts.context.logits_processing.begin()
 
 
 class LevelsV2:
@@ -111,7 +106,7 @@ class LevelsV2:
         if not self._rounds_left:
             return None
         self._rounds_left -= 1
-        return self._parts.rows
+        return self._parts.context.rows
 
     def draft(self, rows: Rows) -> Distributions | None:
         """And what was drafted from; None where each token is certain, or all are greedy."""
@@ -128,11 +123,12 @@ class LevelsV2:
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
-        verify_drafts(rows, logits, drafted, rows.drawing, parts.race, parts.counters)
+        context = parts.context
+        verify_drafts(rows, logits, drafted, rows.drawing, context.sampler, context.counters.sums)
         if logits.distributions is not None:
-            export_distributions(parts.handed_up, rows, logits.distributions.logits)
+            export_distributions(parts.draft_logits, rows, logits.distributions.logits)
 
     def end(self) -> None:
         if self._parts.level1 is not None:
-            self._parts.level1.clean(self._batch, self._parts.rows)
+            self._parts.level1.clean(self._batch, self._parts.context.rows)
         self._parts.level2.clean()

@@ -115,7 +115,8 @@ class ModelPass:
     """Runs a model on buffers of its own.
 
     Args:
-        num_seqs: sequences that the attention sees, for all rows.
+        inputs: ``num_seqs`` is that of the sequences that the attention sees, for all rows.
+        model_config: of ``model``.
         metadata: from a number of rows to the attention metadata by layer. Its tensors must be
             views of buffers that stay where they are, where the pass is to be captured.
         slots: likewise, to where each token's KV goes, by layer.
@@ -126,28 +127,29 @@ class ModelPass:
         self,
         model: torch.nn.Module,
         vllm_config,
-        max_rows: int,
-        query_len: int,
-        num_seqs: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        inputs: PassInputs,
+        model_config,
         metadata: Callable[[int], dict],
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
         adapters: PassAdapters | None = None,
     ) -> None:
-        self.inputs = PassInputs(max_rows, query_len, num_seqs, device)
-        self.max_rows = max_rows
+        self.inputs = inputs
+        self.max_rows = len(inputs.token_ids) // inputs.query_len
         self.name = name
         self._adapters = adapters
         self._has_adapters = False
         self._model = model
         self._vllm_config = vllm_config
-        self._device = device
+        self._device = inputs.token_ids.device
         self._metadata = metadata
         self._slots = slots
-        self._hidden = torch.zeros(max_rows * query_len, hidden_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(
+            len(inputs.token_ids),
+            model_config.get_hidden_size(),
+            dtype=model_config.dtype,
+            device=self._device,
+        )
         self._graphs: PassGraphs | None = None
         self._is_inlined = False
 

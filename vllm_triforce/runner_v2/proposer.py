@@ -3,22 +3,17 @@
 TriForce's speculator for Runner V2: the proposals, and what is counted of them.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
 
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.loop import propose
-from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions, extend_proposals
 from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
 from vllm_triforce.kernels.row_table import Refresh
-from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters, PartTimes
-from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.metrics.counters import LevelCounters, PartTimes
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.levels import LevelParts, LevelsV2, init_rows, take_slots
-from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.slots import Slots
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
@@ -27,16 +22,16 @@ from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 def propose_directly(parts: LevelParts, source: DraftSourceV2, batch: BatchV2) -> None:
     """Fills ``rows.proposal`` with a source's tokens, ``gamma`` at a time; rows that have no more
     are left as they are."""
-    slots, rows = take_slots(parts, batch), parts.rows
+    slots, rows = take_slots(parts, batch), parts.context.rows
     source.begin(batch, slots)
     init_rows(parts, batch, slots, [Refresh.UNUSED] * len(batch))
     for number in range(int(batch.max_num_rounds.max())):
         source.draft(batch, rows, is_first=number == 0)
         distributions = source.distributions
-        extend_proposals(rows, distributions, parts.counters)
+        extend_proposals(rows, distributions, parts.context.counters.sums)
         if not batch.sampling.all_greedy:
             logits = None if distributions is None else distributions.logits
-            export_distributions(parts.handed_up, rows, logits)
+            export_distributions(parts.draft_logits, rows, logits)
     source.clean(batch, rows)
 
 
@@ -46,35 +41,26 @@ class ProposerV2:
     Args:
         sources: of level 1, by their names.
         level1: of them the one that drafts for level 2; None where level 2 proposes by itself.
-        handed_up: where the outer test reads level 2's distributions; its dtype is that of all
-            logits here, so that what is drawn from and what is handed up are the same numbers.
-        counts: what kernels count.
+        draft_logits: where the outer test reads level 2's distributions.
     """
 
     def __init__(
         self,
-        config: ResolvedConfig,
-        sources: Mapping[str, DraftSourceV2],
+        context: ProposalContext,
+        sources: dict[str, DraftSourceV2],
         level1: DraftSourceV2 | None,
         level2: RetrievalLevelV2,
-        rows: Rows,
         slots: Slots,
-        handed_up: DraftLogits,
-        race: ExponentialSampler,
-        shaping: LogitsProcessing,
-        counts: DeviceCounters,
+        draft_logits: DraftLogits,
     ) -> None:
         self.sources = sources
         self.level1 = level1
         self.level2 = level2
-        self.slots = slots
-        self.handed_up = handed_up
-        self.num_proposed = handed_up.num_proposed
-        self.times = PartTimes(handed_up.logits.device)
-        self._counts = counts
-        self._parts = LevelParts(
-            config, level1, level2, rows, slots, handed_up, counts.sums, race, shaping
-        )
+        self.draft_logits = draft_logits
+        self.num_proposed = draft_logits.num_proposed
+        self.times = PartTimes(context.device)
+        self._counts = context.counters
+        self._parts = LevelParts(context, level1, level2, slots, draft_logits)
         self._observer = _ObserverV2(self.times)
 
     @property
@@ -108,7 +94,7 @@ class ProposerV2:
         """Capture CUDA graphs of the passes of both levels, as far as they take part."""
         for source in self.sources.values():
             source.capture(mode)
-        if self._parts.config.uses_level2:
+        if self._parts.context.config.uses_level2:
             self.level2.capture(mode)
 
     def keeps_window(self, route: str) -> bool:
@@ -138,7 +124,9 @@ class ProposerV2:
         self._finish(draft_tokens, is_direct=True)
 
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        self._parts.rows.finish(draft_tokens, self.handed_up, self._counts.sums, is_direct)
+        self._parts.context.rows.finish(
+            draft_tokens, self.draft_logits, self._counts.sums, is_direct
+        )
 
     def count_full_pass(
         self,

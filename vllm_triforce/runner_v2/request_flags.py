@@ -29,7 +29,7 @@ class RequestFlags(LogitsProcessor):
         return logits
 
 
-def install_request_listener(runner, handed_up: DraftLogits) -> RequestFlags:
+def install_request_listener(runner, draft_logits: DraftLogits) -> RequestFlags:
     """Give a runner's sampler the listener, and its rejection sampler what it lacks.
 
     Raises:
@@ -44,7 +44,7 @@ def install_request_listener(runner, handed_up: DraftLogits) -> RequestFlags:
         )
     complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
     complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
-    complete.handed_up = handed_up
+    complete.draft_logits = draft_logits
     # Where sampling is spread over ranks, what they gather has no place for named tokens.
     complete.names_tokens = runner.batch_sharder is None
     return facts
@@ -57,7 +57,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
     ``logprob_token_ids`` as soon as anybody in the batch has drafts.
     """
 
-    handed_up: DraftLogits
+    draft_logits: DraftLogits
     names_tokens: bool
 
     def _verify(
@@ -89,7 +89,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         )
         states = self.sampler.sampling_states
         rows = outer_test_rows(
-            self.handed_up,
+            self.draft_logits,
             expanded_idx_mapping,
             expanded_local_pos,
             verify_draft_sampled,
@@ -98,7 +98,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         )
         sampled, num_sampled = rejection_sample(
             processed,
-            self.handed_up.logits,
+            self.draft_logits.logits,
             rows.draft_tokens,
             cu_num_logits,
             pos,

@@ -14,9 +14,7 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import Refresh
-from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, PassAdapters
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
 from vllm_triforce.runner_v2.selections import SelectionsV2
@@ -99,10 +97,7 @@ class RetrievalLevelV2:
 
     Args:
         groups: vLLM's KV cache groups; the sparse layers are all in one of them.
-        max_position: last position that the target knows.
         tables: of each group, [max_rows, width], int32: where each batch's block tables are.
-        logits_dtype: of the logits from which is drawn.
-        shaping: of the logits of batches whose ``sampling.is_shaped``.
         adapters: None where the engine has no LoRA.
         pool: of the layers whose KV cache lies in host memory, which are the last; None where
             there are none.
@@ -110,32 +105,27 @@ class RetrievalLevelV2:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        vllm_config,
+        context: ProposalContext,
+        model: Any,
         groups: list[KVGroup],
         attention: RetrievalAttention,
         selections: SelectionsV2,
-        rows: Rows,
-        max_position: int,
         tables: list[torch.Tensor],
-        logits_dtype: torch.dtype,
-        shaping: LogitsProcessing,
-        device: torch.device,
         adapters: PassAdapters | None = None,
         pool: "RetrievalPool | None" = None,
     ) -> None:
+        rows, vllm_config = context.rows, context.vllm_config
+        self._context = context
         self._model = model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self._attention = attention
         self.selections = selections
         self._rows = rows
-        self._max_position = max_position
+        self._max_position = vllm_config.model_config.max_model_len - 1
         self._num_kv_heads = attention.num_kv_heads
-        self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+        self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]
-        self._logits_dtype = logits_dtype
-        self._shaping = shaping
         self._batch: BatchV2 | None = None
         self._pool = pool
         names = groups[self._sparse_group].sparse_layer_names
@@ -145,25 +135,27 @@ class RetrievalLevelV2:
         for group in groups:
             names = group.sparse_layer_names + group.dense_layer_names
             caches = [layers[name].kv_cache for name in names if name not in self._pooled]
-            cleaner = NanScrubber(caches, group.block_size, device) if caches else None
+            cleaner = NanScrubber(caches, group.block_size, context.device) if caches else None
             self._cleaners.append(cleaner)
-        config = vllm_config.model_config
+        num_seqs = rows.max_rows * self._num_kv_heads
         self._pass = ModelPass(
             model,
             vllm_config,
-            rows.max_rows,
-            rows.gamma + 1,
-            rows.max_rows * self._num_kv_heads,
-            config.get_hidden_size(),
-            config.dtype,
-            device,
+            PassInputs(rows.max_rows, rows.gamma + 1, num_seqs, context.device),
+            vllm_config.model_config,
             self._metadata,
             self._slots,
             "level 2 pass",
             adapters,
         )
         self._dense = [
-            DenseLayers(group, self._pass.inputs, self._dense_seq_lens, table, max_position + 1)
+            DenseLayers(
+                group,
+                self._pass.inputs,
+                self._dense_seq_lens,
+                table,
+                vllm_config.model_config.max_model_len,
+            )
             for group, table in zip(groups, tables)
             if group.dense_layer_names
         ]
@@ -175,7 +167,7 @@ class RetrievalLevelV2:
                 rows,
                 [self._pass],
                 vllm_config,
-                device,
+                context.device,
                 f"level 2 round, {sampling.kind}",
             )
             for sampling in CAPTURED_SAMPLING
@@ -229,8 +221,8 @@ class RetrievalLevelV2:
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
         if sampling.is_shaped:
-            logits = self._shaping.shape(logits, first_place=0)
-        logits = logits.to(self._logits_dtype).unflatten(0, hidden.shape[:2])
+            logits = self._context.logits_processing.shape(logits, first_place=0)
+        logits = logits.to(self._context.logits_dtype).unflatten(0, hidden.shape[:2])
         top, best = logits.max(-1)
         if sampling.all_greedy:
             return best, top

@@ -38,7 +38,7 @@ class Routes:
             routes.setdefault(its.route, {})[row] = replace(
                 its, num_tokens=min(its.num_tokens, most)
             )
-            if self._built.triforce.keeps_window(its.route):
+            if self._built.proposer.keeps_window(its.route):
                 windowed.add(name)
         self._built.slots.miss_a_pass(set(input_batch.req_ids) - windowed)
         return routes

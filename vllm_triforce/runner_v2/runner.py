@@ -17,7 +17,7 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.plan import StepPlan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v2.batch import BatchReader
-from vllm_triforce.runner_v2.build import SpeculatorBuild
+from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorBuild
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
@@ -73,23 +73,20 @@ class TriForceSpeculatorV2(SpeculatorV2):
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         self._built = SpeculatorBuild(
-            vllm_config=self.vllm_config,
-            config=self.config,
-            runner=self._runner,
-            target=self._target,
-            target_layers=self.target_layers,
-            draft=self.model,
-            draft_layers=draft_layers,
-            kv_cache_config=kv_cache_config,
-            vocab_size=self.vocab_size,
-            device=self.device,
-            offload=offload,
+            self.vllm_config,
+            self.config,
+            self._runner,
+            LoadedModel(self._target, self.target_layers),
+            LoadedModel(self.model, draft_layers),
+            kv_cache_config,
+            self.vocab_size,
+            offload,
         )
-        self._facts = install_request_listener(self._runner, self._built.triforce.handed_up)
+        self._facts = install_request_listener(self._runner, self._built.proposer.draft_logits)
         disable_recording_in_plain_graphs(self._runner, self.recorder)
         self._routes = Routes(self.config, self._built, self._facts)
         built = self._built
-        self._reader = BatchReader(self._runner, self._facts, built.shaping, built.tables)
+        self._reader = BatchReader(self._runner, self._facts, built.logits_processing, built.tables)
 
     def capture(self) -> None:
         if self._graph_mode == CUDAGraphMode.NONE:
@@ -98,7 +95,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             # vLLM measures a few of its graphs, before there is a KV cache of full size.
             self.graph_bytes = self._estimated_graph_bytes()
         else:
-            self._built.capture(self._graph_mode)
+            self._built.proposer.capture(self._graph_mode)
 
     def _estimated_graph_bytes(self) -> int:
         """As many as vLLM reckons for as many graphs more of its own."""
@@ -122,12 +119,12 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     @property
     def counters(self):
-        return self._built.triforce.counters
+        return self._built.proposer.counters
 
     @property
     def sent_counters(self):
         """What goes to /metrics: it must not wait for the device."""
-        return self._built.triforce.known_counters
+        return self._built.proposer.known_counters
 
     def warm_up(self) -> None:
         """Compiles what proposals need, before a request waits for it; and measures, where there is
@@ -147,7 +144,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}
 
     def synchronize_times(self, synchronize: bool) -> None:
-        self._built.triforce.times.synchronize = synchronize
+        self._built.proposer.times.synchronize = synchronize
 
     # Every step.
 
@@ -177,7 +174,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if dummy_run:
             self._warm_up(skip_attn_for_dummy_run)
             return draft_tokens
-        triforce = self._built.triforce
+        triforce = self._built.proposer
         states = input_batch.idx_mapping[:num_reqs]
         self._forget_finished(input_batch)
         self._count_full_pass(input_batch, states, num_sampled)
@@ -272,4 +269,4 @@ class TriForceSpeculatorV2(SpeculatorV2):
         # A prefill may be padded with placeholders, which do not count.
         decodes = ~input_batch.is_prefilling_np[: len(scheduled)]
         counted = async_tensor_h2d((scheduled * decodes).astype(np.int32), device=self.device)
-        self._built.triforce.count_full_pass(counted, states, num_sampled)
+        self._built.proposer.count_full_pass(counted, states, num_sampled)

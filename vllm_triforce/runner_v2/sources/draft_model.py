@@ -4,20 +4,22 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
-from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
+from vllm_triforce.kernels.draw import draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
+from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, forward
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
 from vllm_triforce.runner_v2.slots import Slot
@@ -106,12 +108,6 @@ class DraftModelV2(DraftSourceV2):
     rebuild moves. The host therefore never needs the tokens: the first pass of a proposal feeds
     the ``num_speculative_tokens + 1`` newest, which covers all that the full pass can have added,
     and the first pass of each later round the ``gamma + 1`` newest.
-
-    Args:
-        make_pass: from (query_len, name) to a pass of the draft over ``cache``.
-        rebuild: runs the draft over whole windows.
-        tables: [num_rows, blocks per window], int32, block tables that the passes read; each
-            proposal writes its rows' own.
     """
 
     name = "draft_model"
@@ -119,79 +115,48 @@ class DraftModelV2(DraftSourceV2):
 
     @classmethod
     def build(cls, parts: SourcePartsV2) -> "DraftModelV2":
-        config, vllm_config, device = parts.config, parts.vllm_config, parts.device
-        layers = parts.draft_layers
-        cache, builder = private_cache(layers, vllm_config, config, parts.num_slots, device)
-        attention = parts.draft_attention(layers, builder)
-        # A row's blocks stay where they are, row by row: a graph may be replayed for any slots.
-        tables = torch.zeros_like(cache.block_table)
-        return cls(
-            parts.draft,
-            _passes(parts, attention, tables, cache.blocks_per_slot * cache.block_size),
-            WindowRebuild(
-                parts.draft,
-                vllm_config,
-                cache,
-                attention.layer_names,
-                attention.ragged,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-                device,
-            ),
-            cache,
-            tables,
-            config.num_sink_tokens,
-            config.num_recent_tokens,
-            config.window_tokens,
-            parts.rows,
-            parts.vocab_size,
-            parts.logits_dtype,
-            parts.race,
-            NanScrubber([layer.kv_cache for layer in layers.values()], cache.block_size, device),
-            parts.all_token_ids,
-            parts.shaping,
-            vllm_config,
-        )
+        return cls(parts)
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        make_pass: Callable[[int, str], ModelPass],
-        rebuild: WindowRebuild,
-        cache: StreamingCache,
-        tables: torch.Tensor,
-        num_sinks: int,
-        num_recent: int,
-        capacity: int,
-        rows: Rows,
-        vocab_size: int,
-        logits_dtype: torch.dtype,
-        race: ExponentialSampler,
-        cleaner: NanScrubber,
-        all_token_ids: torch.Tensor,
-        shaping: LogitsProcessing,
-        vllm_config,
-    ) -> None:
-        self._model = model
-        self._rebuild = rebuild
-        self._cleaner = cleaner
-        self.cache = cache
-        self._tables = tables
-        self._num_sinks, self._num_recent, self._capacity = num_sinks, num_recent, capacity
+    def __init__(self, parts: SourcePartsV2) -> None:
+        context, layers = parts.context, parts.draft_layers
+        config, vllm_config, rows = context.config, context.vllm_config, context.rows
+        self.cache, builder = private_cache(
+            layers, vllm_config, config, rows.max_rows, context.device
+        )
+        attention = parts.draft_attention(layers, builder)
+        self._model = parts.draft
         self._rows = rows
-        self._race = race
-        device = rows.row_metadata.device
-        gamma, most = rows.gamma, rows.max_rows
+        self._context = context
+        self._all_token_ids = parts.all_token_ids
+        self._num_sinks, self._num_recent = config.num_sink_tokens, config.num_recent_tokens
+        self._capacity = config.window_tokens
+        # A row's blocks stay where they are, row by row: a graph may be replayed for any slots.
+        self._tables = torch.zeros_like(self.cache.block_table)
+        self._rebuild = WindowRebuild(
+            self._model,
+            vllm_config,
+            self.cache,
+            attention.layer_names,
+            attention.ragged,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            context.device,
+        )
+        self._scrubber = NanScrubber(
+            [layer.kv_cache for layer in layers.values()], self.cache.block_size, context.device
+        )
+        make_pass = partial(self._build_pass, attention)
+        gamma = rows.gamma
         self._catch_up = make_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
         self._first = self._catch_up
         if gamma != rows.num_speculative_tokens:
             self._first = make_pass(gamma + 1, "level 1 pass of a round")
         self._step = make_pass(1, "level 1 step") if gamma > 1 else None
-        self._logits_dtype = logits_dtype
-        self._logits = torch.zeros(most, gamma, vocab_size, dtype=logits_dtype, device=device)
-        self._lse = torch.zeros(most, gamma, dtype=torch.float32, device=device)
+        shape = (rows.max_rows, gamma)
+        self._logits = torch.zeros(
+            *shape, rows.vocab_size, dtype=context.logits_dtype, device=context.device
+        )
+        self._lse = torch.zeros(shape, dtype=torch.float32, device=context.device)
         self._all_greedy = True
-        self._all_token_ids = all_token_ids
-        self._shaping = shaping
         passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
@@ -201,7 +166,7 @@ class DraftModelV2(DraftSourceV2):
                 rows,
                 self._passes,
                 vllm_config,
-                device,
+                context.device,
                 f"level 1 round, {sampling.kind}",
             )
             for sampling in CAPTURED_SAMPLING
@@ -265,14 +230,14 @@ class DraftModelV2(DraftSourceV2):
 
     def clean(self, batch: BatchV2, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
-        self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._scrubber(rows.faults, rows.num_rows, rows.computed, tables, None)
 
     def _draw(self, sampling: SamplingV2, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden)
         if sampling.is_shaped:
-            logits = self._shaping.shape(logits, step)
-        logits = logits.to(self._logits_dtype)
+            logits = self._context.logits_processing.shape(logits, step)
+        logits = logits.to(self._context.logits_dtype)
         top, best = logits.max(-1)
         distributions = None
         if not sampling.all_greedy:
@@ -280,40 +245,21 @@ class DraftModelV2(DraftSourceV2):
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)
-        draw_drafts(rows, step, draft, rows.drawing, self._race)
+        draw_drafts(rows, step, draft, rows.drawing, self._context.sampler)
 
+    def _build_pass(self, attention: DraftAttention, query_len: int, name: str) -> ModelPass:
+        """Build a pass of ``query_len`` tokens a row over the draft's cache."""
+        vllm_config, max_rows = self._context.vllm_config, self._rows.max_rows
+        capacity = self.cache.blocks_per_slot * self.cache.block_size
+        inputs = PassInputs(max_rows, query_len, max_rows, self._context.device)
 
-def _passes(parts: SourcePartsV2, attention, tables, capacity: int):
-    """From (query_len, name) to a pass of the draft over its cache.
-
-    Args:
-        tables: [num_rows, blocks per window], int32, block tables that the passes read.
-        capacity: tokens of a window at most.
-    """
-    draft_config = parts.vllm_config.speculative_config.draft_model_config
-
-    def make_pass(query_len: int, name: str) -> ModelPass:
         def metadata(num_rows: int) -> dict:
-            seq_lens = made.inputs.seq_lens[:num_rows]
-            return attention.uniform(num_rows, query_len, seq_lens, tables[:num_rows], capacity)
+            seq_lens, tables = inputs.seq_lens[:num_rows], self._tables[:num_rows]
+            return attention.uniform(num_rows, query_len, seq_lens, tables, capacity)
 
         def slots(num_rows: int) -> dict[str, torch.Tensor]:
-            mapping = made.inputs.slot_mapping[: num_rows * query_len]
+            mapping = inputs.slot_mapping[: num_rows * query_len]
             return dict.fromkeys(attention.layer_names, mapping)
 
-        made = ModelPass(
-            parts.draft,
-            parts.vllm_config,
-            parts.num_slots,
-            query_len,
-            parts.num_slots,
-            draft_config.get_hidden_size(),
-            draft_config.dtype,
-            parts.device,
-            metadata,
-            slots,
-            name,
-        )
-        return made
-
-    return make_pass
+        draft_config = vllm_config.speculative_config.draft_model_config
+        return ModelPass(self._model, vllm_config, inputs, draft_config, metadata, slots, name)

@@ -21,7 +21,7 @@ class PromptLookupV2(DraftSourceV2):
 
     @classmethod
     def build(cls, parts) -> "PromptLookupV2":
-        return cls(parts.config.prompt_lookup_max)
+        return cls(parts.context.config.prompt_lookup_max)
 
     def draft(self, batch, rows, is_first) -> None:
         if is_first:

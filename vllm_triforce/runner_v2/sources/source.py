@@ -6,42 +6,28 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.distributions import Distributions
-from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.slots import Slot
 
 
 @dataclass
 class SourcePartsV2:
-    """What sources are built from.
+    """Parts that sources are built from.
 
     Args:
-        draft: the draft model as vLLM loaded it; None where none was asked for.
-        draft_layers: its attention layers by name.
+        draft: the draft model as vLLM loaded it; None where none was configured.
+        draft_layers: attention layers of the draft by name.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
-        vocab_size: of the target.
-        logits_dtype: of all logits from which is drawn.
-        all_token_ids: [max_num_reqs, max_model_len], int32, by state; as in each batch.
-        shaping: of the logits of batches whose ``sampling.is_shaped``.
+        all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
     """
 
-    vllm_config: Any
-    config: ResolvedConfig
+    context: ProposalContext
     draft: Any
     draft_layers: dict[str, Any]
     draft_attention: Any
-    rows: Rows
-    num_slots: int
-    vocab_size: int
-    logits_dtype: torch.dtype
-    race: ExponentialSampler
     all_token_ids: torch.Tensor
-    shaping: LogitsProcessing
-    device: torch.device
 
 
 class DraftSourceV2(ABC):
