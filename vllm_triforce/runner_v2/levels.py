@@ -119,7 +119,7 @@ class LevelsV2:
         return None if self._batch.sampling.all_greedy else level1.distributions
 
     def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
-        return self._parts.level2.forward()
+        return self._parts.level2.forward(self._batch.sampling)
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
@@ -131,4 +131,4 @@ class LevelsV2:
     def end(self) -> None:
         if self._parts.level1 is not None:
             self._parts.level1.clean(self._batch, self._parts.context.rows)
-        self._parts.level2.clean()
+        self._parts.level2.clean(self._batch)

@@ -198,23 +198,23 @@ class ModelPass:
         """Rows that a run with ``num_rows`` reads: fill that many."""
         if self._graphs is None or self._is_inlined:
             return num_rows
-        return self._dispatch(num_rows).num_reqs
+        return self._dispatch(self._graphs, num_rows).num_reqs
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Hidden states behind the inputs, valid until the next run."""
         if self._graphs is not None and not self._is_inlined:
-            desc = self._dispatch(num_rows)
+            desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
                 return self._result(num_rows)
         self._forward(num_rows)
         return self._result(num_rows)
 
-    def _dispatch(self, num_rows: int):
+    def _dispatch(self, graphs: PassGraphs, num_rows: int) -> BatchExecutionDescriptor:
         length = self.inputs.query_len
         # With how many there are graphs vLLM's manager knows.
         num_active = int(self._has_adapters)
-        return self._graphs.dispatch(num_rows, num_rows * length, length, num_active)
+        return graphs.dispatch(num_rows, num_rows * length, length, num_active)
 
     def _result(self, num_rows: int) -> torch.Tensor:
         length = self.inputs.query_len

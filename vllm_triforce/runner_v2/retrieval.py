@@ -126,7 +126,6 @@ class RetrievalLevelV2:
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]
-        self._batch: BatchV2 | None = None
         self._pool = pool
         names = groups[self._sparse_group].sparse_layer_names
         self._pooled = set() if pool is None else set(names[-pool.num_layers :])
@@ -190,16 +189,14 @@ class RetrievalLevelV2:
                 its.capture(mode)
 
     def begin(self, batch: BatchV2, slots: list[Slot], due: list[Refresh]) -> None:
-        self._batch = batch
         self._pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
         if self._pool is not None:
             self._pool.begin(self.selections.tables)
 
-    def forward(self) -> LevelLogits:
+    def forward(self, sampling: SamplingV2) -> LevelLogits:
         """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
         places; valid until the next pass."""
-        sampling = self._batch.sampling
         best, top, *drawn = self._rounds[sampling.kind](sampling)
         distributions = None if sampling.all_greedy else Distributions(*drawn)
         return LevelLogits(best, top, distributions)
@@ -230,11 +227,11 @@ class RetrievalLevelV2:
         masked, lse = masked_logits(logits.flatten(0, 1), masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
-    def clean(self) -> None:
+    def clean(self, batch: BatchV2) -> None:
         """Removes NaN from the lookahead slots of the rows that have a fault."""
         rows = self._rows
         reach = rows.num_speculative_tokens + rows.gamma
-        for cleaner, table in zip(self._cleaners, self._batch.tables):
+        for cleaner, table in zip(self._cleaners, batch.tables):
             if cleaner is not None:
                 cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
         if self._pool is not None:
@@ -243,10 +240,10 @@ class RetrievalLevelV2:
     def _metadata(self, num_rows: int) -> dict:
         inputs, heads = self._pass.inputs, self._num_kv_heads
         group = self._groups[self._sparse_group]
-        tables = [
-            (self._pool.tables if name in self._pooled else own)[: num_rows * heads]
-            for name, own in zip(group.sparse_layer_names, self.selections.tables)
-        ]
+        tables = [table[: num_rows * heads] for table in self.selections.tables]
+        if self._pool is not None:
+            first = len(tables) - self._pool.num_layers
+            tables[first:] = [self._pool.tables[: num_rows * heads]] * self._pool.num_layers
         sparse = self._attention.uniform(
             num_rows, inputs.query_len, inputs.seq_lens[: num_rows * heads], tables
         )

@@ -41,13 +41,17 @@ class TriForceSpeculatorV2(SpeculatorV2):
     before the step. A scheduler that is not asynchronous waits once, for the tokens.
     """
 
+    # From ``allocate()``.
+    _built: SpeculatorBuild
+    _facts: RequestFlags
+    _routes: Routes
+    _reader: BatchReader
+
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device, runner, config, draft_model)
-        self._built: SpeculatorBuild | None = None
+        self._is_allocated = False
         self._graph_mode = CUDAGraphMode.NONE
         self._report = IntervalReport(config.log_interval)
-        self._facts: RequestFlags | None = None
-        self._routes: Routes | None = None
         self._disabled_requests = DisabledRequests()
         self._num_faults = 0
         self._plan: StepPlan | None = None
@@ -87,11 +91,12 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._routes = Routes(self.config, self._built, self._facts)
         built = self._built
         self._reader = BatchReader(self._runner, self._facts, built.logits_processing, built.tables)
+        self._is_allocated = True
 
     def capture(self) -> None:
         if self._graph_mode == CUDAGraphMode.NONE:
             return
-        if self._built is None:
+        if not self._is_allocated:
             # vLLM measures a few of its graphs, before there is a KV cache of full size.
             self.graph_bytes = self._estimated_graph_bytes()
         else:

@@ -41,8 +41,7 @@ class ProposedTokensHandler(DraftTokensHandler):
     def __init__(self, device: torch.device, is_asynchronous: bool) -> None:
         super().__init__(device)
         self._is_asynchronous = is_asynchronous
-        self._tokens: torch.Tensor | None = None
-        self._lengths: torch.Tensor | None = None
+        self._proposal: tuple[torch.Tensor, torch.Tensor] | None = None
         self._num_places = 0
         self._held: tuple[torch.Tensor, ...] = ()
         self._copied: tuple[np.ndarray, ...] | None = None
@@ -52,7 +51,7 @@ class ProposedTokensHandler(DraftTokensHandler):
         tokens: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
         lengths: torch.Tensor | None,  # [num_reqs], int32; None: nothing was proposed
     ) -> None:
-        self._tokens, self._lengths = tokens, lengths
+        self._proposal = None if lengths is None else (tokens, lengths)
         self._num_places = tokens.shape[1]
 
     def set_draft_tokens(self, input_batch, draft_tokens) -> None:
@@ -60,12 +59,13 @@ class ProposedTokensHandler(DraftTokensHandler):
         if self._copied is not None:
             self.copy_event.synchronize()
         self._copied = None
-        if self._lengths is None:
+        if self._proposal is None:
             return
         if self._is_asynchronous and not input_batch.has_structured_output_reqs:
             return
         # Held until they are copied: the next step writes over vLLM's own buffer.
-        self._held = self._tokens.clone(), self._lengths
+        tokens, lengths = self._proposal
+        self._held = tokens.clone(), lengths
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copy_stream):
             self._copied = tuple(async_copy_to_np(tensor) for tensor in self._held)

@@ -150,14 +150,14 @@ class DraftModelV2(DraftSourceV2):
         self._first = self._catch_up
         if gamma != rows.num_speculative_tokens:
             self._first = make_pass(gamma + 1, "level 1 pass of a round")
-        self._step = make_pass(1, "level 1 step") if gamma > 1 else None
+        self._step = make_pass(1, "level 1 step")
         shape = (rows.max_rows, gamma)
         self._logits = torch.zeros(
             *shape, rows.vocab_size, dtype=context.logits_dtype, device=context.device
         )
         self._lse = torch.zeros(shape, dtype=torch.float32, device=context.device)
         self._all_greedy = True
-        passes = [its for its in (self._catch_up, self._first, self._step) if its is not None]
+        passes = [self._catch_up, self._first, *([self._step] if gamma > 1 else [])]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
             sampling.kind: GraphedRound(
