@@ -245,7 +245,7 @@ class _Inside:
 
         built = self._built(llm)
         proposer, rows = built.proposer, built.rows
-        owner = proposer.level2._pass if level == 2 else proposer.level1._step
+        owner = proposer.level2._pass if level == 2 else proposer.level1._step_pass
         layer = owner._model.model.layers[2 if level == 2 else 0]
 
         def is_due(number: int) -> bool:

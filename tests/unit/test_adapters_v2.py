@@ -137,7 +137,7 @@ def test_each_row_of_logits_has_its_requests_adapter(runner):
 
 def test_trials_have_adapters_that_are_made_once(runner):
     adapters = adapters_of(runner)
-    with adapters.trials():
+    with adapters.with_dummy_adapters():
         with runner.maybe_dummy_run_with_lora(
             runner.lora_config,
             num_scheduled_tokens=[2, 1],
@@ -184,7 +184,7 @@ def captured(runner, monkeypatch):
             name="pass",
             adapters=adapters,
         )
-        made.capture(CUDAGraphMode.FULL_DECODE_ONLY, has_rounds=False)  # as with LoRA
+        made.capture(CUDAGraphMode.FULL_DECODE_ONLY, has_round_graphs=False)  # as with LoRA
         return made, replayed
 
     return make

@@ -315,7 +315,7 @@ BY_HAND = {
     "runner_v2/request_flags.py": {
         "complete.__dict__",
         "complete.draft_logits",
-        "complete.names_tokens",
+        "complete.supports_logprob_token_ids",
     },
 }
 

@@ -63,15 +63,15 @@ def launches(sees_at: int, plans: list[StepPlan]) -> tuple[list, list]:
     rank = module.TriForceSpeculatorV2.__new__(module.TriForceSpeculatorV2)
     torch.nn.Module.__init__(rank) if isinstance(rank, torch.nn.Module) else None
     rank._built, rank._reports = built, Reports(torch.device("cpu"))
-    rank._facts = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
-    rank._routes = Routes(config, built, rank._facts)
-    rank._disabled_requests, rank._num_faults = DisabledRequests(), 0
+    rank._flags = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
+    rank._routes = Routes(config, built, rank._flags)
+    rank._disabled_requests, rank._num_nan_requests = DisabledRequests(), 0
     rank._has_proposal = np.zeros(2, dtype=bool)
     rank._runner = SimpleNamespace(
         req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES)), block_tables=None
     )
     rank._report = SimpleNamespace(log_if_due=lambda *args: None)
-    rank._handler = SimpleNamespace(proposed=lambda *args: None)
+    rank._handler = SimpleNamespace(set_proposals=lambda *args: None)
     rank.draft_tokens, rank.num_speculative_steps = torch.zeros(2, 6), 6
     rank._reader = SimpleNamespace(
         read=lambda input_batch, plans, *rest: NamedRows(

@@ -85,7 +85,7 @@ class LevelAdapters:
         self._activate(tokens, tokens)
 
     @contextmanager
-    def trials(self) -> Iterator[None]:
+    def with_dummy_adapters(self) -> Iterator[None]:
         """While passes are tried and timed: every row has an adapter, at level 2 as in vLLM's dummy
         runs. vLLM makes and loads new ones for each of those; here they are there before."""
         runner = self._runner

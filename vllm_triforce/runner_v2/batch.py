@@ -144,5 +144,5 @@ class BatchReader:
         return SamplingV2(
             all_greedy=not len(drawn),
             has_masks=bool(has_masks.any()),
-            is_shaped=self._logits_processing.is_asked(states),
+            has_processors=self._logits_processing.is_needed(states),
         )

@@ -66,7 +66,7 @@ class TrialBatches:
             max_num_tokens=np.full(num_rows, num_tokens),
             max_num_rounds=np.full(num_rows, num_rounds),
             is_one_hot=np.zeros(num_rows, dtype=bool),
-            sampling=SamplingV2(is_greedy, has_masks=not is_greedy, is_shaped=not is_greedy),
+            sampling=SamplingV2(is_greedy, has_masks=not is_greedy, has_processors=not is_greedy),
             tables=self._tables(num_rows, context + 2 * num_tokens),
             num_computed=self._of_states(context, torch.int32),
             num_sampled=self._filled(num_rows, 1, torch.int32),
@@ -330,7 +330,7 @@ def warm_up_proposals(
     # is seen in the next step.
     for request_id in built.slots.request_ids():
         built.slots.release(request_id)
-    trials = nullcontext() if built.adapters is None else built.adapters.trials()
+    trials = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
     with built.recorder.pausing(), trials:
         if is_gpu:
             calibration.warm_up()

@@ -96,7 +96,7 @@ class LevelsV2:
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
         slots = take_slots(parts, batch)
-        due = parts.level2.selections.due(slots, batch.max_computed_tokens)
+        due = parts.level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
         if parts.level1 is not None:
             parts.level1.begin(batch, slots)
         init_rows(parts, batch, slots, due)
@@ -130,5 +130,5 @@ class LevelsV2:
 
     def end(self) -> None:
         if self._parts.level1 is not None:
-            self._parts.level1.clean(self._batch, self._parts.context.rows)
-        self._parts.level2.clean(self._batch)
+            self._parts.level1.end(self._batch, self._parts.context.rows)
+        self._parts.level2.scrub(self._batch)

@@ -46,7 +46,7 @@ class LogitsProcessing:
         device = rows.row_metadata.device
         self._asked = LogitParams(len(self._bias.use_logit_bias), device)
 
-    def is_asked(self, states: np.ndarray) -> bool:
+    def is_needed(self, states: np.ndarray) -> bool:
         """Whether a request asks for any.
 
         Args:
@@ -75,7 +75,7 @@ class LogitsProcessing:
             penalties.presence_penalty.gpu,
         )
 
-    def shape(
+    def apply(
         self,
         logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
         first_place: int,

@@ -151,25 +151,25 @@ class ModelPass:
             device=self._device,
         )
         self._graphs: PassGraphs | None = None
-        self._is_inlined = False
+        self._is_within_capture = False
 
     @contextmanager
-    def inlined(self) -> Iterator[None]:
+    def within_capture(self) -> Iterator[None]:
         """While a graph is captured that has runs within it."""
-        self._is_inlined = True
+        self._is_within_capture = True
         try:
             yield
         finally:
-            self._is_inlined = False
+            self._is_within_capture = False
 
-    def capture(self, mode: CUDAGraphMode, has_rounds: bool = True) -> None:
+    def capture(self, mode: CUDAGraphMode, has_round_graphs: bool = True) -> None:
         """
         Args:
-            has_rounds: the rounds of few rows are graphs of their own.
+            has_round_graphs: the rounds of few rows are graphs of their own.
         """
         largest = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
         sizes = pass_sizes(self.max_rows, largest)
-        if not has_rounds:
+        if not has_round_graphs:
             sizes = round_sizes(self.max_rows, largest) + sizes
         if not sizes:
             return
@@ -181,7 +181,7 @@ class ModelPass:
             mode,
             self.inputs.query_len,
             sizes,
-            MAX_ROWS * has_rounds,
+            MAX_ROWS * has_round_graphs,
             self._adapters,
         )
         graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")
@@ -196,13 +196,13 @@ class ModelPass:
 
     def padded_rows(self, num_rows: int) -> int:
         """Rows that a run with ``num_rows`` reads: fill that many."""
-        if self._graphs is None or self._is_inlined:
+        if self._graphs is None or self._is_within_capture:
             return num_rows
         return self._dispatch(self._graphs, num_rows).num_reqs
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Hidden states behind the inputs, valid until the next run."""
-        if self._graphs is not None and not self._is_inlined:
+        if self._graphs is not None and not self._is_within_capture:
             desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
@@ -316,8 +316,8 @@ class GraphedRound:
     def _capture(self, num_rows: int) -> None:
         with ExitStack() as stack:
             for its in self._passes:
-                stack.enter_context(its.inlined())
-            stack.enter_context(self._rows.as_if(num_rows))
+                stack.enter_context(its.within_capture())
+            stack.enter_context(self._rows.with_num_rows(num_rows))
             # Weak, so that graphs of other sizes have the same memory.
             results = self._work(self._sampling)
             self._results[num_rows] = tuple(weak_ref_tensor(its) for its in results)

@@ -32,7 +32,7 @@ def propose_directly(parts: LevelParts, source: DraftSourceV2, batch: BatchV2) -
         if not batch.sampling.all_greedy:
             logits = None if distributions is None else distributions.logits
             export_distributions(parts.draft_logits, rows, logits)
-    source.clean(batch, rows)
+    source.end(batch, rows)
 
 
 class ProposerV2:

@@ -20,7 +20,7 @@ class Reports:
         self._disabled: tuple[str, ...] = ()
         self._ready: Callable[..., StepReport] | None = None
 
-    def begin(self, number: int | None) -> None:
+    def begin_step(self, number: int | None) -> None:
         """A step begins; what was collected of the one before goes with its output.
 
         Args:
@@ -39,15 +39,15 @@ class Reports:
             copied = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
             self._rows.append((request_ids, copied.copy_(outcomes, non_blocking=True)))
 
-    def measured(self, measurements: Measurements | None) -> None:
+    def set_measurements(self, measurements: Measurements | None) -> None:
         """What passes take goes with the next report."""
         self._measured = measurements
 
-    def disabled(self, request_ids: list[str]) -> None:
+    def add_disabled(self, request_ids: list[str]) -> None:
         """That these are not speculated on again goes with the next report."""
         self._disabled += tuple(request_ids)
 
-    def send(self, output):
+    def attach_to(self, output):
         """``output`` with what is ready."""
         # vLLM's empty output is one object for all: what is ready can wait.
         if output is not None and getattr(output, "req_ids", True) and self._ready is not None:

@@ -46,7 +46,7 @@ def install_request_listener(runner, draft_logits: DraftLogits) -> RequestFlags:
     complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
     complete.draft_logits = draft_logits
     # Where sampling is spread over ranks, what they gather has no place for named tokens.
-    complete.names_tokens = runner.batch_sharder is None
+    complete.supports_logprob_token_ids = runner.batch_sharder is None
     return facts
 
 
@@ -58,7 +58,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
     """
 
     draft_logits: DraftLogits
-    names_tokens: bool
+    supports_logprob_token_ids: bool
 
     def _verify(
         self,
@@ -76,7 +76,10 @@ class CompleteRejectionSamplerV2(RejectionSampler):
     ):
         """As vLLM's, whose two calls these are; the second is told of slots."""
         named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
-        self._num_named, self._owners = named * self.names_tokens, expanded_idx_mapping
+        self._num_named, self._owners = (
+            named * self.supports_logprob_token_ids,
+            expanded_idx_mapping,
+        )
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,

@@ -183,7 +183,7 @@ class RetrievalLevelV2:
             return
         if self._pool is not None:
             self._pool.slot_mapping.fill_(-1)
-        self._pass.capture(mode, has_rounds=not self._has_adapters)
+        self._pass.capture(mode, has_round_graphs=not self._has_adapters)
         if not self._has_adapters:  # whose layers are told before each pass what to launch
             for its in self._rounds.values():
                 its.capture(mode)
@@ -217,8 +217,8 @@ class RetrievalLevelV2:
         )
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
-        if sampling.is_shaped:
-            logits = self._context.logits_processing.shape(logits, first_place=0)
+        if sampling.has_processors:
+            logits = self._context.logits_processing.apply(logits, first_place=0)
         logits = logits.to(self._context.logits_dtype).unflatten(0, hidden.shape[:2])
         top, best = logits.max(-1)
         if sampling.all_greedy:
@@ -227,7 +227,7 @@ class RetrievalLevelV2:
         masked, lse = masked_logits(logits.flatten(0, 1), masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
-    def clean(self, batch: BatchV2) -> None:
+    def scrub(self, batch: BatchV2) -> None:
         """Removes NaN from the lookahead slots of the rows that have a fault."""
         rows = self._rows
         reach = rows.num_speculative_tokens + rows.gamma

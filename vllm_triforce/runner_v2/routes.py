@@ -18,7 +18,7 @@ class Routes:
         self._built = built
         self._facts = facts
 
-    def of_batch(
+    def route_batch(
         self, input_batch, plan: StepPlan | None, most: int
     ) -> dict[str, dict[int, RequestPlan]]:
         """For each route that is taken, the rows that take it and their parts in the plan.
@@ -40,7 +40,7 @@ class Routes:
             )
             if self._built.proposer.keeps_window(its.route):
                 windowed.add(name)
-        self._built.slots.miss_a_pass(set(input_batch.req_ids) - windowed)
+        self._built.slots.invalidate_windows(set(input_batch.req_ids) - windowed)
         return routes
 
     def _able(

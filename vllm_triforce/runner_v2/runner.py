@@ -43,7 +43,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     # From ``allocate()``.
     _built: SpeculatorBuild
-    _facts: RequestFlags
+    _flags: RequestFlags
     _routes: Routes
     _reader: BatchReader
 
@@ -53,7 +53,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._graph_mode = CUDAGraphMode.NONE
         self._report = IntervalReport(config.log_interval)
         self._disabled_requests = DisabledRequests()
-        self._num_faults = 0
+        self._num_nan_requests = 0
         self._plan: StepPlan | None = None
         self._reports = Reports(device)
         self._measured: Measurements | None = None
@@ -86,11 +86,11 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self.vocab_size,
             offload,
         )
-        self._facts = install_request_listener(self._runner, self._built.proposer.draft_logits)
+        self._flags = install_request_listener(self._runner, self._built.proposer.draft_logits)
         disable_recording_in_plain_graphs(self._runner, self.recorder)
-        self._routes = Routes(self.config, self._built, self._facts)
+        self._routes = Routes(self.config, self._built, self._flags)
         built = self._built
-        self._reader = BatchReader(self._runner, self._facts, built.logits_processing, built.tables)
+        self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
         self._is_allocated = True
 
     def capture(self) -> None:
@@ -135,7 +135,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         """Compiles what proposals need, before a request waits for it; and measures, where there is
         something to choose. Behind the capture of CUDA graphs."""
         self._measured = self._warm_up_proposals(measures=bool(self.config.choices))
-        self._reports.measured(self._measured)
+        self._reports.set_measurements(self._measured)
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:
         return warm_up_proposals(
@@ -187,7 +187,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         most = self.num_speculative_steps
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
-        routes = self._routes.of_batch(input_batch, self._plan, most)
+        routes = self._routes.route_batch(input_batch, self._plan, most)
         hosted_states = input_batch.idx_mapping_np[:num_reqs]
         if not routes and not self._has_proposal[hosted_states].any():
             # Nothing was proposed before, nothing is now: all is padding already.
@@ -204,10 +204,10 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
         triforce.note_counters()
-        if triforce.known_counters.num_nan_requests > self._num_faults:
+        if triforce.known_counters.num_nan_requests > self._num_nan_requests:
             self._report_faults(triforce.known_counters.num_nan_requests)
         self._report.log_if_due(lambda: triforce.counters, logger)
-        self._handler.proposed(draft_tokens, triforce.num_proposed[states])
+        self._handler.set_proposals(draft_tokens, triforce.num_proposed[states])
         return draft_tokens
 
     def _report_faults(self, num_faults: int) -> None:
@@ -218,14 +218,14 @@ class TriForceSpeculatorV2(SpeculatorV2):
         different rows wait for each other for ever. The host waits for the device, as often as
         there is a NaN.
         """
-        self._num_faults = num_faults
+        self._num_nan_requests = num_faults
         slots = self._built.slots
-        owners = slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
+        owners = slots.owners(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
         if not owners:  # the request has left before the host heard of it
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
-        self._reports.disabled(owners)
+        self._reports.add_disabled(owners)
 
     def _warm_up(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
@@ -243,11 +243,11 @@ class TriForceSpeculatorV2(SpeculatorV2):
         # Only level 2 selects, and by the queries of the full pass that it follows.
         routes = {LEVELS} if self._plan is None else self._plan.routes
         self.recorder.expect(selection=LEVELS in routes)
-        self._reports.begin(None if self._plan is None else self._plan.number)
+        self._reports.begin_step(None if self._plan is None else self._plan.number)
 
     def end_step(self, output):
         """``output`` with what is known of the step before."""
-        return self._reports.send(output)
+        return self._reports.attach_to(output)
 
     def _forget_finished(self, input_batch) -> None:
         """Releases what is kept for requests that have left, or whose name has a new owner.

@@ -17,20 +17,20 @@ class SamplingV2:
     all_greedy: bool
     has_masks: bool = False
     """Whether a row has top-k, top-p or min-p; False where all are greedy."""
-    is_shaped: bool = False
+    has_processors: bool = False
     """Whether a row asks anything else of its logits (``RowLogitsProcessor``)."""
 
     @property
     def kind(self) -> str:
         """By which rounds are captured: greedy ones, and those that do all that can be asked."""
-        return "greedy" if self.all_greedy and not self.is_shaped else "any"
+        return "greedy" if self.all_greedy and not self.has_processors else "any"
 
 
 # What is captured of each kind. What a row does not ask for leaves its logits as they are, and
 # takes a few microseconds in a graph; each kind more takes its share of memory and of the start.
 CAPTURED_SAMPLING = (
     SamplingV2(True),
-    SamplingV2(False, has_masks=True, is_shaped=True),
+    SamplingV2(False, has_masks=True, has_processors=True),
 )
 
 

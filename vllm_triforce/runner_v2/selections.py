@@ -82,7 +82,7 @@ class SelectionsV2:
         of_summaries = sum(summaries.num_bytes for summaries in self.summaries.values())
         return of_summaries + self._selected.nbytes + self.tables.nbytes
 
-    def due(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
+    def schedule_refresh(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """For each row, whether its selection is due."""
         result = []
         for slot, newest in zip(slots, max_computed_tokens.tolist()):

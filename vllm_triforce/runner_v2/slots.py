@@ -41,7 +41,7 @@ class Slots:
     def request_ids(self) -> list[str]:
         return list(self._taken)
 
-    def owners_of(self, indices: list[int]) -> list[str]:
+    def owners(self, indices: list[int]) -> list[str]:
         return [name for name, slot in self._taken.items() if slot.index in indices]
 
     def take(self, request_id: str) -> Slot:
@@ -50,7 +50,7 @@ class Slots:
             self._taken[request_id] = Slot(self._free.pop())
         return self._taken[request_id]
 
-    def miss_a_pass(self, request_ids: set[str]) -> None:
+    def invalidate_windows(self, request_ids: set[str]) -> None:
         """A full pass of these requests is not followed by a proposal: their windows are behind."""
         for request_id in request_ids & self._taken.keys():
             self._taken[request_id].window_tokens = -1

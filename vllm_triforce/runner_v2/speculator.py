@@ -46,7 +46,7 @@ class ProposedTokensHandler(DraftTokensHandler):
         self._held: tuple[torch.Tensor, ...] = ()
         self._copied: tuple[np.ndarray, ...] | None = None
 
-    def proposed(
+    def set_proposals(
         self,
         tokens: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
         lengths: torch.Tensor | None,  # [num_reqs], int32; None: nothing was proposed
@@ -139,7 +139,7 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         """Padding, [num_reqs, num_speculative_tokens], int64, and no word of it to the
         scheduler."""
         draft_tokens = self.draft_tokens[:num_reqs].fill_(PAD_TOKEN)
-        self._handler.proposed(draft_tokens, None)
+        self._handler.set_proposals(draft_tokens, None)
         return draft_tokens
 
 

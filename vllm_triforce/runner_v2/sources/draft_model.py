@@ -146,18 +146,18 @@ class DraftModelV2(DraftSourceV2):
         )
         make_pass = partial(self._build_pass, attention)
         gamma = rows.gamma
-        self._catch_up = make_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
-        self._first = self._catch_up
+        self._first_pass = make_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
+        self._round_pass = self._first_pass
         if gamma != rows.num_speculative_tokens:
-            self._first = make_pass(gamma + 1, "level 1 pass of a round")
-        self._step = make_pass(1, "level 1 step")
+            self._round_pass = make_pass(gamma + 1, "level 1 pass of a round")
+        self._step_pass = make_pass(1, "level 1 step")
         shape = (rows.max_rows, gamma)
         self._logits = torch.zeros(
             *shape, rows.vocab_size, dtype=context.logits_dtype, device=context.device
         )
         self._lse = torch.zeros(shape, dtype=torch.float32, device=context.device)
         self._all_greedy = True
-        passes = [self._catch_up, self._first, *([self._step] if gamma > 1 else [])]
+        passes = [self._first_pass, self._round_pass, *([self._step_pass] if gamma > 1 else [])]
         self._passes = list(dict.fromkeys(passes))
         self._rounds = {
             sampling.kind: GraphedRound(
@@ -209,7 +209,7 @@ class DraftModelV2(DraftSourceV2):
             is_first: feeds all that a full pass can have added. Graphs always do: some tokens more
                 of a few rows take as long, and there are half as many graphs.
         """
-        rows, first = self._rows, self._catch_up if is_first else self._first
+        rows, first = self._rows, self._first_pass if is_first else self._round_pass
         if is_first:
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
@@ -220,23 +220,23 @@ class DraftModelV2(DraftSourceV2):
         self._draw(sampling, first.run(rows.num_rows)[:, -1], 0)
         lengths = first.inputs.seq_lens
         for step in range(1, rows.gamma):
-            padded = self._step.padded_rows(rows.num_rows)
-            self._step.inputs.seq_lens[: rows.num_rows].copy_(lengths[: rows.num_rows])
-            lengths = self._step.inputs.seq_lens
-            rows.feed_draft(self._step.inputs, padded, step, *geometry)
-            self._draw(sampling, self._step.run(rows.num_rows)[:, -1], step)
+            padded = self._step_pass.padded_rows(rows.num_rows)
+            self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(lengths[: rows.num_rows])
+            lengths = self._step_pass.inputs.seq_lens
+            rows.feed_draft(self._step_pass.inputs, padded, step, *geometry)
+            self._draw(sampling, self._step_pass.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
         return ()
 
-    def clean(self, batch: BatchV2, rows: Rows) -> None:
+    def end(self, batch: BatchV2, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
         self._scrubber(rows.faults, rows.num_rows, rows.computed, tables, None)
 
     def _draw(self, sampling: SamplingV2, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden)
-        if sampling.is_shaped:
-            logits = self._context.logits_processing.shape(logits, step)
+        if sampling.has_processors:
+            logits = self._context.logits_processing.apply(logits, step)
         logits = logits.to(self._context.logits_dtype)
         top, best = logits.max(-1)
         distributions = None

@@ -31,5 +31,5 @@ class PromptLookupV2(DraftSourceV2):
         max_tokens = batch.all_token_ids.shape[1] + rows.num_speculative_tokens
         look_up(rows, self._tokens, self._max_ngram, max_tokens)
 
-    def clean(self, batch, rows) -> None:
+    def end(self, batch, rows) -> None:
         self._tokens = None

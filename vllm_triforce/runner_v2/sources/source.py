@@ -63,7 +63,7 @@ class DraftSourceV2(ABC):
     def begin(self, batch: BatchV2, slots: list[Slot]) -> None:  # noqa: B027
         """Called once a proposal, before its rounds."""
 
-    def clean(self, batch: BatchV2, rows: Rows) -> None:  # noqa: B027
+    def end(self, batch: BatchV2, rows: Rows) -> None:  # noqa: B027
         """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
 
     @property
