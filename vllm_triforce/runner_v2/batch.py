@@ -24,8 +24,8 @@ class ProposalContext:
     """Objects that all proposals of an engine share.
 
     Args:
-        logits_dtype: of all logits that tokens are drawn from, so that vLLM's rejection sampler
-            reads the numbers that the tokens were drawn by.
+        logits_dtype: of all logits that tokens are sampled from, so that vLLM's rejection sampler
+            reads the numbers that the tokens were sampled by.
     """
 
     vllm_config: Any
@@ -40,21 +40,21 @@ class ProposalContext:
 
 @dataclass
 class BatchV2:
-    """Requests to speculate on after a full pass, a row each."""
+    """Requests to speculate on after a full pass, one per row."""
 
     request_ids: list[str]
-    batch_rows: np.ndarray  # [num_rows], each row's place in the runner's batch
-    states: np.ndarray  # [num_rows], its place in the runner's tensors
+    batch_rows: np.ndarray  # [num_rows], rows in the runner's batch
+    states: np.ndarray  # [num_rows], indices of the request states in the runner's tensors
     max_computed_tokens: np.ndarray
-    """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
-    reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
-    limits: np.ndarray  # [num_rows], length at which it ends
-    max_num_tokens: np.ndarray  # [num_rows], of its proposal
-    max_num_rounds: np.ndarray  # [num_rows], in which level 1 drafts for it
-    is_one_hot: np.ndarray  # [num_rows], bool: handed up as if each of its tokens were certain
+    """[num_rows], upper bounds of the tokens with KV once the full pass is verified."""
+    reserved_tokens: np.ndarray  # [num_rows], capacity of the allocated blocks
+    max_lens: np.ndarray  # [num_rows], length at which the request ends
+    max_num_tokens: np.ndarray  # [num_rows], tokens of the proposal
+    max_num_rounds: np.ndarray  # [num_rows], rounds of the proposal
+    is_one_hot: np.ndarray  # [num_rows], bool, True to export one-hot distributions
     sampling: SamplingV2
     tables: list[torch.Tensor]
-    """For each KV cache group, [num_rows, width], int32, block tables."""
+    """Block tables for each KV cache group, [num_rows, width], int32."""
     num_computed: torch.Tensor  # [max_num_reqs], int32, by state
     num_sampled: torch.Tensor  # [batch size], int
     last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
@@ -66,11 +66,11 @@ class BatchV2:
 
 
 class BatchReader:
-    """Reads proposals' batches from vLLM's runner.
+    """Reads batches from vLLM's runner.
 
     Args:
-        tables: of each KV cache group, [max_rows, width], int32; each batch's block tables are
-            written there.
+        tables: buffers for each batch's block tables, [max_rows, width], int32, one for each KV
+            cache group.
     """
 
     def __init__(
@@ -100,25 +100,26 @@ class BatchReader:
         runner, rows = self._runner, np.array(list(plans))
         states = input_batch.idx_mapping_np[rows]
         tables = runner.block_tables
-        on_device = async_tensor_h2d(states.astype(np.int64), device=runner.device)
-        reserved = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
+        state_indices = async_tensor_h2d(states.astype(np.int64), device=runner.device)
+        reserved_tokens = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
         sampling = runner.sampler.sampling_states
-        limits = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
+        max_lens = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
         return BatchV2(
             request_ids=[input_batch.req_ids[row] for row in rows],
             batch_rows=rows,
             states=states,
             max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
-            reserved=reserved.min(0),
-            limits=limits,
+            reserved_tokens=reserved_tokens.min(0),
+            max_lens=max_lens,
             max_num_tokens=np.array([plan.num_tokens for plan in plans.values()]),
             max_num_rounds=np.array([plan.num_rounds for plan in plans.values()]),
-            # The scheduler cuts a proposal where its grammar forbids a token.
+            # The scheduler truncates a proposal where the grammar forbids a token: only one-hot
+            # drafts are verified correctly then.
             is_one_hot=self._flags.has_grammar[states],
             sampling=self._read_sampling(states),
             tables=[
-                torch.index_select(table.gpu, 0, on_device, out=own[: len(rows)])
-                for table, own in zip(tables.block_tables, self._tables)
+                torch.index_select(table.gpu, 0, state_indices, out=buffer[: len(rows)])
+                for table, buffer in zip(tables.block_tables, self._tables)
             ],
             num_computed=runner.req_states.num_computed_tokens.gpu,
             num_sampled=num_sampled,
@@ -134,15 +135,16 @@ class BatchReader:
         )
 
     def _read_sampling(self, states: np.ndarray) -> SamplingV2:
+        """Say which kinds of sampling the requests need."""
         sampling = self._runner.sampler.sampling_states
-        drawn = states[sampling.temperature.np[states] != 0]
+        sampled = states[sampling.temperature.np[states] != 0]
         has_masks = (
-            (sampling.top_k.np[drawn] != sampling.vocab_size)
-            | (sampling.top_p.np[drawn] != 1.0)
-            | (sampling.min_p.np[drawn] != 0.0)
+            (sampling.top_k.np[sampled] != sampling.vocab_size)
+            | (sampling.top_p.np[sampled] != 1.0)
+            | (sampling.min_p.np[sampled] != 0.0)
         )
         return SamplingV2(
-            all_greedy=not len(drawn),
+            all_greedy=not len(sampled),
             has_masks=bool(has_masks.any()),
             has_processors=self._logits_processing.is_needed(states),
         )

@@ -1,4 +1,4 @@
-"""Model Runner V2: fills a ``BatchV2`` and hands the proposal back."""
+"""TriForce's speculator for Model Runner V2."""
 
 import numpy as np
 import torch
@@ -30,18 +30,18 @@ logger = init_logger("vllm.triforce")
 
 
 class TriForceSpeculatorV2(SpeculatorV2):
-    """TriForce in the place of vLLM's draft model.
+    """Proposes with TriForce's levels in the place of vLLM's speculator.
 
-    The full pass may verify more tokens than were proposed: an asynchronous scheduler learns
-    nothing of the proposals and has as many verified as were planned. What was not proposed is
-    PAD_TOKEN, a token of the vocabulary, as the full pass looks up its embedding. The outer test
-    is told -1 instead (``kernels/proposals.py``): it refuses that and draws from the target.
+    The full pass may verify more tokens than were proposed: an asynchronous scheduler does not read
+    proposals, and schedules the planned number of drafts. Missing drafts are PAD_TOKEN, a token of
+    the vocabulary, as the full pass looks up its embedding. The rejection test gets -1 instead
+    (``kernels/proposals.py``), which it rejects, and samples from the target.
 
-    ``propose()`` never waits for the device: who proposes how much by how many rounds is planned
-    before the step. A scheduler that is not asynchronous waits once, for the tokens.
+    ``propose()`` never waits for the device: the scheduler plans routes, tokens and rounds before
+    the step. A synchronous scheduler waits once, for the tokens.
     """
 
-    # From ``allocate()``.
+    # Set by ``allocate()``.
     _built: SpeculatorBuild
     _flags: RequestFlags
     _routes: Routes
@@ -56,15 +56,17 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._num_nan_requests = 0
         self._plan: StepPlan | None = None
         self._reports = Reports(device)
-        self._measured: Measurements | None = None
-        # By state: a proposal, and distributions, may still be there.
+        self._measurements: Measurements | None = None
+        # By state: True if a proposal and its distributions may be in the buffers.
         self._has_proposal = np.zeros(self.max_num_reqs, dtype=bool)
 
     # Start-up, in the order of the calls.
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Level 1 and level 2 are captured wherever vLLM captures anything: they call kernels of
-        their own, so what the backend's can be captured for is no matter."""
+        """Capture levels 1 and 2 wherever vLLM captures anything.
+
+        They use their own kernels, so the limits of the attention backend's graphs do not apply.
+        """
         super().init_cudagraph_manager(cudagraph_mode)
         if cudagraph_mode != CUDAGraphMode.NONE:
             self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
@@ -72,7 +74,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self._graph_mode = CUDAGraphMode.NONE
 
     def allocate(self, kv_cache_config, offload=None) -> None:
-        """Builds the levels, once the target's KV cache exists."""
+        """Build the levels, once the target's KV cache exists."""
         self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
@@ -97,15 +99,15 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if self._graph_mode == CUDAGraphMode.NONE:
             return
         if not self._is_allocated:
-            # vLLM measures a few of its graphs, before there is a KV cache of full size.
+            # vLLM measures a few of its graphs before it allocates the KV cache.
             self.graph_bytes = self._estimated_graph_bytes()
         else:
             self._built.proposer.capture(self._graph_mode)
 
     def _estimated_graph_bytes(self) -> int:
-        """As many as vLLM reckons for as many graphs more of its own."""
+        """Estimate the bytes of proposals' graphs as vLLM does for that many graphs of its own."""
         runner = self._runner
-        number = sum(
+        num_new_graphs = sum(
             num_graphs(
                 self.config,
                 min(self.max_num_reqs, self.config.max_speculating_seqs),
@@ -115,8 +117,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
             ).values()
         )
         samples = runner.cudagraph_manager._capture_mem_samples
-        measured = _extrapolate_full_graph_memory(samples, 1)
-        return _extrapolate_full_graph_memory(samples, 1 + number) - measured
+        first_bytes = _extrapolate_full_graph_memory(samples, 1)
+        return _extrapolate_full_graph_memory(samples, 1 + num_new_graphs) - first_bytes
 
     @property
     def recorder(self) -> StaticQueryRecorder:
@@ -128,14 +130,16 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     @property
     def sent_counters(self):
-        """What goes to /metrics: it must not wait for the device."""
+        """Counters for /metrics, read without waiting for the device."""
         return self._built.proposer.known_counters
 
     def warm_up(self) -> None:
-        """Compiles what proposals need, before a request waits for it; and measures, where there is
-        something to choose. Behind the capture of CUDA graphs."""
-        self._measured = self._warm_up_proposals(measures=bool(self.config.choices))
-        self._reports.set_measurements(self._measured)
+        """Compile proposals' kernels and, where the controller chooses, measure passes.
+
+        Called after CUDA graphs are captured.
+        """
+        self._measurements = self._warm_up_proposals(measures=bool(self.config.choices))
+        self._reports.set_measurements(self._measurements)
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:
         return warm_up_proposals(
@@ -143,7 +147,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         )
 
     def measured_passes(self, anew: bool) -> Measurements | None:
-        return self._warm_up_proposals(measures=True) if anew else self._measured
+        return self._warm_up_proposals(measures=True) if anew else self._measurements
 
     def held_requests(self) -> dict[str, int]:
         return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}
@@ -177,23 +181,23 @@ class TriForceSpeculatorV2(SpeculatorV2):
         num_reqs = input_batch.num_reqs
         draft_tokens = self.draft_tokens[:num_reqs]
         if dummy_run:
-            self._warm_up(skip_attn_for_dummy_run)
+            self._run_draft(skip_attn_for_dummy_run)
             return draft_tokens
         triforce = self._built.proposer
         states = input_batch.idx_mapping[:num_reqs]
-        self._forget_finished(input_batch)
+        self._release_finished(input_batch)
         self._count_full_pass(input_batch, states, num_sampled)
 
-        most = self.num_speculative_steps
+        max_tokens = self.num_speculative_steps
         if num_speculative_tokens is not None:
-            most = min(most, num_speculative_tokens)
-        routes = self._routes.route_batch(input_batch, self._plan, most)
-        hosted_states = input_batch.idx_mapping_np[:num_reqs]
-        if not routes and not self._has_proposal[hosted_states].any():
-            # Nothing was proposed before, nothing is now: all is padding already.
+            max_tokens = min(max_tokens, num_speculative_tokens)
+        routes = self._routes.route_batch(input_batch, self._plan, max_tokens)
+        states_np = input_batch.idx_mapping_np[:num_reqs]
+        if not routes and not self._has_proposal[states_np].any():
+            # No proposal before or now: the buffers hold padding already.
             return self.propose_nothing(num_reqs)
         triforce.begin(draft_tokens, states)
-        self._has_proposal[hosted_states] = False
+        self._has_proposal[states_np] = False
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self._built.recorder.pausing():
@@ -205,34 +209,32 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
         triforce.note_counters()
         if triforce.known_counters.num_nan_requests > self._num_nan_requests:
-            self._report_faults(triforce.known_counters.num_nan_requests)
+            self._report_nan_requests(triforce.known_counters.num_nan_requests)
         self._report.log_if_due(lambda: triforce.counters, logger)
         self._handler.set_proposals(draft_tokens, triforce.num_proposed[states])
         return draft_tokens
 
-    def _report_faults(self, num_faults: int) -> None:
-        """Tells the scheduler whose logits had a NaN; the device has stopped to speculate on them
-        by itself.
+    def _report_nan_requests(self, num_nan_requests: int) -> None:
+        """Report requests whose logits had a NaN to the scheduler; waits for the device.
 
-        Nothing else follows here: each rank sees it at a time of its own, and ranks that launch
-        different rows wait for each other for ever. The host waits for the device, as often as
-        there is a NaN.
+        The device has already ended their speculation. The host drops no rows by itself: ranks see
+        a NaN at different times, and ranks that launch different rows would deadlock.
         """
-        self._num_nan_requests = num_faults
+        self._num_nan_requests = num_nan_requests
         slots = self._built.slots
         owners = slots.owners(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
-        if not owners:  # the request has left before the host heard of it
+        if not owners:  # the request finished before the host read the counter
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
         self._reports.add_disabled(owners)
 
-    def _warm_up(self, is_profile: bool) -> None:
+    def _run_draft(self, is_profile: bool) -> None:
         if is_profile and self.model is not None:
             warm_up(self.model, self.vllm_config, self.device)
 
     def begin_step(self, scheduler_output) -> None:
-        """A step begins: what is planned of it."""
+        """Begin a step: read its plan, and release the slots of disabled requests."""
         super().begin_step(scheduler_output)
         self._plan = plan_of(scheduler_output)
         for request_id in () if self._plan is None else self._plan.disabled:
@@ -240,38 +242,40 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self._built.slots.release(request_id)
         if self._built.adapters is not None:
             self._built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
-        # Only level 2 selects, and by the queries of the full pass that it follows.
+        # Only level 2 selects, by queries of the full pass before it.
         routes = {LEVELS} if self._plan is None else self._plan.routes
         self.recorder.expect(selection=LEVELS in routes)
         self._reports.begin_step(None if self._plan is None else self._plan.number)
 
     def end_step(self, output):
-        """``output`` with what is known of the step before."""
+        """Attach the previous step's report to ``output``."""
         return self._reports.attach_to(output)
 
-    def _forget_finished(self, input_batch) -> None:
-        """Releases what is kept for requests that have left, or whose name has a new owner.
+    def _release_finished(self, input_batch) -> None:
+        """Release slots of requests that left the runner, or whose id is that of a new request.
 
-        A preempted request leaves the runner too; who prefills has just come, or come back.
+        Preempted requests leave the runner too. A request that prefills is new or has come back.
         """
         slots = self._built.slots
-        known = [*slots.request_ids(), *self._disabled_requests]
-        if not known:
+        request_ids = [*slots.request_ids(), *self._disabled_requests]
+        if not request_ids:
             return
         prefilling = {
-            name for name, new in zip(input_batch.req_ids, input_batch.is_prefilling_np) if new
+            request_id
+            for request_id, is_prefilling in zip(input_batch.req_ids, input_batch.is_prefilling_np)
+            if is_prefilling
         }
-        alive = self._runner.req_states.req_id_to_index
-        for request_id in known:
-            if request_id not in alive or request_id in prefilling:
+        running = self._runner.req_states.req_id_to_index
+        for request_id in request_ids:
+            if request_id not in running or request_id in prefilling:
                 slots.release(request_id)
                 self._disabled_requests.discard(request_id)
 
     def _count_full_pass(self, input_batch, states, num_sampled) -> None:
-        scheduled = input_batch.num_draft_tokens_per_req
-        if scheduled is None or not self._has_proposal[input_batch.idx_mapping_np].any():
+        num_drafts = input_batch.num_draft_tokens_per_req
+        if num_drafts is None or not self._has_proposal[input_batch.idx_mapping_np].any():
             return
-        # A prefill may be padded with placeholders, which do not count.
-        decodes = ~input_batch.is_prefilling_np[: len(scheduled)]
-        counted = async_tensor_h2d((scheduled * decodes).astype(np.int32), device=self.device)
-        self._built.proposer.count_full_pass(counted, states, num_sampled)
+        # Prefills may have placeholders of drafts, which do not count.
+        is_decode = ~input_batch.is_prefilling_np[: len(num_drafts)]
+        on_device = async_tensor_h2d((num_drafts * is_decode).astype(np.int32), device=self.device)
+        self._built.proposer.count_full_pass(on_device, states, num_sampled)

@@ -1,4 +1,4 @@
-"""``runner_v1/sources/prompt_lookup.py`` on the device, for all rows at once."""
+"""Prompt lookup on the device."""
 
 import torch
 
@@ -7,10 +7,10 @@ from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
 class PromptLookupV2(DraftSourceV2):
-    """Prompt lookup.
+    """Drafts the tokens that followed the newest earlier occurrence of the newest n-gram.
 
     Args:
-        max_ngram: longest n-gram that is looked up, in tokens.
+        max_ngram: tokens of the longest n-gram that is looked up.
     """
 
     name = "prompt_lookup"
@@ -25,8 +25,8 @@ class PromptLookupV2(DraftSourceV2):
 
     def draft(self, batch, rows, is_first) -> None:
         if is_first:
-            longest = int(batch.max_computed_tokens.max()) + 1
-            self._tokens = gather_tokens(rows, batch.all_token_ids, longest)
+            max_len = int(batch.max_computed_tokens.max()) + 1
+            self._tokens = gather_tokens(rows, batch.all_token_ids, max_len)
         assert self._tokens is not None, "a proposal's first round comes first"
         max_tokens = batch.all_token_ids.shape[1] + rows.num_speculative_tokens
         look_up(rows, self._tokens, self._max_ngram, max_tokens)
