@@ -51,13 +51,13 @@ def serve_any_mix(manager: CudaGraphManager) -> bool:
 def thin_decode_graphs(manager: CudaGraphManager) -> None:
     """Keep only coarse sizes of the graphs that verify drafts.
 
-    Graphs for plain decoding are as many as stock vLLM's. Without thinning, these would be as many
-    again.
+    Graphs for plain decoding already equal stock vLLM's in number. Without thinning, the number
+    would double.
     """
     if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
         return
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    # The largest of the sizes that share a coarse size.
+    # The last entry wins: of the sizes that share a coarse size, the largest.
     kept = {
         (*_graph_kind(desc), _coarse_size(desc.num_tokens)): desc
         for desc in sorted(captured, key=lambda desc: desc.num_tokens)
@@ -119,7 +119,7 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
                 candidates.insert(0, desc)
         min_tokens = size + 1
     descs = [*captured, *added]
-    # The largest first: the others share the memory of its activations and output.
+    # In descending order: smaller graphs share the memory of the largest activations and output.
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
         descs, key=lambda desc: desc.num_tokens, reverse=True
     )

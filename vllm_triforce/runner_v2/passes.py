@@ -84,7 +84,7 @@ class PassGraphs(CudaGraphManager):
                 for num_tokens in range(min_tokens, desc.num_tokens + 1):
                     self._candidates[num_tokens, active] = [desc]
             min_tokens = rows * length + 1
-        # The max_capture_size first: the others share the memory of its activations.
+        # In descending order: smaller graphs share the memory of the largest activations.
         self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
 
     def _capture_stream(self, desc) -> torch.cuda.Stream:
@@ -150,7 +150,7 @@ class ModelPass:
 
     @contextmanager
     def within_capture(self) -> Iterator[None]:
-        """Run without graphs of its own, while a larger graph is captured around it."""
+        """Run without graphs, while a larger graph is captured around the pass."""
         self._is_within_capture = True
         try:
             yield
@@ -248,7 +248,7 @@ def forward(
 
 
 class GraphedRound:
-    """Calls ``work(sampling)``, or replays a CUDA graph of it for as many rows or more.
+    """Calls ``work(sampling)``, or replays a CUDA graph of it captured for at least as many rows.
 
     A replay also processes the padding rows past ``rows.num_rows``. Kernels skip them by
     ``rows.count``, or have nothing to do in them.

@@ -157,7 +157,8 @@ class SelectionsV2:
     def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:
         """Return an upper bound of the blocks that filled since the previous selection.
 
-        There is no fixed bound: a request that takes other routes grows without selections.
+        It follows from token counts, not from the interval: by other routes a request grows
+        without selections.
         """
         tokens_before = 0 if refresh == Refresh.NEW_OWNER else slot.selected_before
         # tokens_before may be too large, by drafts that were rejected: hence max_growth.

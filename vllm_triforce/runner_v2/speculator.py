@@ -31,7 +31,7 @@ class ProposedTokensHandler(DraftTokensHandler):
     """Reports each request's proposed tokens to the scheduler.
 
     vLLM's handler reports ``num_speculative_tokens`` placeholders for every request. An
-    asynchronous scheduler assumes as many, and reads the tokens only for structured output.
+    asynchronous scheduler assumes the same number, and reads the tokens only for structured output.
 
     Args:
         is_asynchronous: True if the scheduler is asynchronous.
