@@ -74,12 +74,13 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         seq_lens_upper_bound_np,
         verify_draft_sampled,
     ):
-        """Make the two calls of vLLM's method, the second with rows by slot."""
+        """Make the two calls of vLLM's method, the second with rows by slot.
+
+        The argument ``draft_logits`` is not read: ``self.draft_logits`` has the distributions.
+        """
         num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
-        self._num_token_ids, self._state_indices = (
-            num_token_ids * self.supports_logprob_token_ids,
-            expanded_idx_mapping,
-        )
+        self._num_token_ids = num_token_ids * self.supports_logprob_token_ids
+        self._state_indices = expanded_idx_mapping
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,

@@ -78,7 +78,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
-        self._built = SpeculatorBuild(
+        self._built = built = SpeculatorBuild(
             self.vllm_config,
             self.config,
             self._runner,
@@ -88,10 +88,9 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self.vocab_size,
             offload,
         )
-        self._flags = install_request_listener(self._runner, self._built.proposer.draft_logits)
-        disable_recording_in_plain_graphs(self._runner, self.recorder)
-        self._routes = Routes(self.config, self._built, self._flags)
-        built = self._built
+        self._flags = install_request_listener(self._runner, built.proposer.draft_logits)
+        disable_recording_in_plain_graphs(self._runner, built.recorder)
+        self._routes = Routes(self.config, built, self._flags)
         self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
         self._is_allocated = True
 
