@@ -63,7 +63,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     # Start-up, in the order of the calls.
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Capture levels 1 and 2 wherever vLLM captures anything.
+        """Choose the graph mode: levels 1 and 2 are captured wherever vLLM captures anything.
 
         They use their own kernels, so the limits of the attention backend's graphs do not apply.
         """
@@ -182,7 +182,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if dummy_run:
             self._run_draft(skip_attn_for_dummy_run)
             return draft_tokens
-        triforce = self._built.proposer
+        proposer = self._built.proposer
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
         self._count_full_pass(input_batch, states, num_sampled)
@@ -195,22 +195,22 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if not routes and not self._has_proposal[states_np].any():
             # No proposal before or now: the buffers hold padding already.
             return self.propose_nothing(num_reqs)
-        triforce.begin(draft_tokens, states)
+        proposer.begin(draft_tokens, states)
         self._has_proposal[states_np] = False
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self._built.recorder.pausing():
                 if route == LEVELS:
-                    triforce.propose(batch, draft_tokens)
+                    proposer.propose(batch, draft_tokens)
                 else:
-                    triforce.propose_directly(route, batch, draft_tokens)
+                    proposer.propose_directly(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
-        triforce.note_counters()
-        if triforce.known_counters.num_nan_requests > self._num_nan_requests:
-            self._report_nan_requests(triforce.known_counters.num_nan_requests)
-        self._report.log_if_due(lambda: triforce.counters, logger)
-        self._handler.set_proposals(draft_tokens, triforce.num_proposed[states])
+        proposer.note_counters()
+        if proposer.known_counters.num_nan_requests > self._num_nan_requests:
+            self._report_nan_requests(proposer.known_counters.num_nan_requests)
+        self._report.log_if_due(lambda: proposer.counters, logger)
+        self._handler.set_proposals(draft_tokens, proposer.num_proposed[states])
         return draft_tokens
 
     def _report_nan_requests(self, num_nan_requests: int) -> None:
