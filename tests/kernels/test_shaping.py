@@ -260,12 +260,12 @@ def test_what_is_asked_is_read_anew_for_each_proposal(made):
     shaping.begin()
     logits = torch.ones(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = shaping.apply(logits.clone(), 0)
-    where = shaping._asked.presence.data_ptr()
+    where = shaping._params.presence.data_ptr()
     penalties.presence_penalty = on_device([9.0] * NUM_STATES, torch.float32)
     assert torch.equal(shaping.apply(logits.clone(), 0), before), "within a proposal it stays"
     shaping.begin()
     assert not torch.equal(shaping.apply(logits.clone(), 0), before)
-    assert shaping._asked.presence.data_ptr() == where
+    assert shaping._params.presence.data_ptr() == where
 
 
 def test_whether_anybody_asks_is_known_on_the_host(made):

@@ -207,7 +207,7 @@ class ModelPass:
         self._forward(num_rows)
         return self._result(num_rows)
 
-    def _dispatch(self, graphs: PassGraphs, num_rows: int) -> BatchExecutionDescriptor:
+    def _dispatch(self, graphs: PassGraphs, num_rows: int):
         length = self.inputs.query_len
         # vLLM's manager rounds up to a captured number of adapters.
         num_active = int(self._has_adapters)
