@@ -9,7 +9,7 @@ import torch
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import REQUESTS, Request
 from tests.penalties import penalized
-from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
 
 KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # Roundings of a logit of about 4: where stock vLLM's token and another are closer in the exact

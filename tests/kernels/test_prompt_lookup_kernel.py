@@ -7,7 +7,7 @@ from tests.kernels.device import DEVICE, needs_triton
 
 if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-on_device = pytest.importorskip("vllm_triforce.runner_v2.sources.prompt_lookup")
+on_device = pytest.importorskip("vllm_triforce.kernels.prompt_lookup")
 
 from tests.kernels.tensors import VOCAB_SIZE, integers  # noqa: E402
 from tests.unit.test_prompt_lookup import on_host  # noqa: E402
@@ -31,7 +31,7 @@ def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     rows.computed.copy_(integers([n - 1 for n in lengths]))
     rows.length.copy_(integers(proposed))
     tokens = on_device.gather_tokens(rows, all_tokens.to(DEVICE), 2100)
-    on_device.look_up(rows, tokens, max_ngram, max_blocks=3)
+    on_device.look_up(rows, tokens, max_ngram, max_tokens=2206)
     for row, state in enumerate([7, 2, 0, 1, 5, 3]):
         tokens = torch.cat([all_tokens[state, : lengths[row]], proposal[row, : proposed[row]]])
         expected = on_host(tokens.numpy(), max_ngram, 3)

@@ -65,7 +65,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
     attention.summarised.clear()
     newest = np.array(list(lengths.values()))
     taken = [slots.take(name) for name in lengths]
-    due = made.due(taken, newest)
+    due = made.schedule_refresh(taken, newest)
     count = len(lengths)
     table = stack_columns(
         {

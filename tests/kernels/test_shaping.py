@@ -207,7 +207,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(
     before = logits.clone()
     right = expected(rows, before, query_len, first_place, of_vllm)
     shaping.begin()
-    shaped = shaping.shape(logits, first_place)
+    shaped = shaping.apply(logits, first_place)
     assert shaped.dtype == torch.float32
     torch.testing.assert_close(shaped, right)
     of_nothing = slice(3 * query_len, 4 * query_len)
@@ -218,7 +218,7 @@ def test_words_end_behind_what_is_known_proposed_and_drafted(made):
     """The test above must look at words that are found: these are."""
     _, shaping, _ = made
     shaping.begin()
-    shaped = shaping.shape(torch.zeros(NUM_ROWS * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
+    shaped = shaping.apply(torch.zeros(NUM_ROWS * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
     ends = shaped.view(NUM_ROWS, GAMMA + 1, VOCAB_SIZE) == -torch.inf
     of_state_3 = [ends[0, place].nonzero().flatten().tolist() for place in range(GAMMA + 1)]
     # Behind 5, 7: "5 7 8" and "7 8". Behind 5, 7, 7: "7 8".
@@ -239,7 +239,7 @@ def test_a_word_does_not_begin_in_the_prompt(made):
     of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN] = 2
     of_vllm[-1].all_token_ids.gpu[1, PROMPT_LEN - 1] = 1
     shaping.begin()
-    shaped = shaping.shape(torch.zeros(NUM_ROWS, VOCAB_SIZE, device=DEVICE), 0)
+    shaped = shaping.apply(torch.zeros(NUM_ROWS, VOCAB_SIZE, device=DEVICE), 0)
     assert shaped[1, 3] > -torch.inf, "1 is the prompt's"
     assert shaped[1, 4] == -torch.inf, "2 is the output's"
 
@@ -250,7 +250,7 @@ def test_rows_of_a_larger_graph_that_are_nobodys_are_left_alone(made):
     rows.count.fill_(1)
     logits = torch.randn(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = logits.clone()
-    shaped = shaping.shape(logits, 0)
+    shaped = shaping.apply(logits, 0)
     assert torch.equal(shaped[5], before[5]), "it has penalties and words, and is not counted"
 
 
@@ -259,20 +259,20 @@ def test_what_is_asked_is_read_anew_for_each_proposal(made):
     _, shaping, (_, penalties, *_) = made
     shaping.begin()
     logits = torch.ones(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
-    before = shaping.shape(logits.clone(), 0)
-    where = shaping._asked.presence.data_ptr()
+    before = shaping.apply(logits.clone(), 0)
+    where = shaping._params.presence.data_ptr()
     penalties.presence_penalty = on_device([9.0] * NUM_STATES, torch.float32)
-    assert torch.equal(shaping.shape(logits.clone(), 0), before), "within a proposal it stays"
+    assert torch.equal(shaping.apply(logits.clone(), 0), before), "within a proposal it stays"
     shaping.begin()
-    assert not torch.equal(shaping.shape(logits.clone(), 0), before)
-    assert shaping._asked.presence.data_ptr() == where
+    assert not torch.equal(shaping.apply(logits.clone(), 0), before)
+    assert shaping._params.presence.data_ptr() == where
 
 
 def test_whether_anybody_asks_is_known_on_the_host(made):
     _, shaping, _ = made
-    asked = [shaping.is_asked(np.array([state])) for state in range(NUM_STATES)]
+    asked = [shaping.is_needed(np.array([state])) for state in range(NUM_STATES)]
     assert asked == [False, *[True] * (NUM_STATES - 1)]
-    assert shaping.is_asked(np.array([0, 3])) and not shaping.is_asked(np.array([0, 0]))
+    assert shaping.is_needed(np.array([0, 3])) and not shaping.is_needed(np.array([0, 0]))
 
 
 def test_a_sampler_that_does_it_in_another_order_is_refused(made):

@@ -188,7 +188,7 @@ class _Inside:
             self._guard = HostMemoryGuard(worker._offload._memory._memory)
             self._watching.enter_context(self._guard.watching())
             if not worker.triforce.config.is_plain:
-                _check_pool(self._built(llm).triforce.level2._pool)
+                _check_pool(self._built(llm).proposer.level2._pool)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
@@ -206,7 +206,7 @@ class _Inside:
     def policy(self, llm) -> str:
         if self._speculator(llm).config.is_plain:
             return ""
-        return self._built(llm).triforce.level2.selections._policy.name
+        return self._built(llm).proposer.level2.selections._policy.name
 
     def held(self, llm) -> dict[str, int]:
         if self._speculator(llm).config.is_plain:
@@ -240,8 +240,8 @@ class _Inside:
         from vllm_triforce.core.eligibility import logger
 
         built = self._built(llm)
-        triforce, rows = built.triforce, built.rows
-        owner = triforce.level2._pass if level == 2 else triforce.level1._step
+        proposer, rows = built.proposer, built.rows
+        owner = proposer.level2._pass if level == 2 else proposer.level1._step_pass
         layer = owner._model.model.layers[2 if level == 2 else 0]
 
         def is_due(number: int) -> bool:
@@ -256,7 +256,7 @@ class _Inside:
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "_model", poison),
-            watch(triforce, "propose") as proposals,
+            watch(proposer, "propose") as proposals,
             watch(scheduler, "_plan") as plans,
         ):
             yield said

@@ -77,7 +77,7 @@ class Worker:
         self._max_model_len, self._block_size = max_model_len, block_size
         self.is_short_of_memory = is_short_of_memory
         self._reports = Reports(torch.device("cpu"))
-        self._reports.measured(measured)
+        self._reports.set_measurements(measured)
         self._states: dict[str, _State] = {}
         self._slots: set[str] = set()
         self._took: list[str] = []
@@ -89,7 +89,7 @@ class Worker:
     def execute(self, step) -> Step:
         plan = plan_of(step)
         assert (plan is None) == (self.config is None)
-        self._reports.begin(None if plan is None else plan.number)
+        self._reports.begin_step(None if plan is None else plan.number)
         self._hear(step)
         if not step.total_num_scheduled_tokens:
             assert plan is None or not plan.proposing
@@ -142,7 +142,7 @@ class Worker:
         return Step(
             full,
             sum(seconds for seconds, _ in routes.values()),
-            self._reports.send(output),
+            self._reports.attach_to(output),
             len(tokens),
             len(names) - len(tokens),
             machine.full_pass([1] * len(tokens), contexts, num_prompt) + machine.beside,

@@ -112,6 +112,7 @@ class Machine:
                 rows=rows, context=context, rounds=rounds, num_sampled=None
             ),
             forget=lambda batch: None,
+            device=torch.device("cpu"),
         )
         triforce = SimpleNamespace(
             begin=lambda *_: None,
@@ -130,7 +131,6 @@ class Machine:
             max_reqs,
             max_tokens=8192,
             num_kv_tokens=500_000,
-            device=torch.device("cpu"),
         )
         timer = SimpleNamespace(perf_counter=lambda: clock.now)
         with patch.object(calibration, "time", timer):

@@ -137,7 +137,7 @@ def test_each_row_of_logits_has_its_requests_adapter(runner):
 
 def test_trials_have_adapters_that_are_made_once(runner):
     adapters = adapters_of(runner)
-    with adapters.trials():
+    with adapters.with_dummy_adapters():
         with runner.maybe_dummy_run_with_lora(
             runner.lora_config,
             num_scheduled_tokens=[2, 1],
@@ -165,6 +165,7 @@ def captured(runner, monkeypatch):
     adapters were told for each is in ``runner.told``."""
     from vllm.config.compilation import CUDAGraphMode
 
+    from vllm_triforce.kernels.pass_inputs import PassInputs
     from vllm_triforce.runner_v2 import passes as model_pass
 
     replayed = without_gpu(monkeypatch)
@@ -176,18 +177,14 @@ def captured(runner, monkeypatch):
         made = model_pass.ModelPass(
             torch.nn.Module(),
             SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64)),
-            max_rows=4,
-            query_len=3,
-            num_seqs=4,
-            hidden_size=2,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            PassInputs(4, 3, 4, torch.device("cpu")),
+            SimpleNamespace(get_hidden_size=lambda: 2, dtype=torch.float32),
             metadata=lambda num_rows: {},
             slots=lambda num_rows: {},
             name="pass",
             adapters=adapters,
         )
-        made.capture(CUDAGraphMode.FULL_DECODE_ONLY, has_rounds=False)  # as with LoRA
+        made.capture(CUDAGraphMode.FULL_DECODE_ONLY, has_round_graphs=False)  # as with LoRA
         return made, replayed
 
     return make

@@ -33,11 +33,11 @@ def test_what_a_grammar_sees(is_asynchronous, expected):
     from vllm_triforce.runner_v2.speculator import ProposedTokensHandler
 
     handler = object.__new__(ProposedTokensHandler)
-    handler._is_asynchronous, handler.req_ids, handler._num_places = is_asynchronous, ["a", "b"], 3
+    handler._is_asynchronous, handler.req_ids, handler._max_tokens = is_asynchronous, ["a", "b"], 3
     handler.copy_event = SimpleNamespace(synchronize=lambda: None)
-    handler._copied = np.array([[5, 6, 0], [0, 0, 0]]), np.array([2, 0])
+    handler._host_arrays = np.array([[5, 6, 0], [0, 0, 0]]), np.array([2, 0])
     assert handler.get_draft_tokens().draft_token_ids == expected
-    handler._copied = None
+    handler._host_arrays = None
     nothing = [[0, 0, 0]] * 2 if is_asynchronous else [[], []]
     assert handler.get_draft_tokens().draft_token_ids == nothing
 

@@ -161,10 +161,10 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
     quiet = runner.cudagraph_manager
     # As vLLM's own class for a model's graphs does, with what runs the model.
     super(ModelCudaGraphManager, quiet).capture(
-        lambda desc, warmup: lambda desc: heard.update({desc: recorder.listens})
+        lambda desc, warmup: lambda desc: heard.update({desc: recorder.is_recording})
     )
-    for desc, listens in heard.items():
-        assert listens == (desc.uniform_token_count != 1)
+    for desc, is_recording in heard.items():
+        assert is_recording == (desc.uniform_token_count != 1)
     assert len(set(heard.values())) == 2
 
     def taken(*tokens: int):
@@ -342,7 +342,7 @@ def test_levels_that_take_no_part_have_no_graphs(levels, expected):
     made = object.__new__(ProposerV2)
     made.sources = {}
     made.level2 = SimpleNamespace(capture=lambda mode: captured.append("level 2"))
-    made._parts = SimpleNamespace(config=config)
+    made._parts = SimpleNamespace(context=SimpleNamespace(config=config))
     made.capture(None)
     assert captured == expected
     assert bool(num_graphs(config, 64, 512, has_draft=False)) == bool(expected)

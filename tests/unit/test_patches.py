@@ -289,7 +289,7 @@ OUR_OBJECTS = {
     "self._config_of_step",
     "self._planned",
     "self._recorder",
-    "self._taken",
+    "self._slots",
     "self.counters",
     "self.known",
     "counters",
@@ -311,11 +311,11 @@ BY_HAND = {
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},
-    "runner_v2/decode_graphs.py": {"quiet.__dict__", "quiet.recorder"},
+    "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
     "runner_v2/request_flags.py": {
-        "complete.__dict__",
-        "complete.handed_up",
-        "complete.names_tokens",
+        "sampler.__dict__",
+        "sampler.draft_logits",
+        "sampler.supports_logprob_token_ids",
     },
 }
 

@@ -39,7 +39,7 @@ class DeviceOfRank:
         return lambda *args: None  # what only writes on the device
 
 
-def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, list]:
+def launches(sees_at: int, plans: list[StepPlan]) -> tuple[list, list]:
     """
     Args:
         sees_at: the step behind which the rank's copy of the counters is there.
@@ -52,11 +52,9 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, li
     device = DeviceOfRank(slots, launched)
     config = TriForceConfig(min_context=0).fill(can_adapt=False, has_fixed_shapes=True).resolve(16)
     built = SimpleNamespace(
-        triforce=device,
+        proposer=device,
         slots=slots,
         adapters=None,
-        shaping=None,
-        tables=None,
         rows=SimpleNamespace(
             faults=SimpleNamespace(slot=torch.tensor([1])), outcomes=torch.ones(2, 4)
         ),
@@ -65,22 +63,20 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, li
     rank = module.TriForceSpeculatorV2.__new__(module.TriForceSpeculatorV2)
     torch.nn.Module.__init__(rank) if isinstance(rank, torch.nn.Module) else None
     rank._built, rank._reports = built, Reports(torch.device("cpu"))
-    rank._facts = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
-    rank._routes = Routes(config, built, rank._facts)
-    rank._disabled_requests, rank._num_faults = DisabledRequests(), 0
+    rank._flags = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
+    rank._routes = Routes(config, built, rank._flags)
+    rank._disabled_requests, rank._num_nan_requests = DisabledRequests(), 0
     rank._has_proposal = np.zeros(2, dtype=bool)
     rank._runner = SimpleNamespace(
         req_states=SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES)), block_tables=None
     )
     rank._report = SimpleNamespace(log_if_due=lambda *args: None)
-    rank._handler = SimpleNamespace(proposed=lambda *args: None)
+    rank._handler = SimpleNamespace(set_proposals=lambda *args: None)
     rank.draft_tokens, rank.num_speculative_steps = torch.zeros(2, 6), 6
-    monkeypatch.setattr(
-        module,
-        "read_batch",
-        lambda runner, facts, shaping, input_batch, rows, *rest: NamedRows(
-            [input_batch.req_ids[row] for row in rows]
-        ),
+    rank._reader = SimpleNamespace(
+        read=lambda input_batch, plans, *rest: NamedRows(
+            [input_batch.req_ids[row] for row in plans], np.array(list(plans))
+        )
     )
     step_of_both = SimpleNamespace(
         num_reqs=2,
@@ -106,20 +102,21 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, li
 
 
 class NamedRows:
-    def __init__(self, request_ids: list[str]) -> None:
+    def __init__(self, request_ids: list[str], states: np.ndarray) -> None:
         self.request_ids = request_ids
+        self.states = states
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
 
 @pytest.mark.parametrize("sees_at", [1, 3, 5])
-def test_a_rank_that_sees_a_nan_later_launches_the_same(sees_at, monkeypatch):
+def test_a_rank_that_sees_a_nan_later_launches_the_same(sees_at):
     """The scheduler, which hears of it from the first rank, tells all of them in one step; the
     slot has a new owner then."""
     plans = [StepPlan(n, dict.fromkeys(NAMES, ALL)) for n in range(3)]
     plans += [StepPlan(n, {"waiting": ALL}, ("broken",)) for n in range(3, 6)]
-    first, told = launches(0, plans, monkeypatch)
+    first, told = launches(0, plans)
     assert told[0] == ("broken",)
-    other, _ = launches(sees_at, plans, monkeypatch)
+    other, _ = launches(sees_at, plans)
     assert first == other == [{"broken": 0}] * 3 + [{"waiting": 0}] * 3

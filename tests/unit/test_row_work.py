@@ -10,9 +10,9 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.fake_graphs import without_gpu
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING, SamplingV2
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2
 
-CAPTURED, PRESENT = SamplingV2(False, has_masks=True, is_shaped=True), SamplingV2(True)
+CAPTURED, PRESENT = SamplingV2(False, has_masks=True, has_processors=True), SamplingV2(True)
 
 
 class Pass:
@@ -21,15 +21,15 @@ class Pass:
     def __init__(self) -> None:
         from contextlib import contextmanager
 
-        self.is_inlined = False
+        self.is_within_capture = False
 
         @contextmanager
-        def inlined():
-            self.is_inlined = True
+        def within_capture():
+            self.is_within_capture = True
             yield
-            self.is_inlined = False
+            self.is_within_capture = False
 
-        self.inlined = inlined
+        self.within_capture = within_capture
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def made(monkeypatch):
         rows, its, calls = Rows(max_rows, 6, 2, max_rows, 100, torch.device("cpu")), Pass(), []
 
         def work(sampling: SamplingV2) -> tuple[int]:
-            assert sampling is (CAPTURED if its.is_inlined else PRESENT)
-            calls.append((rows.num_rows, its.is_inlined))
+            assert sampling is (CAPTURED if its.is_within_capture else PRESENT)
+            calls.append((rows.num_rows, its.is_within_capture))
             return (rows.num_rows,)
 
         config = SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64))
@@ -89,7 +89,7 @@ def test_rounds_of_every_kind_are_captured():
     for asked in itertools.product((False, True), repeat=3):
         batch = SamplingV2(*asked)
         its = captured[batch.kind]
-        assert its.is_shaped >= batch.is_shaped
+        assert its.has_processors >= batch.has_processors
         assert its.all_greedy <= batch.all_greedy
         # Masks leave the best token.
         assert batch.all_greedy or its.has_masks >= batch.has_masks

@@ -281,28 +281,28 @@ def test_a_report_goes_with_the_output_of_the_step_after():
 
     reports, device = Reports(torch.device("cpu")), torch.device("cpu")
     outcomes = torch.tensor([[6, 3, 4, 1]], dtype=torch.int32, device=device)
-    reports.begin(7)
+    reports.begin_step(7)
     reports.add(["a"], outcomes)
     first = SimpleNamespace(req_ids=["a"])
-    assert report_of(reports.send(first)) is None
+    assert report_of(reports.attach_to(first)) is None
     outcomes.zero_()  # the buffer is the next proposal's
-    reports.begin(8)
+    reports.begin_step(8)
     later = SimpleNamespace(req_ids=["a"], get_output=lambda: SimpleNamespace())
-    made = reports.send(later).get_output()
+    made = reports.attach_to(later).get_output()
     assert report_of(made) == StepReport(7, {"a": RequestReport(6, 3, 4, 1)})
-    reports.measured(LONG_PAYS)
-    reports.begin(8)  # one without tokens: it has no output
-    reports.begin(9)
-    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
-    reports.begin(None)
-    reports.begin(None)
-    reports.disabled(["a"])
+    reports.set_measurements(LONG_PAYS)
+    reports.begin_step(8)  # one without tokens: it has no output
+    reports.begin_step(9)
+    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
+    reports.begin_step(None)
+    reports.begin_step(None)
+    reports.add_disabled(["a"])
     known = SimpleNamespace(req_ids=["a"])
-    assert report_of(reports.send(known)) == StepReport(9, disabled=("a",))
-    reports.begin(10)
-    reports.begin(None)
-    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) == StepReport(10)
-    assert report_of(reports.send(SimpleNamespace(req_ids=["a"]))) is None
+    assert report_of(reports.attach_to(known)) == StepReport(9, disabled=("a",))
+    reports.begin_step(10)
+    reports.begin_step(None)
+    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) == StepReport(10)
+    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) is None
 
 
 @pytest.mark.parametrize(("scheduler_cls", "is_chosen"), [(None, True), ("some.Scheduler", False)])

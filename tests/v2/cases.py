@@ -80,12 +80,12 @@ def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
     speculator, (parts, share) = speculator_of(llm), worker_of(llm).extra_memory()
     built = speculator._built
-    selections, draft = built.triforce.level2.selections, built.triforce.sources["draft_model"]
+    selections, draft = built.proposer.level2.selections, built.proposer.sources["draft_model"]
     layers = speculator.vllm_config.compilation_config.static_forward_context
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
     kept = {
-        "proposals' distributions": built.triforce.handed_up.logits.nbytes,
+        "proposals' distributions": built.proposer.draft_logits.logits.nbytes,
         "selections": selections.num_bytes - summaries,
         "queries": built.recorder.queries.nbytes,
         "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
@@ -143,9 +143,9 @@ def _grammar(llm, prompts) -> dict:
         tokens = original(input_batch, *args, **kwargs)
         for row, name in enumerate(input_batch.req_ids):
             state = input_batch.idx_mapping_np[row]
-            length = int(speculator._built.triforce.num_proposed[state])
+            length = int(speculator._built.proposer.num_proposed[state])
             if length and runner.sampler.sampling_states.temperature.np[state] > 0:
-                table = speculator._built.triforce.handed_up
+                table = speculator._built.proposer.draft_logits
                 probs = table.logits[table.slot_of_state[state], :length].float().softmax(-1)
                 own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
                 handed_up.setdefault(int(name.split("-")[0]), []).extend(own)

@@ -82,7 +82,7 @@ class Rows:
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
 
     @contextmanager
-    def as_if(self, num_rows: int) -> Iterator[None]:
+    def with_num_rows(self, num_rows: int) -> Iterator[None]:
         """While work is captured for so many rows."""
         before, self.num_rows = self.num_rows, num_rows
         try:

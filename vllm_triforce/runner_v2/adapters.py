@@ -1,4 +1,4 @@
-"""LoRA on Model Runner V2: level 2's passes use each request's adapter, as the full passes do."""
+"""LoRA on Model Runner V2: activate each request's adapter in level 2's passes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,91 +12,103 @@ from vllm_triforce.vllm_patches import swaps
 
 
 class CountedLoraState(LoraState):
-    """vLLM's, which gives the layer behind ``lm_head`` one row of logits a request. A request with
-    drafts has one more for each: without this their logits would be computed with the adapters of
-    other requests, or of none."""
+    """vLLM's state, with a row of logits for each draft.
+
+    vLLM gives the LoRA layer of ``lm_head`` one row of logits a request. A request with drafts has
+    one more for each, which would be computed with other requests' adapters, or without.
+    """
 
     drafts: Mapping[str, Sequence[int]]
-    """Tokens that the step's full pass verifies, by request; who has none may be missing."""
+    """Drafts of the step by request; requests without drafts may be missing."""
 
     def make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens):
         by_request, by_token, active = super().make_lora_inputs(
             req_ids, idx_mapping, num_scheduled_tokens
         )
-        num_logits = [1 + len(self.drafts.get(name, ())) for name in req_ids]
-        if len(by_request) == len(num_logits):  # or vLLM counts them itself
+        num_logits = [1 + len(self.drafts.get(request_id, ())) for request_id in req_ids]
+        if len(by_request) == len(num_logits):  # unless vLLM counts them itself
             by_request = tuple(chain.from_iterable(map(repeat, by_request, num_logits)))
         return by_request, by_token, active
 
 
 class LevelAdapters:
-    """Tells vLLM's LoRA layers which adapter each token of level 2's passes has.
+    """Activates adapters of vLLM's LoRA layers for level 2's passes.
 
-    vLLM does so once a step, for the tokens of the full pass. Nothing of the target is computed
-    between a proposal and the next step, so theirs need not be put back. The draft of level 1 has
-    no adapters: it may guess worse, nothing else.
+    vLLM activates those of the full pass once a step. No pass of the target runs between a proposal
+    and the next step, so they are not restored. Level 1's draft uses no adapters, which can only
+    lower acceptance.
     """
 
     def __init__(self, runner) -> None:
         self._runner = runner
         max_loras = runner.lora_config.max_loras
-        # As vLLM names those that it registers before it captures, or runs without requests.
-        self._dummies = [
+        # Named as the dummy adapters that vLLM registers for capture and dummy runs.
+        self._dummy_adapters = [
             LoRARequest(f"warmup_{number}", number, "/not/a/real/path")
             for number in range(1, max_loras + 1)
         ]
-        self._is_trial = False
+        self._uses_dummies = False
         self._state = CountedLoraState.__new__(CountedLoraState)
         self._state.__dict__ = swaps.LORA_STATE.set(runner, self._state).__dict__
         self._state.drafts = {}
 
     @property
     def capture_cases(self) -> list[int]:
-        """Numbers of active adapters, as vLLM's descriptors of graphs have them: none, and the most
-        that there can be (no adapter counts as one), of which any number can be replayed."""
-        return [0, len(self._dummies) + 1]
+        """Numbers of active adapters that graphs are captured for, as in vLLM's descriptors.
+
+        They are 0 and the maximum, whose graphs serve any number. No adapter counts as one.
+        """
+        return [0, len(self._dummy_adapters) + 1]
 
     def begin_step(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """A full pass comes, which verifies these."""
+        """Begin a step whose full pass verifies ``drafts``."""
         self._state.drafts = drafts
 
     def has_any(self, request_ids: Sequence[str]) -> bool:
-        """Whether one of these requests has an adapter."""
-        return any(adapter is not None for adapter in self._of(request_ids))
+        """Return True if one of the requests has an adapter."""
+        return any(adapter is not None for adapter in self._adapters_of(request_ids))
 
     def begin_proposal(self, request_ids: Sequence[str], num_rows: int, query_len: int) -> None:
-        """The passes to come are of these requests, a row each. Where vLLM has to be told, it waits
-        for the device, as it does before a full pass.
+        """Activate the adapters of these requests for the next passes, a row each.
+
+        Activation waits for the device, as it does in vLLM before a full pass. Batches without
+        adapters skip it.
 
         Args:
-            num_rows: rows of a pass, of which the last are padding.
-            query_len: tokens of a row; there are logits of each, but of padding.
+            num_rows: rows of a pass, the last of which are padding.
+            query_len: tokens of a row; all have logits, except those of padding.
         """
-        adapters = self._of(request_ids)
-        if any(adapter is not None for adapter in adapters) or not self._are_off:
+        adapters = self._adapters_of(request_ids)
+        if any(adapter is not None for adapter in adapters) or not self._is_inactive:
             padding = repeat(None, num_rows - len(adapters))
             self._activate(adapters, [*adapters, *padding], query_len)
 
     def begin_capture(self, num_active: int, num_rows: int, query_len: int) -> None:
-        """What is captured next has no adapter, or all: one token after the other, for there may be
-        fewer rows, and kernels are captured for as many as there are."""
-        kinds = [*self._dummies, None] if num_active else [None]
-        tokens = list(islice(cycle(kinds), num_rows * query_len))
+        """Activate no adapter, or all dummy adapters, for the capture of a pass.
+
+        Adapters alternate by token: a pass may have fewer rows than there are adapters, and kernels
+        are captured for the adapters that tokens have.
+        """
+        adapters = [*self._dummy_adapters, None] if num_active else [None]
+        tokens = list(islice(cycle(adapters), num_rows * query_len))
         self._activate(tokens, tokens)
 
     @contextmanager
-    def trials(self) -> Iterator[None]:
-        """While passes are tried and timed: every row has an adapter, at level 2 as in vLLM's dummy
-        runs. vLLM makes and loads new ones for each of those; here they are there before."""
+    def with_dummy_adapters(self) -> Iterator[None]:
+        """Give every row a dummy adapter while passes are warmed up and measured.
+
+        vLLM creates and loads adapters for each of its dummy runs, which would be measured too.
+        Here they are loaded once.
+        """
         runner = self._runner
 
         with runner.maybe_setup_dummy_loras(runner.lora_config):
             original = swaps.DUMMY_RUN_LORAS.set(runner, self._select_dummies)
-            self._is_trial = True
+            self._uses_dummies = True
             try:
                 yield
             finally:
-                self._is_trial = False
+                self._uses_dummies = False
                 swaps.DUMMY_RUN_LORAS.set(runner, original)
 
     def _select_dummies(
@@ -108,7 +120,7 @@ class LevelAdapters:
         num_active_loras=0,
         mapping_type=LoRAMappingType.LANGUAGE,
     ):
-        """Take the place of vLLM's, which makes the adapters as well."""
+        """Replace ``maybe_dummy_run_with_lora``, which also loads the adapters."""
         return self._runner.maybe_select_dummy_loras(
             lora_config,
             num_scheduled_tokens,
@@ -118,17 +130,19 @@ class LevelAdapters:
         )
 
     @property
-    def _are_off(self) -> bool:
-        """Whether vLLM's layers launch nothing as it is, whatever the number of tokens: the full
-        pass had no adapters. On the CPU they count the rows of logits all the same."""
+    def _is_inactive(self) -> bool:
+        """True if vLLM's LoRA layers launch nothing, as the full pass had no adapters.
+
+        On the CPU they check the number of rows of logits all the same.
+        """
         if self._runner.device.type == "cpu":
             return False
-        last = self._runner.lora_manager._adapter_manager._last_mapping
-        return last is not None and not any(last.prompt_mapping)
+        mapping = self._runner.lora_manager._adapter_manager._last_mapping
+        return mapping is not None and not any(mapping.prompt_mapping)
 
-    def _of(self, request_ids: Sequence[str]) -> list[LoRARequest | None]:
-        if self._is_trial:
-            return list(islice(cycle(self._dummies), len(request_ids)))
+    def _adapters_of(self, request_ids: Sequence[str]) -> list[LoRARequest | None]:
+        if self._uses_dummies:
+            return list(islice(cycle(self._dummy_adapters), len(request_ids)))
         return [self._state.lora_requests.get(request_id) for request_id in request_ids]
 
     def _activate(
@@ -137,9 +151,10 @@ class LevelAdapters:
         in_pass: list[LoRARequest | None],
         num_tokens: int = 1,
     ) -> None:
-        """
+        """Activate the adapters of the rows of logits and of the tokens of a pass.
+
         Args:
-            num_tokens: of each of these.
+            num_tokens: how often each entry of both lists is repeated.
         """
         by_logits, by_token = (
             tuple(
@@ -149,6 +164,6 @@ class LevelAdapters:
             )
             for adapters in (with_logits, in_pass)
         )
-        # Those of a step are active; what is to be loaded anew has been, for the full pass.
+        # Adapters with load_inplace were loaded for the full pass, and would be loaded again.
         active = {a for a in in_pass if a is not None and not a.load_inplace}
         self._runner._set_active_loras(by_logits, by_token, active)

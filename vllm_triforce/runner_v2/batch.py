@@ -1,93 +1,60 @@
-"""What Model Runner V2 hands to the device-resident loop."""
+"""Requests to speculate on after a full pass, read from Model Runner V2's batch."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.plan import RequestPlan
 from vllm_triforce.kernels.distributions import SamplingParameters
+from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows
-
-
-class RowLogitsProcessor(ABC):
-    """What the requests of a proposal's rows ask of their logits, before anything is drawn."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Reads what the requests of the rows ask; called where any asks for something, once a
-        proposal."""
-
-    @abstractmethod
-    def shape(
-        self,
-        logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
-        first_place: int,
-    ) -> torch.Tensor:  # float32; may be what was given, changed
-        """Launches alone, so that it may be in a CUDA graph.
-
-        Args:
-            logits: of ``query_len`` places of each row; what place n says follows the proposal as
-                it stands and n of the round's drafts.
-            first_place: of those.
-        """
+from vllm_triforce.metrics.counters import DeviceCounters
+from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.request_flags import RequestFlags
+from vllm_triforce.runner_v2.sampling import SamplingV2
 
 
 @dataclass(frozen=True)
-class SamplingV2:
-    """What the host knows of the rows' sampling; each row's own parameters are in ``Rows``."""
+class ProposalContext:
+    """Objects that all proposals of an engine share.
 
-    all_greedy: bool
-    has_masks: bool = False
-    """Whether a row has top-k, top-p or min-p; False where all are greedy."""
-    is_shaped: bool = False
-    """Whether a row asks anything else of its logits (``RowLogitsProcessor``)."""
+    Args:
+        logits_dtype: of all logits that tokens are sampled from, so that vLLM's rejection sampler
+            reads the numbers that the tokens were sampled by.
+    """
 
-    @property
-    def kind(self) -> str:
-        """By which rounds are captured: greedy ones, and those that do all that can be asked."""
-        return "greedy" if self.all_greedy and not self.is_shaped else "any"
-
-
-# What is captured of each kind. What a row does not ask for leaves its logits as they are, and
-# takes a few microseconds in a graph; each kind more takes its share of memory and of the start.
-CAPTURED_SAMPLING = (
-    SamplingV2(True),
-    SamplingV2(False, has_masks=True, is_shaped=True),
-)
-
-
-class Masks:
-    """Sampling parameters of the rows, each row's ``times`` over, for ``masked_logits``."""
-
-    def __init__(self, sampling: SamplingV2, rows: Rows, times: int = 1) -> None:
-        def repeat(values):
-            values = values[: rows.num_rows]
-            return values if times == 1 else values.repeat_interleave(times)
-
-        self.divisor = repeat(rows.divisor)
-        self.top_k = self.top_p = self.min_p = None
-        if sampling.has_masks:
-            self.top_k, self.top_p, self.min_p = map(repeat, (rows.top_k, rows.top_p, rows.min_p))
+    vllm_config: Any
+    config: ResolvedConfig
+    rows: Rows
+    logits_dtype: torch.dtype
+    sampler: ExponentialSampler
+    logits_processing: LogitsProcessing
+    counters: DeviceCounters
+    device: torch.device
 
 
 @dataclass
 class BatchV2:
-    """Requests to speculate on after a full pass, a row each."""
+    """Requests to speculate on after a full pass, one per row."""
 
     request_ids: list[str]
-    batch_rows: np.ndarray  # [num_rows], each row's place in the runner's batch
-    states: np.ndarray  # [num_rows], its place in the runner's tensors
+    batch_rows: np.ndarray  # [num_rows], rows in the runner's batch
+    states: np.ndarray  # [num_rows], indices of the request states in the runner's tensors
     max_computed_tokens: np.ndarray
-    """[num_rows], upper bound of the tokens whose KV the full pass has written and accepted."""
-    reserved: np.ndarray  # [num_rows], tokens that its allocated blocks hold
-    limits: np.ndarray  # [num_rows], length at which it ends
-    max_num_tokens: np.ndarray  # [num_rows], of its proposal
-    max_num_rounds: np.ndarray  # [num_rows], in which level 1 drafts for it
-    is_one_hot: np.ndarray  # [num_rows], bool: handed up as if each of its tokens were certain
+    """[num_rows], upper bounds of the tokens with KV once the full pass is verified."""
+    reserved_tokens: np.ndarray  # [num_rows], capacity of the allocated blocks
+    max_lens: np.ndarray  # [num_rows], length at which the request ends
+    max_num_tokens: np.ndarray  # [num_rows], tokens of the proposal
+    max_num_rounds: np.ndarray  # [num_rows], rounds of the proposal
+    is_one_hot: np.ndarray  # [num_rows], bool, True to export one-hot distributions
     sampling: SamplingV2
     tables: list[torch.Tensor]
-    """For each KV cache group, [num_rows, width], int32, block tables."""
+    """Block tables for each KV cache group, [num_rows, width], int32."""
     num_computed: torch.Tensor  # [max_num_reqs], int32, by state
     num_sampled: torch.Tensor  # [batch size], int
     last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
@@ -96,3 +63,88 @@ class BatchV2:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+
+class BatchReader:
+    """Reads batches from vLLM's runner.
+
+    Args:
+        tables: buffers for each batch's block tables, [max_rows, width], int32, one for each KV
+            cache group.
+    """
+
+    def __init__(
+        self,
+        runner,
+        flags: RequestFlags,
+        logits_processing: LogitsProcessing,
+        tables: Sequence[torch.Tensor],
+    ) -> None:
+        self._runner = runner
+        self._flags = flags
+        self._logits_processing = logits_processing
+        self._tables = tables
+
+    def read(
+        self,
+        input_batch,
+        plans: dict[int, RequestPlan],
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> BatchV2:
+        """Read the rows that propose by one route.
+
+        Args:
+            plans: by row of ``input_batch``.
+        """
+        runner, rows = self._runner, np.array(list(plans))
+        states = input_batch.idx_mapping_np[rows]
+        tables = runner.block_tables
+        state_indices = async_tensor_h2d(states.astype(np.int64), device=runner.device)
+        reserved_tokens = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
+        sampling = runner.sampler.sampling_states
+        max_lens = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
+        return BatchV2(
+            request_ids=[input_batch.req_ids[row] for row in rows],
+            batch_rows=rows,
+            states=states,
+            max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
+            reserved_tokens=reserved_tokens.min(0),
+            max_lens=max_lens,
+            max_num_tokens=np.array([plan.num_tokens for plan in plans.values()]),
+            max_num_rounds=np.array([plan.num_rounds for plan in plans.values()]),
+            # The scheduler truncates a proposal where the grammar forbids a token: only one-hot
+            # drafts are verified correctly then.
+            is_one_hot=self._flags.has_grammar[states],
+            sampling=self._read_sampling(states),
+            tables=[
+                torch.index_select(table.gpu, 0, state_indices, out=buffer[: len(rows)])
+                for table, buffer in zip(tables.block_tables, self._tables)
+            ],
+            num_computed=runner.req_states.num_computed_tokens.gpu,
+            num_sampled=num_sampled,
+            last_sampled=last_sampled,
+            parameters=SamplingParameters(
+                sampling.temperature.gpu,
+                sampling.seeds.gpu,
+                sampling.top_k.gpu,
+                sampling.top_p.gpu,
+                sampling.min_p.gpu,
+            ),
+            all_token_ids=runner.req_states.all_token_ids.gpu,
+        )
+
+    def _read_sampling(self, states: np.ndarray) -> SamplingV2:
+        """Say which kinds of sampling the requests need."""
+        sampling = self._runner.sampler.sampling_states
+        sampled = states[sampling.temperature.np[states] != 0]
+        has_masks = (
+            (sampling.top_k.np[sampled] != sampling.vocab_size)
+            | (sampling.top_p.np[sampled] != 1.0)
+            | (sampling.min_p.np[sampled] != 0.0)
+        )
+        return SamplingV2(
+            all_greedy=not len(sampled),
+            has_masks=bool(has_masks.any()),
+            has_processors=self._logits_processing.is_needed(states),
+        )

@@ -1,9 +1,8 @@
-"""CUDA graphs for the batches that there are with TriForce.
+"""Choose which CUDA graphs of the target's decode passes vLLM captures.
 
-With speculation configured, Runner V2 captures whole decode passes for batches in which everybody
-verifies ``num_speculative_tokens`` tokens. Requests on which nothing is speculated decode one token
-at a time, as without TriForce, and proposals are as long as was planned: both must find graphs as
-well, or a step takes longer than stock vLLM's.
+With speculation, Runner V2 captures full decode graphs only for batches in which every request
+verifies ``num_speculative_tokens`` drafts. With TriForce, requests also decode one token at a time,
+and proposals differ in length. Both need graphs, or a step takes longer than stock vLLM's.
 """
 
 from collections.abc import Iterable
@@ -20,9 +19,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.vllm_patches import swaps
 
-# Tokens of passes that verify drafts. Up to the second a pass takes as long as reading the weights
-# does, so that twice as many tokens take no longer; past it the sizes lie the third apart.
-_FEWEST, _WEIGHT_BOUND, _STEP = 16, 128, 64
+# Tokens of passes that verify drafts. Up to _MAX_WEIGHT_BOUND_TOKENS a pass takes as long as
+# reading the weights, so sizes double; above, they are _SIZE_STEP apart.
+_MIN_TOKENS, _MAX_WEIGHT_BOUND_TOKENS, _SIZE_STEP = 16, 128, 64
 
 
 def _captures_decode_passes(manager: CudaGraphManager) -> bool:
@@ -31,13 +30,14 @@ def _captures_decode_passes(manager: CudaGraphManager) -> bool:
 
 
 def serve_any_mix(manager: CudaGraphManager) -> bool:
-    """Lets the manager capture decode passes for any mix of 1 to ``decode_query_len`` tokens a
-    request, in the place of those for batches in which all have as many: as vLLM does where it cuts
-    proposals on the device. The attention's graphs must allow it
+    """Make the manager capture decode graphs for any mix of 1 to ``decode_query_len`` tokens.
+
+    They replace the graphs for batches in which all requests have the same number of tokens, as in
+    vLLM where it truncates proposals on the device. The attention backend must support it
     (``get_varlen_cudagraph_unsupported_backend`` in vllm/v1/worker/gpu/attn_utils.py).
 
     Returns:
-        whether it does.
+        True if the manager's graphs serve any mix.
     """
     if manager.varlen_decode or not _captures_decode_passes(manager):
         return manager.varlen_decode
@@ -49,57 +49,60 @@ def serve_any_mix(manager: CudaGraphManager) -> bool:
 
 
 def thin_decode_graphs(manager: CudaGraphManager) -> None:
-    """Keep few of the graphs for passes that verify drafts: beside those for plain decoding, which
-    are as many as stock vLLM's, there would be as many again."""
+    """Keep only coarse sizes of the graphs that verify drafts.
+
+    Graphs for plain decoding already equal stock vLLM's in number. Without thinning, the number
+    would double.
+    """
     if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
         return
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    # Of the sizes that a coarser one covers, the largest.
+    # The last entry wins: of the sizes that share a coarse size, the largest.
     kept = {
-        (*_kind(desc), _coarse_size(desc.num_tokens)): desc
+        (*_graph_kind(desc), _coarse_size(desc.num_tokens)): desc
         for desc in sorted(captured, key=lambda desc: desc.num_tokens)
     }
     manager._capture_descs[CUDAGraphMode.FULL] = [d for d in captured if d in kept.values()]
     for (num_tokens, _), candidates in manager._candidates.items():
-        own = [desc for desc in candidates if desc in captured]
-        holding = [
+        decode_descs = [desc for desc in candidates if desc in captured]
+        replacements = [
             next(
                 desc
                 for desc in kept.values()
-                if desc.num_tokens >= num_tokens and kind == _kind(desc)
+                if desc.num_tokens >= num_tokens and kind == _graph_kind(desc)
             )
-            for kind in dict.fromkeys(map(_kind, own))
+            for kind in dict.fromkeys(map(_graph_kind, decode_descs))
         ]
-        candidates[:] = [*holding, *(desc for desc in candidates if desc not in own)]
+        candidates[:] = [*replacements, *(desc for desc in candidates if desc not in decode_descs)]
 
 
-def _kind(desc: BatchExecutionDescriptor) -> tuple[int, int]:
+def _graph_kind(desc: BatchExecutionDescriptor) -> tuple[int, int]:
     return desc.num_active_loras, desc.num_ubatches
 
 
 def _coarse_size(num_tokens: int) -> int:
-    if num_tokens <= _WEIGHT_BOUND:
-        return max(_FEWEST, next_power_of_2(num_tokens))
-    return round_up(num_tokens, _STEP)
+    if num_tokens <= _MAX_WEIGHT_BOUND_TOKENS:
+        return max(_MIN_TOKENS, next_power_of_2(num_tokens))
+    return round_up(num_tokens, _SIZE_STEP)
 
 
 def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
-    """Lets the manager capture, and choose, graphs of one token a request as well.
+    """Add graphs of one token a request to those that the manager captures and dispatches.
 
     vLLM does the same where the number of draft tokens depends on the batch size
     (``CudaGraphManager._init_candidates``).
 
     Returns:
-        the number of graphs added.
+        Number of graphs added.
     """
     if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
         return 0
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    known = {(desc.num_tokens, desc.uniform_token_count) for desc in captured}
+    captured_sizes = {(desc.num_tokens, desc.uniform_token_count) for desc in captured}
     sizes = sorted(manager.compilation_config.cudagraph_capture_sizes or ())
-    added, smallest = [], 0
+    added, min_tokens = [], 0
     for size in sizes:
-        if size > manager.max_num_reqs or (size, 1) in known:
+        if size > manager.max_num_reqs or (size, 1) in captured_sizes:
             continue
         for active_loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
@@ -110,13 +113,13 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
                 num_active_loras=active_loras,
             )
             added.append(desc)
-            for num_tokens in range(smallest, size + 1):
+            for num_tokens in range(min_tokens, size + 1):
                 candidates = manager._candidates.setdefault((num_tokens, active_loras), [])
-                # Before what serves any batch; only a batch of single tokens matches.
+                # First, as graphs for any mix match too. Only single tokens match this one.
                 candidates.insert(0, desc)
-        smallest = size + 1
+        min_tokens = size + 1
     descs = [*captured, *added]
-    # The largest first: its activations and its output hold those of the others.
+    # In descending order: smaller graphs share the memory of the largest activations and output.
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
         descs, key=lambda desc: desc.num_tokens, reverse=True
     )
@@ -126,8 +129,8 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
 def choose_decode_graphs(runner, target_layers: Iterable[str]) -> None:
     """Change which graphs the runner's new manager captures.
 
-    vLLM makes a manager twice, the first time to measure what its graphs take: both times it
-    has to know of all of them.
+    vLLM creates a manager twice, the first time to measure the memory of its graphs. Call this
+    both times.
     """
     manager = runner.cudagraph_manager
     if manager is None or not _captures_decode_passes(manager):
@@ -144,8 +147,8 @@ def choose_decode_graphs(runner, target_layers: Iterable[str]) -> None:
     add_plain_decode_graphs(manager)
 
 
-class _Quiet(CudaGraphManager):
-    """Between vLLM's two classes, where each graph's pass is known."""
+class _WithoutRecording(CudaGraphManager):
+    """Layer between vLLM's two manager classes, where each graph's forward function is created."""
 
     recorder: StaticQueryRecorder
 
@@ -155,38 +158,38 @@ class _Quiet(CudaGraphManager):
             if desc.uniform_token_count != 1:
                 return forward
 
-            def unheard(mode) -> None:
+            def without_recording(mode) -> None:
                 with self.recorder.pausing():
                     forward(mode)
 
-            return unheard
+            return without_recording
 
         super().capture(create, *args, **kwargs)
 
     def dispatch(
         self, num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
     ):
-        if uniform_token_count == 1 and self.recorder.listens:
+        if uniform_token_count == 1 and self.recorder.is_recording:
             uniform_token_count = None
         return super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
         )
 
 
-class PlainGraphsWithoutRecording(ModelCudaGraphManager, _Quiet):
-    """Graphs for plain decoding that launch nothing for TriForce.
+class PlainGraphsWithoutRecording(ModelCudaGraphManager, _WithoutRecording):
+    """Captures plain decode graphs without query recording.
 
-    Where somebody selects behind a step in which all decode one token, as before a request's first
-    proposal, the batch takes another graph: one for any mix of lengths, or compiled pieces.
+    If a selection follows a step of single tokens, as before a request's first proposal, the batch
+    takes a graph for any mix of lengths, or piecewise graphs.
     """
 
 
 def disable_recording_in_plain_graphs(runner, recorder: StaticQueryRecorder) -> None:
-    """Before graphs are captured."""
+    """Replace the runner's manager, before graphs are captured."""
     manager = runner.cudagraph_manager
     if manager is None or manager.decode_query_len == 1 or not _captures_decode_passes(manager):
         return
-    quiet = PlainGraphsWithoutRecording.__new__(PlainGraphsWithoutRecording)
-    # The same state: whoever else holds the manager sees the graphs that are captured.
-    quiet.__dict__ = swaps.CUDAGRAPH_MANAGER.set(runner, quiet).__dict__
-    quiet.recorder = recorder
+    replacement = PlainGraphsWithoutRecording.__new__(PlainGraphsWithoutRecording)
+    # Shared state: vLLM's other references to the manager see the captured graphs.
+    replacement.__dict__ = swaps.CUDAGRAPH_MANAGER.set(runner, replacement).__dict__
+    replacement.recorder = recorder

@@ -1,4 +1,4 @@
-"""How many CUDA graphs there are of a proposal, and for how many rows each."""
+"""Sizes and numbers of the CUDA graphs of proposals."""
 
 from collections.abc import Callable
 from functools import cache
@@ -6,56 +6,66 @@ from functools import cache
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.runner_v2.batch import CAPTURED_SAMPLING
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
 
-# Rounds of so many rows are captured as a whole; larger ones launch pass by pass: theirs take
-# long, and a graph keeps its logits.
+# Rows of rounds that are captured as a whole. Larger rounds launch pass by pass: launches are a
+# small part of their time, and a graph of the round would keep its logits in memory.
 ROUND_ROWS = (1, 4, 16)
 MAX_ROWS = ROUND_ROWS[-1]
 
 
-def round_sizes(max_rows: int, largest: int) -> list[int]:
-    """
+def round_sizes(max_rows: int, capture_limit: int) -> list[int]:
+    """Return the numbers of rows that rounds are captured for.
+
     Args:
-        max_rows: of a batch.
-        largest: that vLLM captures.
+        max_rows: rows of a batch at most.
+        capture_limit: largest size that vLLM captures, in tokens.
     """
-    most = min(max_rows, MAX_ROWS, largest)
-    return sorted({size for size in ROUND_ROWS if size < most} | {most})
+    max_size = min(max_rows, MAX_ROWS, capture_limit)
+    return sorted({size for size in ROUND_ROWS if size < max_size} | {max_size})
 
 
-def pass_sizes(max_rows: int, largest: int) -> list[int]:
-    """Twice as many rows each time, above those of rounds: up to some hundred tokens a pass
-    takes as long as reading the weights does."""
+def pass_sizes(max_rows: int, capture_limit: int) -> list[int]:
+    """Return the numbers of rows that single passes are captured for, above those of rounds.
+
+    Sizes double: up to some hundred tokens a pass takes as long as reading the weights.
+    """
     sizes = {max_rows}
     size = 2 * MAX_ROWS
     while size < max_rows:
         sizes.add(size)
         size *= 2
-    return sorted(size for size in sizes if MAX_ROWS < size <= largest)
+    return sorted(size for size in sizes if MAX_ROWS < size <= capture_limit)
 
 
 def num_graphs(
-    config: ResolvedConfig, max_rows: int, largest: int, has_draft: bool, num_lora_cases: int = 0
+    config: ResolvedConfig,
+    max_rows: int,
+    capture_limit: int,
+    has_draft: bool,
+    num_lora_cases: int = 0,
 ) -> dict[str, int]:
-    """Graphs that are captured of proposals, by kind.
+    """Count the graphs of proposals, by kind.
 
     Args:
-        max_rows, largest: of ``round_sizes``.
-        num_lora_cases: for which level 2's passes are captured; 0 without LoRA.
+        max_rows, capture_limit: as in ``round_sizes``.
+        num_lora_cases: numbers of adapters that level 2's passes are captured for; 0 without LoRA.
     """
-    rounds, passes = len(round_sizes(max_rows, largest)), len(pass_sizes(max_rows, largest))
-    of_level2 = {"level 2 rounds": len(CAPTURED_SAMPLING) * rounds, "level 2 passes": passes}
+    rounds, passes = (
+        len(round_sizes(max_rows, capture_limit)),
+        len(pass_sizes(max_rows, capture_limit)),
+    )
+    level2 = {"level 2 rounds": len(CAPTURED_SAMPLING) * rounds, "level 2 passes": passes}
     if num_lora_cases:
-        of_level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}
+        level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}
     if not config.uses_level2:
-        of_level2 = {}
+        level2 = {}
     if not has_draft:
-        return of_level2
+        return level2
     lengths = {config.num_speculative_tokens + 1, config.gamma + 1}
     if config.gamma > 1:
         lengths.add(1)
-    return of_level2 | {
+    return level2 | {
         "level 1 rounds": len(CAPTURED_SAMPLING) * rounds,
         "level 1 passes": len(lengths) * passes,
     }
@@ -63,16 +73,15 @@ def num_graphs(
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream on which all of them are captured.
+    """Return the stream that all graphs are captured on.
 
-    PyTorch reuses memory, and keeps a workspace of cuBLAS, by stream: on streams of their own
-    graphs would share neither.
+    PyTorch reuses memory and cuBLAS workspaces by stream, so graphs of one stream share both.
     """
     return torch.cuda.Stream(device=device)
 
 
 def on_capture_stream(device: torch.device, run: Callable[[], None]) -> None:
-    """As what is captured there afterwards."""
+    """Run a warm-up on the capture stream, after the current stream's work."""
     stream, current = capture_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

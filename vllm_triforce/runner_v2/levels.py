@@ -1,65 +1,60 @@
-"""The beginning of a proposal, by whichever route.
-
-Levels 1 and 2 for Runner V2: rows of a fixed shape, whose tokens stay on the device.
-"""
+"""Levels 1 and 2 of a proposal in rows of a fixed shape, and how any proposal begins."""
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
-from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
-from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.slots import Slot, Slots
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
-@dataclass
+@dataclass(frozen=True)
 class LevelParts:
-    """What lasts from proposal to proposal."""
+    """Parts of levels 1 and 2 that last from proposal to proposal.
 
-    config: ResolvedConfig
+    Args:
+        level1: source that drafts for level 2; None where level 2 proposes by itself.
+    """
+
+    context: ProposalContext
     level1: DraftSourceV2 | None
-    """What drafts for level 2; None where level 2 proposes by itself."""
     level2: RetrievalLevelV2
-    rows: Rows
     slots: Slots
-    handed_up: DraftLogits
-    counters: torch.Tensor  # [number of DeviceCounter], int64
-    race: ExponentialSampler
-    shaping: RowLogitsProcessor
+    draft_logits: DraftLogits
 
 
 def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
-    """Each row's slot; whoever has just got one has no fault."""
-    new = [name for name in batch.request_ids if name not in parts.slots]
+    """Assign a slot to each row, and clear the NaN flags of new slots."""
+    new_ids = [request_id for request_id in batch.request_ids if request_id not in parts.slots]
     slots = [parts.slots.take(request_id) for request_id in batch.request_ids]
-    if new:
-        taken = [parts.slots.take(name).index for name in new]
-        faults = parts.rows.faults.slot
-        faults.index_fill_(0, async_tensor_h2d(np.array(taken), device=faults.device), 0)
+    if new_ids:
+        indices = [parts.slots.take(request_id).index for request_id in new_ids]
+        nan_flags = parts.context.rows.faults.slot
+        nan_flags.index_fill_(0, async_tensor_h2d(np.array(indices), device=nan_flags.device), 0)
     return slots
 
 
-def init_rows(parts: LevelParts, batch: BatchV2, slots: list[Slot], refresh: list[Refresh]) -> None:
-    """Tells the device of the rows; it finds out how much each may propose."""
-    rows, selections = parts.rows, parts.level2.selections
+def init_rows(
+    parts: LevelParts, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]
+) -> None:
+    """Send the rows' metadata to the device, which computes how much each may propose."""
+    rows, selections = parts.context.rows, parts.level2.selections
     row_metadata = stack_columns(
         {
             RowColumn.BATCH_ROW: batch.batch_rows,
             RowColumn.STATE: batch.states,
             RowColumn.SLOT: [slot.index for slot in slots],
-            RowColumn.REFRESH: refresh,
-            RowColumn.RESERVED: batch.reserved,
-            RowColumn.LIMIT: np.minimum(batch.limits, np.iinfo(np.int32).max),
+            RowColumn.REFRESH: refreshes,
+            RowColumn.RESERVED: batch.reserved_tokens,
+            RowColumn.LIMIT: np.minimum(batch.max_lens, np.iinfo(np.int32).max),
             RowColumn.WINDOW_START: [slot.window_start for slot in slots],
             RowColumn.MAX_TOKENS: batch.max_num_tokens,
             RowColumn.MAX_ROUNDS: batch.max_num_rounds,
@@ -72,23 +67,23 @@ def init_rows(parts: LevelParts, batch: BatchV2, slots: list[Slot], refresh: lis
         batch.num_sampled,
         batch.last_sampled,
         batch.parameters,
-        parts.config.min_context,
+        parts.context.config.min_context,
         selections.block_size,
         selections.recent_blocks,
         selections.max_selected,
         selections.width,
     )
-    if batch.sampling.kind != "greedy":  # a graph shapes them all
-        parts.shaping.begin()
+    if batch.sampling.kind != "greedy":  # a graph of any other kind applies processors
+        parts.context.logits_processing.begin()
 
 
 class LevelsV2:
-    """One proposal: ``core/loop.py``'s levels.
+    """Levels of one proposal (``core/loop.py``).
 
-    A round adds 1 to ``gamma + 1`` tokens to each row. The host launches as many rounds as were
-    planned, without a word from the device: rows that are finished take part to the end and are
-    left as they are, and those that are not end with what they have. When they end depends on
-    tokens before that, never on the one that would come, so no proposal is bent by it.
+    A round adds 1 to ``gamma + 1`` tokens to each row. The host launches the planned number of
+    rounds without waiting for the device. Finished rows stay in the batch unchanged, unfinished
+    ones end with the tokens they have. A proposal's end depends on earlier tokens only, never on
+    the token that would come next, so it does not bias the distribution.
     """
 
     def __init__(self, parts: LevelParts, batch: BatchV2) -> None:
@@ -100,20 +95,20 @@ class LevelsV2:
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
         slots = take_slots(parts, batch)
-        due = parts.level2.selections.due(slots, batch.max_computed_tokens)
+        refreshes = parts.level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
         if parts.level1 is not None:
             parts.level1.begin(batch, slots)
-        init_rows(parts, batch, slots, due)
-        parts.level2.begin(batch, slots, due)
+        init_rows(parts, batch, slots, refreshes)
+        parts.level2.begin(batch, slots, refreshes)
 
     def unfinished(self) -> Rows | None:
         if not self._rounds_left:
             return None
         self._rounds_left -= 1
-        return self._parts.rows
+        return self._parts.context.rows
 
     def draft(self, rows: Rows) -> Distributions | None:
-        """And what was drafted from; None where each token is certain, or all are greedy."""
+        """Draft a round; return its distributions, None if one-hot or if all rows are greedy."""
         level1 = self._parts.level1
         if level1 is None:
             rows.num_drafted.zero_()
@@ -123,15 +118,16 @@ class LevelsV2:
         return None if self._batch.sampling.all_greedy else level1.distributions
 
     def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
-        return self._parts.level2.forward()
+        return self._parts.level2.forward(self._batch.sampling)
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
-        verify_drafts(rows, logits, drafted, rows.drawing, parts.race, parts.counters)
+        context = parts.context
+        verify_drafts(rows, logits, drafted, rows.drawing, context.sampler, context.counters.sums)
         if logits.distributions is not None:
-            export_distributions(parts.handed_up, rows, logits.distributions.logits)
+            export_distributions(parts.draft_logits, rows, logits.distributions.logits)
 
     def end(self) -> None:
         if self._parts.level1 is not None:
-            self._parts.level1.clean(self._batch, self._parts.rows)
-        self._parts.level2.clean()
+            self._parts.level1.end(self._batch, self._parts.context.rows)
+        self._parts.level2.scrub(self._batch)

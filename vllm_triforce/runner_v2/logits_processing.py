@@ -1,10 +1,10 @@
-"""What requests ask of their logits, for level 1's and level 2's: what they draft is then what the
-full pass will accept.
+"""Logits processors of requests, applied to the logits of levels 1 and 2.
 
-In the order of vLLM's sampler (vllm/v1/worker/gpu/sample/sampler.py), of its states:
-``logit_bias``, ``allowed_token_ids`` and ``min_tokens`` by its own kernel; penalties and
-``bad_words``, which look at what came before, by kernels that also see what is proposed. Nothing
-runs where nobody in the batch asks for any.
+Drafts then follow the distribution that the full pass samples from. The order is that of vLLM's
+sampler (vllm/v1/worker/gpu/sample/sampler.py), and so are the states. vLLM's kernel applies
+``logit_bias``, ``allowed_token_ids`` and ``min_tokens``. Penalties and ``bad_words`` depend on
+earlier tokens, so kernels of ours apply them, which also read the proposal. Nothing runs if no
+request of the batch has a processor.
 """
 
 import numpy as np
@@ -16,39 +16,39 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm_triforce.kernels.logits_processing import LogitParams, apply_penalties, forbid_bad_words
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import RowLogitsProcessor
 
-# What is done here, in this order.
-_STATES = [LogitBiasState, PenaltiesState, BadWordsState]
+# vLLM's processors that are applied here, in its order.
+_PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
-class LogitsProcessing(RowLogitsProcessor):
-    """One engine's.
+class LogitsProcessing:
+    """Logits processors of the requests of a proposal's rows.
 
     Args:
-        sampler: vLLM's.
-        req_states: vLLM's, which the sampler's states refer to.
+        sampler, req_states: those of vLLM's runner.
 
     Raises:
-        RuntimeError: the sampler does something else, or in another order.
+        RuntimeError: the sampler has other processors, or another order.
     """
 
     def __init__(self, sampler, req_states, rows: Rows) -> None:
-        states = sampler.logits_processors[: len(_STATES)]
-        if [type(state) for state in states] != _STATES:
-            found, known = ([its.__name__ for its in of] for of in (map(type, states), _STATES))
+        states = sampler.logits_processors[: len(_PROCESSORS)]
+        if [type(state) for state in states] != _PROCESSORS:
+            names, expected = (
+                [cls.__name__ for cls in classes] for classes in (map(type, states), _PROCESSORS)
+            )
             raise RuntimeError(
-                f"vLLM's sampler changes logits by {found}, TriForce knows of {known} in this "
+                f"vLLM's sampler changes logits by {names}, TriForce knows of {expected} in this "
                 "order; it is made for another vLLM"
             )
         self._bias, self._penalties, self._bad_words = states
         self._req_states = req_states
         self._rows = rows
         device = rows.row_metadata.device
-        self._asked = LogitParams(len(self._bias.use_logit_bias), device)
+        self._params = LogitParams(len(self._bias.use_logit_bias), device)
 
-    def is_asked(self, states: np.ndarray) -> bool:
-        """Whether a request asks for any.
+    def is_needed(self, states: np.ndarray) -> bool:
+        """Return True if one of the requests has a processor.
 
         Args:
             states: [num_rows], int.
@@ -60,8 +60,9 @@ class LogitsProcessing(RowLogitsProcessor):
         )
 
     def begin(self) -> None:
+        """Read the parameters of the rows' requests, once a proposal."""
         bias, penalties = self._bias, self._penalties
-        self._asked.keep(
+        self._params.keep(
             self._rows,
             self._req_states.prompt_len.gpu,
             bias.num_allowed_token_ids.gpu,
@@ -75,8 +76,19 @@ class LogitsProcessing(RowLogitsProcessor):
             penalties.presence_penalty.gpu,
         )
 
-    def shape(self, logits: torch.Tensor, first_place: int) -> torch.Tensor:
-        rows, asked = self._rows, self._asked
+    def apply(
+        self,
+        logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
+        first_place: int,
+    ) -> torch.Tensor:  # float32; may be ``logits``, modified in place
+        """Apply the processors; only launches kernels, so that a CUDA graph can capture it.
+
+        Args:
+            logits: of ``query_len`` places of each row. Place n follows the proposal so far and n
+                drafts of the round.
+            first_place: number of the first of these places.
+        """
+        rows, params = self._rows, self._params
         logits, query_len = logits.float(), len(logits) // rows.num_rows
         self._add_biases(logits, query_len, first_place)
         penalties, words = self._penalties, self._bad_words
@@ -85,7 +97,7 @@ class LogitsProcessing(RowLogitsProcessor):
             query_len,
             first_place,
             rows,
-            asked,
+            params,
             penalties.prompt_bin_mask,
             penalties.output_bin_counts,
         )
@@ -94,7 +106,7 @@ class LogitsProcessing(RowLogitsProcessor):
             query_len,
             first_place,
             rows,
-            asked,
+            params,
             words.bad_word_token_ids.gpu,
             words.bad_word_offsets.gpu,
             self._req_states.all_token_ids.gpu,
@@ -102,25 +114,24 @@ class LogitsProcessing(RowLogitsProcessor):
         return logits
 
     def _add_biases(self, logits: torch.Tensor, query_len: int, first_place: int) -> None:
-        """Biases, allowed tokens, and no end before ``min_tokens``; of a graph's rows that nobody
-        has, too, whose logits nobody reads."""
-        rows, asked, state = self._rows, self._asked, self._bias
+        """Apply biases, allowed tokens and ``min_tokens``, to a graph's padding rows too."""
+        rows, params, state = self._rows, self._params, self._bias
         newest = rows.computed[: rows.num_rows] + rows.length[: rows.num_rows]
-        places = torch.arange(
+        offsets = torch.arange(
             first_place, first_place + query_len, dtype=torch.int64, device=logits.device
         )
         apply_logit_bias(
             logits,
             rows.column(RowColumn.STATE).repeat_interleave(query_len, output_size=len(logits)),
-            (newest[:, None] + places).flatten(),
-            asked.num_allowed_tokens,
+            (newest[:, None] + offsets).flatten(),
+            params.num_allowed_tokens,
             state.allowed_token_ids.gpu,
-            asked.num_biases,
+            params.num_biases,
             state.logit_bias_token_ids.gpu,
             state.logit_bias.gpu,
-            asked.min_len,
-            asked.num_stop_tokens,
-            asked.restores_stop_tokens,
+            params.min_len,
+            params.num_stop_tokens,
+            params.restores_stop_tokens,
             state.stop_token_ids.gpu,
             check_all_masked_rows=True,
         )

@@ -1,10 +1,4 @@
-"""LoRA in level 2's passes, as far as the device side sees it.
-
-A model's pass over rows of a fixed number of tokens, as CUDA graphs.
-
-Work on a proposal's rows that is launched as one CUDA graph: a round's passes, and what is
-between them.
-"""
+"""Passes of the models and rounds of a proposal, as CUDA graphs over rows of a fixed shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +13,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import SamplingV2
 from vllm_triforce.runner_v2.graph_sizes import (
     MAX_ROWS,
     capture_stream,
@@ -27,28 +20,28 @@ from vllm_triforce.runner_v2.graph_sizes import (
     pass_sizes,
     round_sizes,
 )
-from vllm_triforce.runner_v2.sampling import kernel_scratch
+from vllm_triforce.runner_v2.sampling import SamplingV2, kernel_scratch
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 
 class PassAdapters(Protocol):
-    """The runner's side of it (``runner_v2/adapters.py``)."""
+    """LoRA adapters of level 2's passes; implemented by ``runner_v2/adapters.py``."""
 
     @property
     def capture_cases(self) -> list[int]:
-        """vLLM's numbers of active adapters: of each there are graphs."""
+        """Numbers of active adapters, as in vLLM's descriptors, that graphs are captured for."""
         ...
 
     def has_any(self, request_ids: Sequence[str]) -> bool:
-        """Whether one of these requests has an adapter."""
+        """Return True if one of the requests has an adapter."""
         ...
 
     def begin_proposal(self, request_ids: Sequence[str], num_rows: int, query_len: int) -> None:
-        """The passes to come are of these requests, a row each, padded to ``num_rows``."""
+        """Activate the adapters of the next passes' requests, padded to ``num_rows`` rows."""
         ...
 
     def begin_capture(self, num_active: int, num_rows: int, query_len: int) -> None:
-        """A pass of so many rows is captured next, with so many adapters."""
+        """Activate ``num_active`` adapters for the capture of a pass of ``num_rows`` rows."""
         ...
 
 
@@ -56,9 +49,9 @@ class PassGraphs(CudaGraphManager):
     """vLLM's manager, for uniform batches of the given numbers of rows.
 
     Args:
-        sizes: in rows, the smallest first.
-        above: batches of so many rows, or fewer, take none of them.
-        adapters: None where the model has none; otherwise there are graphs without and with them.
+        sizes: numbers of rows, in ascending order.
+        above: batches of at most this many rows use no graph.
+        adapters: None without LoRA; otherwise each size is captured without and with adapters.
     """
 
     def __init__(
@@ -81,24 +74,24 @@ class PassGraphs(CudaGraphManager):
         if not self.cudagraph_mode:
             return
         length = self.decode_query_len
-        descs, smallest = [], self._above * length + 1
+        descs, min_tokens = [], self._above * length + 1
         for rows in self._sizes:
             for active in self.lora_capture_cases:
                 desc = BatchExecutionDescriptor(
                     CUDAGraphMode.FULL, rows * length, rows, length, num_active_loras=active
                 )
                 descs.append(desc)
-                for num_tokens in range(smallest, desc.num_tokens + 1):
+                for num_tokens in range(min_tokens, desc.num_tokens + 1):
                     self._candidates[num_tokens, active] = [desc]
-            smallest = rows * length + 1
-        # The largest first: its activations hold those of the others.
+            min_tokens = rows * length + 1
+        # In descending order: smaller graphs share the memory of the largest activations.
         self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
 
     def _capture_stream(self, desc) -> torch.cuda.Stream:
         return capture_stream(self.device)
 
     def capture_pass(self, forward: Callable[[int], None], description: str) -> None:
-        """Captures ``forward(num_rows)`` for each size."""
+        """Capture ``forward(num_rows)`` for each size."""
 
         def create(desc, warmup: bool):
             if self._adapters is not None:
@@ -113,66 +106,71 @@ class PassGraphs(CudaGraphManager):
 
 
 class ModelPass:
-    """Runs a model on buffers of its own.
+    """Runs a model on static buffers, as a CUDA graph where one was captured.
 
     Args:
-        num_seqs: sequences that the attention sees, for all rows.
-        metadata: from a number of rows to the attention metadata by layer. Its tensors must be
-            views of buffers that stay where they are, where the pass is to be captured.
-        slots: likewise, to where each token's KV goes, by layer.
-        adapters: None where the model has none.
+        inputs: input buffers; the length of ``inputs.seq_lens`` is the number of sequences that
+            the attention sees.
+        model_config: vLLM's configuration of ``model``.
+        metadata: from a number of rows to attention metadata by layer. Tensors must be views of
+            buffers with fixed addresses if the pass is captured.
+        slots: from a number of rows to slot mappings by layer, under the same condition.
+        adapters: None without LoRA.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         vllm_config,
-        max_rows: int,
-        query_len: int,
-        num_seqs: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        inputs: PassInputs,
+        model_config,
         metadata: Callable[[int], dict],
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
         adapters: PassAdapters | None = None,
     ) -> None:
-        self.inputs = PassInputs(max_rows, query_len, num_seqs, device)
-        self.max_rows = max_rows
+        self.inputs = inputs
+        self.max_rows = len(inputs.token_ids) // inputs.query_len
         self.name = name
         self._adapters = adapters
         self._has_adapters = False
         self._model = model
         self._vllm_config = vllm_config
-        self._device = device
+        self._device = inputs.token_ids.device
         self._metadata = metadata
         self._slots = slots
-        self._hidden = torch.zeros(max_rows * query_len, hidden_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(
+            len(inputs.token_ids),
+            model_config.get_hidden_size(),
+            dtype=model_config.dtype,
+            device=self._device,
+        )
         self._graphs: PassGraphs | None = None
-        self._is_inlined = False
+        self._is_within_capture = False
 
     @contextmanager
-    def inlined(self) -> Iterator[None]:
-        """While a graph is captured that has runs within it."""
-        self._is_inlined = True
+    def within_capture(self) -> Iterator[None]:
+        """Run without graphs, while a larger graph is captured around the pass."""
+        self._is_within_capture = True
         try:
             yield
         finally:
-            self._is_inlined = False
+            self._is_within_capture = False
 
-    def capture(self, mode: CUDAGraphMode, has_rounds: bool = True) -> None:
-        """
+    def capture(self, mode: CUDAGraphMode, has_round_graphs: bool = True) -> None:
+        """Capture the pass for the numbers of rows that need it.
+
         Args:
-            has_rounds: the rounds of few rows are graphs of their own.
+            has_round_graphs: True if rounds of few rows are captured as a whole (``GraphedRound``),
+                so that only larger passes need graphs.
         """
-        largest = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        sizes = pass_sizes(self.max_rows, largest)
-        if not has_rounds:
-            sizes = round_sizes(self.max_rows, largest) + sizes
+        max_capture_size = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        sizes = pass_sizes(self.max_rows, max_capture_size)
+        if not has_round_graphs:
+            sizes = round_sizes(self.max_rows, max_capture_size) + sizes
         if not sizes:
             return
-        # What a capture's warm-up computes is written nowhere.
+        # -1: the warm-up before the capture writes no KV.
         self.inputs.slot_mapping.fill_(-1)
         graphs = PassGraphs(
             self._vllm_config,
@@ -180,40 +178,40 @@ class ModelPass:
             mode,
             self.inputs.query_len,
             sizes,
-            MAX_ROWS * has_rounds,
+            MAX_ROWS * has_round_graphs,
             self._adapters,
         )
         graphs.capture_pass(self._forward, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """The runs to come are of these requests, a row each."""
+        """Prepare runs for these requests, a row each."""
         if self._adapters is not None:
             self._has_adapters = self._adapters.has_any(request_ids)
             num_rows = self.padded_rows(len(request_ids))
             self._adapters.begin_proposal(request_ids, num_rows, self.inputs.query_len)
 
     def padded_rows(self, num_rows: int) -> int:
-        """Rows that a run with ``num_rows`` reads: fill that many."""
-        if self._graphs is None or self._is_inlined:
+        """Return the number of rows that ``run(num_rows)`` reads, whose inputs must be filled."""
+        if self._graphs is None or self._is_within_capture:
             return num_rows
-        return self._dispatch(num_rows).num_reqs
+        return self._dispatch(self._graphs, num_rows).num_reqs
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
-        """Hidden states behind the inputs, valid until the next run."""
-        if self._graphs is not None and not self._is_inlined:
-            desc = self._dispatch(num_rows)
+        """Return hidden states of the inputs, valid until the next run."""
+        if self._graphs is not None and not self._is_within_capture:
+            desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
                 return self._result(num_rows)
         self._forward(num_rows)
         return self._result(num_rows)
 
-    def _dispatch(self, num_rows: int):
+    def _dispatch(self, graphs: PassGraphs, num_rows: int):
         length = self.inputs.query_len
-        # With how many there are graphs vLLM's manager knows.
+        # vLLM's manager rounds up to a captured number of adapters.
         num_active = int(self._has_adapters)
-        return self._graphs.dispatch(num_rows, num_rows * length, length, num_active)
+        return graphs.dispatch(num_rows, num_rows * length, length, num_active)
 
     def _result(self, num_rows: int) -> torch.Tensor:
         length = self.inputs.query_len
@@ -240,6 +238,7 @@ def forward(
     metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
+    """Run a model of levels 1 or 2, hidden from KV connectors."""
     context = set_forward_context(
         metadata, vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
     )
@@ -249,17 +248,17 @@ def forward(
 
 
 class GraphedRound:
-    """Calls ``work(sampling)``, or replays it where it was captured for as many rows or more.
+    """Calls ``work(sampling)``, or replays a CUDA graph of it captured for at least as many rows.
 
-    Rows past ``rows.num_rows`` then take part. Kernels see by ``rows.count`` that there are fewer,
-    or find nothing to do in them.
+    A replay also processes the padding rows past ``rows.num_rows``. Kernels skip them by
+    ``rows.count``, or have nothing to do in them.
 
     Args:
-        work: launches, for the first ``rows.num_rows`` rows; reads and writes nothing but tensors
-            that stay where they are, and its own. What it returns, of a replay, is in memory that
-            the next replay of any graph may write.
-        sampling: with which it is captured. It may do more than the rows of a replay ask for.
-        passes: that it runs.
+        work: launches a round for the first ``rows.num_rows`` rows. It reads and writes only
+            tensors with fixed addresses and temporaries. The next replay of any graph may
+            overwrite what a replay returns.
+        sampling: parameters of the capture, which may do more than the rows of a replay need.
+        passes: the passes that ``work`` runs.
     """
 
     def __init__(
@@ -284,21 +283,22 @@ class GraphedRound:
         self._scratch: list[torch.Tensor] = []
 
     def capture(self, mode: CUDAGraphMode) -> None:
-        largest = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        if not largest:
+        max_capture_size = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        if not max_capture_size:
             return
-        sizes = round_sizes(self._rows.max_rows, largest)
+        sizes = round_sizes(self._rows.max_rows, max_capture_size)
         graphs = PassGraphs(self._vllm_config, self._device, mode, 1, sizes)
-        # What is launched in a capture's warm-up finds no row to write anything for.
+        # 0 rows: the warm-up before the capture writes nothing.
         self._rows.count.zero_()
         graphs.capture_pass(self._capture, f"Capturing TriForce's {self.name}")
         self._graphs = graphs
-        self._scratch = kernel_scratch()  # it lives as long as the graphs that write to it
+        self._scratch = kernel_scratch()  # kept alive, as the graphs write to it
 
     def __call__(self, sampling: SamplingV2, *args) -> tuple[torch.Tensor, ...]:
-        """
+        """Run a round.
+
         Args:
-            args: of ``work``, of which a graph needs none.
+            args: further arguments of ``work``; graphs are captured with the defaults.
         """
         num_rows = self._rows.num_rows
         if self._graphs is not None:
@@ -314,9 +314,9 @@ class GraphedRound:
 
     def _capture(self, num_rows: int) -> None:
         with ExitStack() as stack:
-            for its in self._passes:
-                stack.enter_context(its.inlined())
-            stack.enter_context(self._rows.as_if(num_rows))
-            # Weak, so that graphs of other sizes have the same memory.
+            for model_pass in self._passes:
+                stack.enter_context(model_pass.within_capture())
+            stack.enter_context(self._rows.with_num_rows(num_rows))
+            # Weak references, so that graphs of other sizes can share the memory.
             results = self._work(self._sampling)
-            self._results[num_rows] = tuple(weak_ref_tensor(its) for its in results)
+            self._results[num_rows] = tuple(weak_ref_tensor(result) for result in results)

@@ -1,4 +1,4 @@
-"""Collects what comes of each step's plan, without a wait for the device."""
+"""Collect reports of each step's proposals, without waiting for the device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from vllm_triforce.core.plan import RequestReport, StepReport, attach_report
 
 
 class Reports:
-    """One worker's."""
+    """Reports of one worker, attached to the outputs of its steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -18,43 +18,44 @@ class Reports:
         self._rows: list[tuple[list[str], torch.Tensor]] = []
         self._measured: Measurements | None = None
         self._disabled: tuple[str, ...] = ()
-        self._ready: Callable[..., StepReport] | None = None
+        self._pending: Callable[..., StepReport] | None = None
 
-    def begin(self, number: int | None) -> None:
-        """A step begins; what was collected of the one before goes with its output.
+    def begin_step(self, number: int | None) -> None:
+        """Begin a step; the previous step's report goes with this step's output.
 
         Args:
-            number: of its plan; None where it has none.
+            number: number of the step's plan; None without a plan.
         """
         if self._number is not None:
-            self._ready = partial(self._make, self._number, self._rows, self._event())
+            self._pending = partial(self._make_report, self._number, self._rows, self._event())
         self._number, self._rows = number, []
 
     def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
-        """
+        """Add the outcomes of a batch's proposals to the step's report.
+
         Args:
-            outcomes: [num_rows, len(OutcomeColumn)], int32; may be written over after this.
+            outcomes: [num_rows, len(OutcomeColumn)], int32; may be overwritten afterwards.
         """
         if self._number is not None:
-            copied = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
-            self._rows.append((request_ids, copied.copy_(outcomes, non_blocking=True)))
+            host_copy = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
+            self._rows.append((request_ids, host_copy.copy_(outcomes, non_blocking=True)))
 
-    def measured(self, measurements: Measurements | None) -> None:
-        """What passes take goes with the next report."""
+    def set_measurements(self, measurements: Measurements | None) -> None:
+        """Send measurements with the next report."""
         self._measured = measurements
 
-    def disabled(self, request_ids: list[str]) -> None:
-        """That these are not speculated on again goes with the next report."""
+    def add_disabled(self, request_ids: list[str]) -> None:
+        """Send ids of disabled requests with the next report."""
         self._disabled += tuple(request_ids)
 
-    def send(self, output):
-        """``output`` with what is ready."""
-        # vLLM's empty output is one object for all: what is ready can wait.
-        if output is not None and getattr(output, "req_ids", True) and self._ready is not None:
-            # A step without tokens has no output, and what it would have taken along is lost: what
-            # was measured, and who is disabled, must not be.
-            attach_report(output, partial(self._ready, self._measured, self._disabled))
-            self._ready = self._measured = None
+    def attach_to(self, output):
+        """Attach the previous step's report, if any, to ``output`` and return ``output``."""
+        # vLLM's empty output is one shared object: the report waits for the next output.
+        if output is not None and getattr(output, "req_ids", True) and self._pending is not None:
+            # A step without tokens has no output, and the report that it would carry is lost.
+            # Measurements and disabled requests are therefore added here.
+            attach_report(output, partial(self._pending, self._measured, self._disabled))
+            self._pending = self._measured = None
             self._disabled = ()
         return output
 
@@ -70,12 +71,12 @@ class Reports:
         return event
 
     @staticmethod
-    def _make(number, rows, event, measured, disabled) -> StepReport:
+    def _make_report(number, rows, event, measured, disabled) -> StepReport:
         if event is not None:
-            event.synchronize()  # of a step that is over: it waits for nothing
+            event.synchronize()  # returns at once: the step is over
         proposed = {
-            name: RequestReport(*values)
-            for names, outcomes in rows
-            for name, values in zip(names, outcomes.tolist())
+            request_id: RequestReport(*values)
+            for request_ids, outcomes in rows
+            for request_id, values in zip(request_ids, outcomes.tolist())
         }
         return StepReport(number, proposed, measured, disabled)

@@ -1,4 +1,4 @@
-"""What the loop must know of a request's parameters and Model Runner V2 does not keep."""
+"""Request parameters that Model Runner V2 does not keep, and its rejection sampler."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from vllm_triforce.vllm_patches import swaps
 
 
 class RequestFlags(LogitsProcessor):
-    """Hears of each request where the sampler does, and leaves its logits as they are."""
+    """Records flags of each request; a logits processor that changes no logits."""
 
     def __init__(self, max_num_reqs: int) -> None:
         self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
@@ -29,36 +29,36 @@ class RequestFlags(LogitsProcessor):
         return logits
 
 
-def install_request_listener(runner, handed_up: DraftLogits) -> RequestFlags:
-    """Give a runner's sampler the listener, and its rejection sampler what it lacks.
+def install_request_listener(runner, draft_logits: DraftLogits) -> RequestFlags:
+    """Add ``RequestFlags`` to a runner's sampler, and replace its rejection sampler.
 
     Raises:
-        RuntimeError: the model has a rejection sampler of its own.
+        RuntimeError: the model has a rejection sampler of another class.
     """
-    facts = RequestFlags(runner.max_num_reqs)
-    runner.sampler.logits_processors.append(facts)
+    flags = RequestFlags(runner.max_num_reqs)
+    runner.sampler.logits_processors.append(flags)
     if type(runner.rejection_sampler) is not RejectionSampler:
         raise RuntimeError(
             f"method='triforce' is not supported with {type(runner.rejection_sampler).__name__}: "
             "it tests drafts in its own way. Use another method"
         )
-    complete = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
-    complete.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, complete).__dict__
-    complete.handed_up = handed_up
-    # Where sampling is spread over ranks, what they gather has no place for named tokens.
-    complete.names_tokens = runner.batch_sharder is None
-    return facts
+    sampler = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
+    sampler.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, sampler).__dict__
+    sampler.draft_logits = draft_logits
+    # Ranks that share sampling gather no log-probabilities of given tokens.
+    sampler.supports_logprob_token_ids = runner.batch_sharder is None
+    return flags
 
 
 class CompleteRejectionSamplerV2(RejectionSampler):
-    """Read distributions by slot, and return ``logprob_token_ids``.
+    """vLLM's rejection sampler, with distributions by slot and ``logprob_token_ids``.
 
-    vLLM's own reads a distribution for each of ``max_num_seqs`` requests, and returns no
-    ``logprob_token_ids`` as soon as anybody in the batch has drafts.
+    vLLM's reads distributions of ``max_num_seqs`` requests, and returns no ``logprob_token_ids`` if
+    a request of the batch has drafts.
     """
 
-    handed_up: DraftLogits
-    names_tokens: bool
+    draft_logits: DraftLogits
+    supports_logprob_token_ids: bool
 
     def _verify(
         self,
@@ -74,9 +74,13 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         seq_lens_upper_bound_np,
         verify_draft_sampled,
     ):
-        """As vLLM's, whose two calls these are; the second is told of slots."""
-        named = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
-        self._num_named, self._owners = named * self.names_tokens, expanded_idx_mapping
+        """Make the two calls of vLLM's method, the second with rows by slot.
+
+        The argument ``draft_logits`` is not read: ``self.draft_logits`` has the distributions.
+        """
+        num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(idx_mapping_np)
+        self._num_token_ids = num_token_ids * self.supports_logprob_token_ids
+        self._state_indices = expanded_idx_mapping
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -89,7 +93,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         )
         states = self.sampler.sampling_states
         rows = outer_test_rows(
-            self.handed_up,
+            self.draft_logits,
             expanded_idx_mapping,
             expanded_local_pos,
             verify_draft_sampled,
@@ -98,7 +102,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
         )
         sampled, num_sampled = rejection_sample(
             processed,
-            self.handed_up.logits,
+            self.draft_logits.logits,
             rows.draft_tokens,
             cu_num_logits,
             pos,
@@ -117,11 +121,11 @@ class CompleteRejectionSamplerV2(RejectionSampler):
     def _get_logprobs_tensors(
         self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
     ):
-        if not self._num_named:
+        if not self._num_token_ids:
             return super()._get_logprobs_tensors(
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
-        # [num_logits]: each request's tokens, then places that nobody reads.
+        # [num_logits]: each request's sampled tokens, then 0 in places that are not read.
         starts = cu_num_logits[:-1].repeat_interleave(cu_num_logits.diff(), output_size=len(logits))
         places = torch.arange(len(logits), device=logits.device) - starts
         requests = torch.arange(len(cu_num_logits) - 1, device=logits.device).repeat_interleave(
@@ -134,7 +138,7 @@ class CompleteRejectionSamplerV2(RejectionSampler):
             tokens,
             cu_num_logits_np.tolist() if len(logits) != len(cu_num_logits_np) - 1 else None,
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=self._owners,
-            max_per_req_token_ids=self._num_named,
+            expanded_idx_mapping=self._state_indices,
+            max_per_req_token_ids=self._num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )

@@ -1,7 +1,4 @@
-"""Level 2's passes in layers that retrieval does not fit, as those with a sliding window.
-
-Level 2 on the device: the target's own weights over the retrieval cache (paper, 4.2).
-"""
+"""Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,30 +11,23 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import Refresh
-from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import (
-    CAPTURED_SAMPLING,
-    BatchV2,
-    Masks,
-    RowLogitsProcessor,
-    SamplingV2,
-)
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, PassAdapters
-from vllm_triforce.runner_v2.sampling import masked_logits
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slot
 
 
 class DenseLayers:
-    """Those of one KV cache group: they read what they would read in a full pass.
+    """Layers of one KV cache group that stay dense at level 2, as those with a sliding window.
 
-    All that they are given lies in buffers that stay where they are.
+    They read the same KV as in a full pass. All buffers have fixed addresses.
 
     Args:
-        inputs: of level 2's pass.
-        seq_lens: [max_rows], int32, tokens of each row once the pass is over.
+        inputs: input buffers of level 2's pass.
+        seq_lens: [max_rows], int32, tokens of each row after the pass.
         table: [max_rows, width], int32, the rows' block tables in this group.
-        max_seq_len: that the target knows.
+        max_seq_len: context length of the target.
     """
 
     def __init__(
@@ -55,29 +45,31 @@ class DenseLayers:
         self._seq_lens = seq_lens
         self._table = table
         self._max_seq_len = max_seq_len
-        self._starts_on_host = torch.arange(len(seq_lens) + 1, dtype=torch.int32) * inputs.query_len
-        self._starts = self._starts_on_host.to(seq_lens.device)
-        owners = torch.arange(len(seq_lens), device=seq_lens.device)
-        self._owners = owners.repeat_interleave(inputs.query_len)
+        self._starts_cpu = torch.arange(len(seq_lens) + 1, dtype=torch.int32) * inputs.query_len
+        self._starts = self._starts_cpu.to(seq_lens.device)
+        row_indices = torch.arange(len(seq_lens), device=seq_lens.device)
+        self._row_indices = row_indices.repeat_interleave(inputs.query_len)
         self._slot_mapping = torch.empty_like(inputs.slot_mapping)
 
     def slots(self, num_rows: int) -> torch.Tensor:  # [num_rows * query_len], int64
-        """Where this group's blocks have the places of ``inputs.slot_mapping``: -1 for none."""
+        """Write this group's slot mapping, -1 where ``inputs.slot_mapping`` is -1."""
         num_tokens = num_rows * self._inputs.query_len
         positions = self._inputs.positions[:num_tokens]
-        size = self._block_size
-        blocks = self._table[self._owners[:num_tokens], positions // size].to(torch.int64)
-        places = blocks * size + positions % size
-        own = self._inputs.slot_mapping[:num_tokens]
-        return torch.where(own < 0, own, places, out=self._slot_mapping[:num_tokens])
+        block_size = self._block_size
+        blocks = self._table[self._row_indices[:num_tokens], positions // block_size].to(
+            torch.int64
+        )
+        mapping = blocks * block_size + positions % block_size
+        sparse = self._inputs.slot_mapping[:num_tokens]
+        return torch.where(sparse < 0, sparse, mapping, out=self._slot_mapping[:num_tokens])
 
     def metadata(self, num_rows: int) -> Any:
-        """The backend's own. What the builder makes of it on the device belongs to the pass."""
+        """Build the backend's metadata; a graph of the pass captures the builder's kernels."""
         length = self._inputs.query_len
         num_tokens = num_rows * length
         common = CommonAttentionMetadata(
             query_start_loc=self._starts[: num_rows + 1],
-            query_start_loc_cpu=self._starts_on_host[: num_rows + 1],
+            query_start_loc_cpu=self._starts_cpu[: num_rows + 1],
             seq_lens=self._seq_lens[:num_rows],
             num_reqs=num_rows,
             num_actual_tokens=num_tokens,
@@ -96,79 +88,72 @@ if TYPE_CHECKING:
 
 
 class RetrievalLevelV2:
-    """Verifies drafts in one sparse pass of the target, of ``gamma + 1`` tokens for every row.
+    """Verifies drafts in one sparse pass of the target, ``gamma + 1`` tokens a row.
 
-    It writes KV into the lookahead slots that the scheduler reserved; the full pass writes the
-    same slots again, so nothing approximate survives. Rows that have nothing to verify take part
-    and write nothing.
+    The pass writes KV into the lookahead slots that the scheduler reserved. The full pass writes
+    the same slots again, so no approximate KV remains. Rows without drafts to verify take part and
+    write nothing.
 
     Args:
-        groups: vLLM's KV cache groups; the sparse layers are all in one of them.
-        max_position: last position that the target knows.
-        tables: of each group, [max_rows, width], int32: where each batch's block tables are.
-        logits_dtype: of the logits from which is drawn.
-        shaping: of the logits of batches whose ``sampling.is_shaped``.
-        adapters: None where the engine has no LoRA.
-        pool: of the layers whose KV cache lies in host memory, which are the last; None where
-            there are none.
+        groups: vLLM's KV cache groups; one of them has all sparse layers.
+        tables: buffers of each batch's block tables, [max_rows, width], int32, one for each group.
+        adapters: None without LoRA.
+        pool: blocks of the layers whose KV cache lies in host memory, which are the last layers;
+            None if there are none.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        vllm_config,
+        context: ProposalContext,
+        model: Any,
         groups: list[KVGroup],
         attention: RetrievalAttention,
         selections: SelectionsV2,
-        rows: Rows,
-        max_position: int,
         tables: list[torch.Tensor],
-        logits_dtype: torch.dtype,
-        shaping: RowLogitsProcessor,
-        device: torch.device,
         adapters: PassAdapters | None = None,
         pool: "RetrievalPool | None" = None,
     ) -> None:
+        rows, vllm_config = context.rows, context.vllm_config
+        self._context = context
         self._model = model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self._attention = attention
         self.selections = selections
         self._rows = rows
-        self._max_position = max_position
+        self._max_position = vllm_config.model_config.max_model_len - 1
         self._num_kv_heads = attention.num_kv_heads
-        self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=device)
+        self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]
-        self._logits_dtype = logits_dtype
-        self._shaping = shaping
-        self._batch: BatchV2 | None = None
         self._pool = pool
         names = groups[self._sparse_group].sparse_layer_names
-        self._pooled = set() if pool is None else set(names[-pool.num_layers :])
+        self._pooled_names = set() if pool is None else set(names[-pool.num_layers :])
         layers = vllm_config.compilation_config.static_forward_context
-        self._cleaners: list[NanScrubber | None] = []
+        self._scrubbers: list[NanScrubber | None] = []
         for group in groups:
             names = group.sparse_layer_names + group.dense_layer_names
-            caches = [layers[name].kv_cache for name in names if name not in self._pooled]
-            cleaner = NanScrubber(caches, group.block_size, device) if caches else None
-            self._cleaners.append(cleaner)
-        config = vllm_config.model_config
+            caches = [layers[name].kv_cache for name in names if name not in self._pooled_names]
+            scrubber = NanScrubber(caches, group.block_size, context.device) if caches else None
+            self._scrubbers.append(scrubber)
+        num_seqs = rows.max_rows * self._num_kv_heads
         self._pass = ModelPass(
             model,
             vllm_config,
-            rows.max_rows,
-            rows.gamma + 1,
-            rows.max_rows * self._num_kv_heads,
-            config.get_hidden_size(),
-            config.dtype,
-            device,
+            PassInputs(rows.max_rows, rows.gamma + 1, num_seqs, context.device),
+            vllm_config.model_config,
             self._metadata,
             self._slots,
             "level 2 pass",
             adapters,
         )
         self._dense = [
-            DenseLayers(group, self._pass.inputs, self._dense_seq_lens, table, max_position + 1)
+            DenseLayers(
+                group,
+                self._pass.inputs,
+                self._dense_seq_lens,
+                table,
+                vllm_config.model_config.max_model_len,
+            )
             for group, table in zip(groups, tables)
             if group.dense_layer_names
         ]
@@ -180,7 +165,7 @@ class RetrievalLevelV2:
                 rows,
                 [self._pass],
                 vllm_config,
-                device,
+                context.device,
                 f"level 2 round, {sampling.kind}",
             )
             for sampling in CAPTURED_SAMPLING
@@ -188,7 +173,7 @@ class RetrievalLevelV2:
 
     @property
     def can_capture(self) -> bool:
-        """Whether what layers that stay dense are given is the same for every pass."""
+        """True if dense layers' metadata depends on shapes alone, as capture requires."""
         builders = (group.dense_builder for group in self._groups if group.dense_layer_names)
         return all(map(self._attention.has_static_metadata, builders))
 
@@ -197,28 +182,29 @@ class RetrievalLevelV2:
             return
         if self._pool is not None:
             self._pool.slot_mapping.fill_(-1)
-        self._pass.capture(mode, has_rounds=not self._has_adapters)
-        if not self._has_adapters:  # whose layers are told before each pass what to launch
-            for its in self._rounds.values():
-                its.capture(mode)
+        self._pass.capture(mode, has_round_graphs=not self._has_adapters)
+        if not self._has_adapters:  # LoRA layers decide on the host before each pass what to launch
+            for graphed_round in self._rounds.values():
+                graphed_round.capture(mode)
 
-    def begin(self, batch: BatchV2, slots: list[Slot], due: list[Refresh]) -> None:
-        self._batch = batch
+    def begin(self, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]) -> None:
+        """Begin a proposal: activate adapters and refresh selections."""
         self._pass.begin(batch.request_ids)
-        self.selections.refresh(batch, batch.tables[self._sparse_group], slots, due)
+        self.selections.refresh(batch, batch.tables[self._sparse_group], slots, refreshes)
         if self._pool is not None:
             self._pool.begin(self.selections.tables)
 
-    def forward(self) -> LevelLogits:
-        """Logits after each row's newest token and after each of its drafts, ``gamma + 1``
-        places; valid until the next pass."""
-        sampling = self._batch.sampling
-        best, top, *drawn = self._rounds[sampling.kind](sampling)
-        distributions = None if sampling.all_greedy else Distributions(*drawn)
+    def forward(self, sampling: SamplingV2) -> LevelLogits:
+        """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
+
+        They are valid until the next pass.
+        """
+        best, top, *masked = self._rounds[sampling.kind](sampling)
+        distributions = None if sampling.all_greedy else Distributions(*masked)
         return LevelLogits(best, top, distributions)
 
     def _forward(self, sampling: SamplingV2) -> tuple[torch.Tensor, ...]:
-        """The fields of ``LevelLogits`` and of its distributions, if any."""
+        """Return the fields of ``LevelLogits``, and of its distributions unless all are greedy."""
         rows = self._rows
         group = self._groups[self._sparse_group]
         rows.feed_target(
@@ -233,9 +219,9 @@ class RetrievalLevelV2:
         )
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
-        if sampling.is_shaped:
-            logits = self._shaping.shape(logits, first_place=0)
-        logits = logits.to(self._logits_dtype).unflatten(0, hidden.shape[:2])
+        if sampling.has_processors:
+            logits = self._context.logits_processing.apply(logits, first_place=0)
+        logits = logits.to(self._context.logits_dtype).unflatten(0, hidden.shape[:2])
         top, best = logits.max(-1)
         if sampling.all_greedy:
             return best, top
@@ -243,23 +229,23 @@ class RetrievalLevelV2:
         masked, lse = masked_logits(logits.flatten(0, 1), masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
-    def clean(self) -> None:
-        """Removes NaN from the lookahead slots of the rows that have a fault."""
+    def scrub(self, batch: BatchV2) -> None:
+        """Replace NaNs in the lookahead slots of rows whose logits had one."""
         rows = self._rows
-        reach = rows.num_speculative_tokens + rows.gamma
-        for cleaner, table in zip(self._cleaners, self._batch.tables):
-            if cleaner is not None:
-                cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
+        max_written = rows.num_speculative_tokens + rows.gamma
+        for scrubber, table in zip(self._scrubbers, batch.tables):
+            if scrubber is not None:
+                scrubber(rows.faults, rows.num_rows, rows.computed, table, max_written)
         if self._pool is not None:
             self._pool.clean()
 
     def _metadata(self, num_rows: int) -> dict:
         inputs, heads = self._pass.inputs, self._num_kv_heads
         group = self._groups[self._sparse_group]
-        tables = [
-            (self._pool.tables if name in self._pooled else own)[: num_rows * heads]
-            for name, own in zip(group.sparse_layer_names, self.selections.tables)
-        ]
+        tables = [table[: num_rows * heads] for table in self.selections.tables]
+        if self._pool is not None:
+            first = len(tables) - self._pool.num_layers
+            tables[first:] = [self._pool.tables[: num_rows * heads]] * self._pool.num_layers
         sparse = self._attention.uniform(
             num_rows, inputs.query_len, inputs.seq_lens[: num_rows * heads], tables
         )
@@ -270,11 +256,11 @@ class RetrievalLevelV2:
 
     def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:
         inputs = self._pass.inputs
-        own = inputs.slot_mapping[: num_rows * inputs.query_len]
-        slots = dict.fromkeys(self._groups[self._sparse_group].sparse_layer_names, own)
+        mapping = inputs.slot_mapping[: num_rows * inputs.query_len]
+        slots = dict.fromkeys(self._groups[self._sparse_group].sparse_layer_names, mapping)
         for dense in self._dense:
             slots |= dict.fromkeys(dense.names, dense.slots(num_rows))
         if self._pool is not None:
-            where = self._pool.slot_mapping[: num_rows * inputs.query_len]
-            slots |= dict.fromkeys(self._pooled, where)
+            pool_mapping = self._pool.slot_mapping[: num_rows * inputs.query_len]
+            slots |= dict.fromkeys(self._pooled_names, pool_mapping)
         return slots

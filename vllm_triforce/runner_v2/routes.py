@@ -1,4 +1,4 @@
-"""Which rows of a batch propose something, and by which route."""
+"""Choose the rows of a batch that propose, and the route of each."""
 
 from dataclasses import replace
 
@@ -11,73 +11,73 @@ from vllm_triforce.runner_v2.request_flags import RequestFlags
 
 
 class Routes:
-    """One runner's."""
+    """Assigns rows to routes, by the scheduler's plan."""
 
-    def __init__(self, config: ResolvedConfig, built: SpeculatorBuild, facts: RequestFlags) -> None:
+    def __init__(self, config: ResolvedConfig, built: SpeculatorBuild, flags: RequestFlags) -> None:
         self._config = config
         self._built = built
-        self._facts = facts
+        self._flags = flags
 
-    def of_batch(
-        self, input_batch, plan: StepPlan | None, most: int
+    def route_batch(
+        self, input_batch, plan: StepPlan | None, max_tokens: int
     ) -> dict[str, dict[int, RequestPlan]]:
-        """For each route that is taken, the rows that take it and their parts in the plan.
+        """Group the rows that propose by route, each with its plan.
 
-        Tensor parallel ranks must find the same: nothing here may depend on when a rank's own
-        device is done.
+        The result must be the same on all tensor parallel ranks: it may not depend on how far a
+        rank's device is.
 
         Args:
-            plan: None where the scheduler makes none: then all that can do the same.
-            most: tokens of a proposal at most.
+            plan: None if the scheduler makes none: then every eligible request gets a fixed plan.
+            max_tokens: limit of a proposal.
         """
-        fixed = fixed_plan(self._config, most) if most else None
+        fixed = fixed_plan(self._config, max_tokens) if max_tokens else None
         routes: dict[str, dict[int, RequestPlan]] = {}
-        windowed = set()
-        for row, its in self._with_slots(self._able(input_batch, plan, fixed)):
-            name = input_batch.req_ids[row]
-            routes.setdefault(its.route, {})[row] = replace(
-                its, num_tokens=min(its.num_tokens, most)
+        kept_windows = set()
+        for row, request_plan in self._with_slots(self._eligible_rows(input_batch, plan, fixed)):
+            request_id = input_batch.req_ids[row]
+            routes.setdefault(request_plan.route, {})[row] = replace(
+                request_plan, num_tokens=min(request_plan.num_tokens, max_tokens)
             )
-            if self._built.triforce.keeps_window(its.route):
-                windowed.add(name)
-        self._built.slots.miss_a_pass(set(input_batch.req_ids) - windowed)
+            if self._built.proposer.keeps_window(request_plan.route):
+                kept_windows.add(request_id)
+        self._built.slots.invalidate_windows(set(input_batch.req_ids) - kept_windows)
         return routes
 
-    def _able(
+    def _eligible_rows(
         self, input_batch, plan: StepPlan | None, fixed: RequestPlan | None
     ) -> list[tuple[int, str, RequestPlan]]:
-        """Rows that decode, are long enough and have something to propose, and whose they are.
+        """Return (row, request id, plan) of rows that decode, are long enough and have a plan.
 
-        Lengths are what the host knows: upper bounds. The device looks again.
+        The host has upper bounds of the lengths; the device checks them again.
         """
         if fixed is None or (plan is not None and not plan.proposing):
             return []
         num_reqs = input_batch.num_reqs
         scheduled = input_batch.num_scheduled_tokens[:num_reqs]
-        read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
-        decodes = read >= input_batch.prefill_len_np[:num_reqs]
-        longest = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
+        num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
+        decodes = num_read >= input_batch.prefill_len_np[:num_reqs]
+        max_lens = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
         states = input_batch.idx_mapping_np[:num_reqs]
-        is_able = decodes & ~self._facts.decodes_plainly[states]
-        is_able &= longest >= self._config.min_context
-        found = []
-        for row in np.flatnonzero(is_able).tolist():
-            name = input_batch.req_ids[row]
-            its = fixed if plan is None else plan.proposing.get(name)
-            if its is not None and row < self._config.max_batch:
-                found.append((row, name, its))
-        return found
+        is_eligible = decodes & ~self._flags.decodes_plainly[states]
+        is_eligible &= max_lens >= self._config.min_context
+        rows = []
+        for row in np.flatnonzero(is_eligible).tolist():
+            request_id = input_batch.req_ids[row]
+            request_plan = fixed if plan is None else plan.proposing.get(request_id)
+            if request_plan is not None and row < self._config.max_batch:
+                rows.append((row, request_id, request_plan))
+        return rows
 
     def _with_slots(
-        self, able: list[tuple[int, str, RequestPlan]]
+        self, eligible: list[tuple[int, str, RequestPlan]]
     ) -> list[tuple[int, RequestPlan]]:
-        """Those that have a slot, or can get one."""
+        """Keep the rows whose requests have a slot or can get a free one."""
         slots = self._built.slots
-        num_free, found = slots.num_free, []
-        for row, name, its in able:
-            if name not in slots:
+        num_free, rows = slots.num_free, []
+        for row, request_id, request_plan in eligible:
+            if request_id not in slots:
                 if not num_free:
                     continue
                 num_free -= 1
-            found.append((row, its))
-        return found
+            rows.append((row, request_plan))
+        return rows

@@ -1,7 +1,7 @@
-"""The retrieval cache on the device: what level 2 reads of each row (paper, section 4.2).
+"""Retrieval cache on the device: the blocks that level 2 reads for each row (paper, section 4.2).
 
-The same policies and the same layout as ``cache/retrieval_cache.py``: the first chunk, the selected
-ones, then everything from the recent blocks to the one being written.
+Policies and layout are those of ``cache/retrieval_cache.py``: the first chunk, the selected chunks,
+then every block from the recent ones to the one being written.
 """
 
 import numpy as np
@@ -19,19 +19,19 @@ from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.selection import POLICIES
 from vllm_triforce.selection.retrieval import RetrievalPolicy
 
-# Policies whose votes a kernel counts; the others' own ``score()`` is asked.
-_KERNELS = {RetrievalPolicy.name: score_chunks}
+# Kernels that score chunks, by policy; other policies use their ``score()``.
+_SCORE_KERNELS = {RetrievalPolicy.name: score_chunks}
 
-# Rows are scored together as long as what is made for it fits here.
-_SCORE_BYTES = 128 << 20
+# Limit of temporary memory, which decides how many rows are scored together.
+_MAX_SCORE_BYTES = 128 << 20
 
 
 class SelectionsV2:
-    """Selections of all slots, and block tables of the rows in a proposal.
+    """Selected blocks of all slots, and level 2's block tables of a proposal's rows.
 
     Args:
-        attention: the sparse mode of the platform's backend.
-        queries: [num_layers, num_rows, num_heads, head_dim], the recorder's.
+        attention: sparse attention of the platform.
+        queries: [num_layers, num_rows, num_heads, head_dim], the recorder's buffer.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SelectionsV2:
         self._rows = rows
         self._max_growth = config.max_growth
         self.width = config.table_width
-        # Head-major, so that one head's lie together.
+        # Head-major, so that the summaries of one head are contiguous.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
@@ -79,12 +79,19 @@ class SelectionsV2:
 
     @property
     def num_bytes(self) -> int:
-        of_summaries = sum(summaries.num_bytes for summaries in self.summaries.values())
-        return of_summaries + self._selected.nbytes + self.tables.nbytes
+        summary_bytes = sum(summaries.num_bytes for summaries in self.summaries.values())
+        return summary_bytes + self._selected.nbytes + self.tables.nbytes
 
-    def due(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
-        """For each row, whether its selection is due."""
-        result = []
+    def schedule_refresh(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
+        """Age the slots' selections by a proposal, and say which are due.
+
+        Args:
+            max_computed_tokens: [num_rows], upper bounds.
+
+        Returns:
+            A value for each row.
+        """
+        refreshes = []
         for slot, newest in zip(slots, max_computed_tokens.tolist()):
             slot.age += 1
             is_due = slot.age >= self._refresh_interval
@@ -92,110 +99,124 @@ class SelectionsV2:
             if slot.is_new or is_due:
                 slot.age, slot.selected_before, slot.selected_at = 0, slot.selected_at, newest
             refresh = Refresh.DUE if is_due else Refresh.NOT_DUE
-            result.append(Refresh.NEW_OWNER if slot.is_new else refresh)
+            refreshes.append(Refresh.NEW_OWNER if slot.is_new else refresh)
             slot.is_new = False
-        return result
+        return refreshes
 
     def refresh(
         self,
         batch: BatchV2,
         table: torch.Tensor,  # [num_rows, width], the retrieving group's block tables
         slots: list[Slot],
-        due: list[Refresh],
+        refreshes: list[Refresh],
     ) -> None:
-        """Selects for the rows that are due, and lays out the block tables of all."""
-        rows, count = self._rows, self._rows.num_rows
-        # Apart, so that the work is as much as is due: a new request has its whole context to
-        # summarise, others a block or two.
+        """Select chunks for rows whose selection is due, and write all rows' block tables."""
+        rows, num_rows = self._rows, self._rows.num_rows
+        # New requests separately: they summarize their whole context, others a block or two.
         for kind in (Refresh.NEW_OWNER, Refresh.DUE):
-            due_rows = [row for row, refresh in enumerate(due) if refresh == kind]
+            due_rows = [row for row, refresh in enumerate(refreshes) if refresh == kind]
             if due_rows:
-                self._refresh(batch, table, slots, due_rows, kind)
+                self._refresh_rows(batch, table, slots, due_rows, kind)
         build_sparse_tables(
             self.tables,
             self._selected,
             rows.column(RowColumn.SLOT),
-            rows.num_selected[:count],
-            rows.tail[:count],
-            rows.num_blocks[:count],
+            rows.num_selected[:num_rows],
+            rows.tail[:num_rows],
+            rows.num_blocks[:num_rows],
             table,
             self._attention.head_strides(),
         )
 
-    def _refresh(
+    def _refresh_rows(
         self, batch: BatchV2, table, slots: list[Slot], due_rows: list[int], kind: Refresh
     ) -> None:
-        """Selects for some rows, for which it is due in the same way."""
-        longest = max(int(batch.max_computed_tokens[row]) for row in due_rows)
-        max_chunks = max(self.max_selected, longest // self.block_size)
-        together = self._rows_at_a_time(max_chunks)
-        for start in range(0, len(due_rows), together):
-            part = due_rows[start : start + together]
-            both = async_tensor_h2d([part, [slots[row].index for row in part]], table.device)
-            some, own_slots = both
-            own = table[some]
+        """Select chunks for rows of one kind of refresh.
+
+        Args:
+            table: [num_rows, width], as in ``refresh``.
+        """
+        max_tokens = max(int(batch.max_computed_tokens[row]) for row in due_rows)
+        max_chunks = max(self.max_selected, max_tokens // self.block_size)
+        rows_per_part = self._rows_per_part(max_chunks)
+        for start in range(0, len(due_rows), rows_per_part):
+            part = due_rows[start : start + rows_per_part]
+            indices = async_tensor_h2d([part, [slots[row].index for row in part]], table.device)
+            rows, slot_indices = indices
+            tables = table[rows]
             if self.summaries:
                 self._attention.update_summaries(
                     self.summaries,
-                    own,
-                    self._rows.first_newly_full[some],
-                    self._rows.last_newly_full[some],
+                    tables,
+                    self._rows.first_newly_full[rows],
+                    self._rows.last_newly_full[rows],
                     max(self._max_newly_full(slots[row], kind) for row in part),
                 )
-            self._selected[own_slots] = self._select(batch, own, some, max_chunks)
+            self._selected[slot_indices] = self._select(batch, tables, rows, max_chunks)
 
     def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:
-        """Blocks that can have become full since the selection before this one; by other routes a
-        request grows without one, as far as it likes."""
-        before = 0 if refresh == Refresh.NEW_OWNER else slot.selected_before
-        # What the host knew then may have been too much, by what was proposed and refused.
-        return (slot.selected_at - before + self._max_growth) // self.block_size + 2
+        """Return an upper bound of the blocks that filled since the previous selection.
 
-    def _select(self, batch, own, some: torch.Tensor, max_chunks: int) -> torch.Tensor:
-        """Block ids of the best chunks, [len(some), num_layers, num_kv_heads, max_selected].
+        It follows from token counts, not from the interval: by other routes a request grows
+        without selections.
+        """
+        tokens_before = 0 if refresh == Refresh.NEW_OWNER else slot.selected_before
+        # tokens_before may be too large, by drafts that were rejected: hence max_growth.
+        return (slot.selected_at - tokens_before + self._max_growth) // self.block_size + 2
+
+    def _select(self, batch, tables, rows: torch.Tensor, max_chunks: int) -> torch.Tensor:
+        """Return block ids of the best chunks, [len(rows), num_layers, num_kv_heads, max_selected].
 
         Args:
-            own: [len(some), width], the rows' block tables.
+            tables: [len(rows), width], the rows' block tables.
         """
-        num_chunks = self._rows.tail[some]
-        score = _KERNELS.get(self._policy.name, self._score)
+        num_chunks = self._rows.tail[rows]
+        score = _SCORE_KERNELS.get(self._policy.name, self._score)
         votes = score(
             self._queries,
-            self._rows.column(RowColumn.BATCH_ROW)[some],
+            self._rows.column(RowColumn.BATCH_ROW)[rows],
             self.summaries,
-            own,
+            tables,
             num_chunks,
             max_chunks,
         )
         votes[..., 0] = float("inf")
-        # Sorted: where there are fewer chunks than places, those that are none come last.
+        # Sorted, so that invalid chunks come last where there are fewer chunks than places.
         chosen = votes.topk(self.max_selected, dim=-1, sorted=True).indices
-        own = own[:, None, None].expand(-1, *self._selected.shape[1:3], -1)
-        return own.gather(3, chosen.clamp_(max=own.shape[3] - 1))
+        tables = tables[:, None, None].expand(-1, *self._selected.shape[1:3], -1)
+        return tables.gather(3, chosen.clamp_(max=tables.shape[3] - 1))
 
     def _score(
         self, queries, query_rows, summaries, tables, num_chunks, max_chunks
     ) -> torch.Tensor:
-        """By the policy itself, whichever it is; arguments and result as of ``score_chunks``, a
-        kernel that does not copy what it reads."""
-        places = torch.arange(max_chunks, device=tables.device)
-        # A table may be shorter than the bound; what is past it is no candidate.
-        blocks = tables[:, places.clamp(max=tables.shape[1] - 1)].long()
-        outside = ~((places > 0) & (places < num_chunks[:, None]))[:, None, None]
-        step = max(1, _SCORE_BYTES // (len(tables) * self._gathered_bytes(max_chunks)))
+        """Score chunks by the policy's ``score()``.
+
+        Arguments and result are those of the kernel ``score_chunks``, which unlike this copies no
+        summaries.
+        """
+        chunks = torch.arange(max_chunks, device=tables.device)
+        # max_chunks may exceed the table's width; chunks past it are no candidates.
+        blocks = tables[:, chunks.clamp(max=tables.shape[1] - 1)].long()
+        outside = ~((chunks > 0) & (chunks < num_chunks[:, None]))[:, None, None]
+        layers_per_part = max(
+            1, _MAX_SCORE_BYTES // (len(tables) * self._gathered_bytes(max_chunks))
+        )
         votes = [
-            self._layers_votes(
-                queries[start : start + step, query_rows],
-                {kind: keys.slice_layers(start, start + step) for kind, keys in summaries.items()},
+            self._count_votes(
+                queries[start : start + layers_per_part, query_rows],
+                {
+                    kind: keys.slice_layers(start, start + layers_per_part)
+                    for kind, keys in summaries.items()
+                },
                 blocks,
                 outside,
             )
-            for start in range(0, len(queries), step)
+            for start in range(0, len(queries), layers_per_part)
         ]
         return torch.cat(votes, dim=1).masked_fill_(outside, float("-inf"))
 
-    def _layers_votes(self, queries, summaries, blocks, outside) -> torch.Tensor:
-        """Votes of some layers, [num_reqs, num_layers, num_kv_heads, num_chunks]."""
+    def _count_votes(self, queries, summaries, blocks, outside) -> torch.Tensor:
+        """Return votes of some layers, [num_reqs, num_layers, num_kv_heads, num_chunks]."""
         num_kv_heads, max_chunks = self._selected.shape[2], blocks.shape[1]
         grouped = queries.transpose(0, 1).unflatten(2, (num_kv_heads, -1))
         gathered = {
@@ -206,14 +227,14 @@ class SelectionsV2:
         return self._policy.votes(scores, queries.shape[-1])
 
     def _gathered_bytes(self, max_chunks: int) -> int:
-        """Of one layer's summaries of one row, twice as long as they are being made."""
+        """Return the bytes of one layer's gathered summaries of one row, with a temporary copy."""
         numbers = 2 * len(self.summaries) * self._selected.shape[2] * self._queries.shape[-1]
         return 4 * max(1, numbers) * max(1, max_chunks)
 
-    def _rows_at_a_time(self, max_chunks: int) -> int:
-        """Rows that are scored together, by the memory that it takes."""
+    def _rows_per_part(self, max_chunks: int) -> int:
+        """Return the number of rows that are scored together, as memory allows."""
         num_layers, _, num_heads, _ = self._queries.shape
         row_bytes = 4 * num_layers * num_heads * max(1, max_chunks)
-        if self._policy.name not in _KERNELS:
+        if self._policy.name not in _SCORE_KERNELS:
             row_bytes = max(row_bytes, self._gathered_bytes(max_chunks))
-        return max(1, _SCORE_BYTES // row_bytes)
+        return max(1, _MAX_SCORE_BYTES // row_bytes)

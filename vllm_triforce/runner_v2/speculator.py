@@ -1,8 +1,7 @@
-"""What Runner V2 tells the scheduler of a proposal.
+"""Speculators that take the place of vLLM's on Model Runner V2.
 
-What stands in the place of vLLM's speculator on Model Runner V2, whatever it proposes.
-
-Plain decoding over a KV cache in host memory, on Model Runner V2 (``levels="3"``).
+``SpeculatorV2`` is the common base. ``PlainSpeculatorV2`` proposes nothing: plain decoding with
+layers of the KV cache in host memory (``levels="3"``).
 """
 
 from typing import cast
@@ -29,79 +28,80 @@ from vllm_triforce.vllm_patches import swaps
 
 
 class ProposedTokensHandler(DraftTokensHandler):
-    """Tells the scheduler which tokens were proposed for each request, maybe none.
+    """Reports each request's proposed tokens to the scheduler.
 
-    vLLM's own announces ``num_speculative_tokens`` placeholders for every request. So does an
-    asynchronous scheduler by itself, which asks only where a grammar has to see the tokens.
+    vLLM's handler reports ``num_speculative_tokens`` placeholders for every request. An
+    asynchronous scheduler assumes the same number, and reads the tokens only for structured output.
 
     Args:
-        is_asynchronous: the scheduler does not ask, but for structured output.
+        is_asynchronous: True if the scheduler is asynchronous.
     """
 
     def __init__(self, device: torch.device, is_asynchronous: bool) -> None:
         super().__init__(device)
         self._is_asynchronous = is_asynchronous
-        self._tokens: torch.Tensor | None = None
-        self._lengths: torch.Tensor | None = None
-        self._num_places = 0
-        self._held: tuple[torch.Tensor, ...] = ()
-        self._copied: tuple[np.ndarray, ...] | None = None
+        self._proposal: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._max_tokens = 0
+        self._device_tensors: tuple[torch.Tensor, ...] = ()
+        self._host_arrays: tuple[np.ndarray, ...] | None = None
 
-    def proposed(
+    def set_proposals(
         self,
         tokens: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
-        lengths: torch.Tensor | None,  # [num_reqs], int32; None: nothing was proposed
+        lengths: torch.Tensor | None,  # [num_reqs], int32; None if nothing was proposed
     ) -> None:
-        self._tokens, self._lengths = tokens, lengths
-        self._num_places = tokens.shape[1]
+        """Set the proposals of the step's requests."""
+        self._proposal = None if lengths is None else (tokens, lengths)
+        self._max_tokens = tokens.shape[1]
 
     def set_draft_tokens(self, input_batch, draft_tokens) -> None:
         self.req_ids = input_batch.req_ids
-        if self._copied is not None:
+        if self._host_arrays is not None:
             self.copy_event.synchronize()
-        self._copied = None
-        if self._lengths is None:
+        self._host_arrays = None
+        if self._proposal is None:
             return
         if self._is_asynchronous and not input_batch.has_structured_output_reqs:
             return
-        # Held until they are copied: the next step writes over vLLM's own buffer.
-        self._held = self._tokens.clone(), self._lengths
+        # Cloned and kept until they are copied: the next step overwrites vLLM's buffer.
+        tokens, lengths = self._proposal
+        self._device_tensors = tokens.clone(), lengths
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copy_stream):
-            self._copied = tuple(async_copy_to_np(tensor) for tensor in self._held)
+            self._host_arrays = tuple(async_copy_to_np(tensor) for tensor in self._device_tensors)
             self.copy_event.record()
 
     def get_draft_tokens(self) -> DraftTokenIds:
         num_reqs = len(self.req_ids)
-        if self._copied is None:
-            tokens = [[PAD_TOKEN] * self._num_places for _ in range(num_reqs)]
+        if self._host_arrays is None:
+            tokens = [[PAD_TOKEN] * self._max_tokens for _ in range(num_reqs)]
             lengths = [0] * num_reqs
         else:
             self.copy_event.synchronize()
-            tokens, lengths = (copied.tolist() for copied in self._copied)
+            tokens, lengths = (array.tolist() for array in self._host_arrays)
         if self._is_asynchronous:
-            # The full pass verifies the padding too, so the grammar has to see it.
+            # The full pass verifies the padding too, so the grammar's masks must cover it.
             return DraftTokenIds(self.req_ids, tokens)
         return DraftTokenIds(self.req_ids, [row[:length] for row, length in zip(tokens, lengths)])
 
 
 class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
-    """Of vLLM's class it keeps how a draft model is loaded and the buffers that the runner reads.
+    """Base of the speculators; vLLM's class loads the draft and has the buffers the runner reads.
 
-    The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` after the outcome of a full
-    pass is in its request states, writes what it returns to ``req_states.draft_tokens``, and lets
-    its ``draft_tokens_handler`` report to the scheduler. The next rejection test reads level 2's
-    distributions (``request_facts.py``), not this class's ``draft_logits``, which are None.
+    The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` when the outcome of a full
+    pass is in its request states. It writes the result to ``req_states.draft_tokens``, and its
+    ``draft_tokens_handler`` reports to the scheduler. The next rejection test reads level 2's
+    distributions (``request_flags.py``), not this class's ``draft_logits``, which is None.
     """
 
     num_extra_query_per_req = 0
     graph_bytes = 0
-    """Of CUDA graphs of proposals, as far as vLLM has measured its own."""
+    """Estimated bytes of proposals' CUDA graphs, once vLLM has measured its own graphs."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(vllm_config, device)
         self.config = config
-        self.model = cast(torch.nn.Module, None)  # until there is a draft
+        self.model = cast(torch.nn.Module, None)  # until a draft is loaded
         self.draft_attn_layer_names: set[str] = set()
         self.attn_groups: list = []
         self._runner = runner
@@ -109,7 +109,7 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
 
-    # Start-up, in the order of the calls.
+    # Start-up, in the order of vLLM's calls.
 
     def load_model(self, target_model) -> None:
         self._target = target_model
@@ -123,46 +123,45 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         return self.draft_attn_layer_names
 
     def set_attn(self, *args, **kwargs) -> None:
-        """Nothing: the draft's layers are in none of vLLM's KV cache groups."""
+        """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
 
     def begin_step(self, scheduler_output) -> None:
-        """Removes the last blocks of requests, where the scheduler has taken them back."""
-        places, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
-        for name, counts in blocks_kept(scheduler_output).items():
-            if name in places:
-                tables.num_blocks.np[:, places[name]] = counts
+        """Remove blocks from block tables that the scheduler has taken back."""
+        states, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
+        for request_id, num_blocks in blocks_kept(scheduler_output).items():
+            if request_id in states:
+                tables.num_blocks.np[:, states[request_id]] = num_blocks
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
         choose_decode_graphs(self._runner, self.target_layers)
 
     def propose_nothing(self, num_reqs: int) -> torch.Tensor:
-        """Padding, [num_reqs, num_speculative_tokens], int64, and no word of it to the
-        scheduler."""
+        """Return padding, [num_reqs, num_speculative_tokens], int64, and report no proposals."""
         draft_tokens = self.draft_tokens[:num_reqs].fill_(PAD_TOKEN)
-        self._handler.proposed(draft_tokens, None)
+        self._handler.set_proposals(draft_tokens, None)
         return draft_tokens
 
 
 class PlainSpeculatorV2(SpeculatorV2):
-    """Proposes nothing, ever: it has layers in host memory staged, and keeps nothing beside."""
+    """Proposes nothing; attaches staging to layers whose KV cache lies in host memory."""
 
     def capture(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no proposals."""
 
     def allocate(self, kv_cache_config, offload) -> None:
-        """Tells layers in host memory, once the KV cache exists."""
+        """Attach the staging of host layers, once the KV cache exists."""
         self._counts = DeviceCounters(self.device)
-        backend = platform_for(current_platform).retrieval()
+        attention_class = platform_for(current_platform).retrieval()
         _, layers, builder = group_layers(
             kv_cache_config,
             self._runner.attn_groups,
             self._runner.block_tables.block_sizes,
             self.target_layers,
-            backend,
+            attention_class,
             self.config,
         )
         offload.check_attached([layer.layer_name for layer in layers])
-        backend(
+        attention_class(
             layers,
             builder,
             NullRecorder(),
@@ -178,13 +177,13 @@ class PlainSpeculatorV2(SpeculatorV2):
         return self._counts.known
 
     def measured_passes(self, anew: bool) -> None:
-        """Nothing is chosen."""
+        """Return None: nothing is chosen by measurements."""
 
     def held_requests(self) -> dict[str, int]:
         return {}
 
     def synchronize_times(self, synchronize: bool) -> None:
-        """No part is timed."""
+        """Do nothing: no part is timed."""
 
     @torch.inference_mode()
     def propose(

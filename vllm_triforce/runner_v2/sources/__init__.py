@@ -1,1 +1,1 @@
-"""The device sides of ``host/sources``, under the same names."""
+"""Level 1's sources on the device, under the names of ``runner_v1/sources``."""

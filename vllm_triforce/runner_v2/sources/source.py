@@ -1,4 +1,4 @@
-"""A source of level 1's tokens on the device; CONTRIBUTING.md tells how to add one."""
+"""Interface of level 1's sources of drafts on the device (CONTRIBUTING.md: how to add one)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,83 +6,69 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.distributions import Distributions
-from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.slots import Slot
 
 
 @dataclass
 class SourcePartsV2:
-    """What sources are built from.
+    """Parts that sources are built from.
 
     Args:
-        draft: the draft model as vLLM loaded it; None where none was asked for.
-        draft_layers: its attention layers by name.
+        draft: the draft model as vLLM loaded it; None where none was configured.
+        draft_layers: attention layers of the draft by name.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
-        vocab_size: of the target.
-        logits_dtype: of all logits from which is drawn.
-        all_token_ids: [max_num_reqs, max_model_len], int32, by state; as in each batch.
-        shaping: of the logits of batches whose ``sampling.is_shaped``.
+        all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
     """
 
-    vllm_config: Any
-    config: ResolvedConfig
+    context: ProposalContext
     draft: Any
     draft_layers: dict[str, Any]
     draft_attention: Any
-    rows: Rows
-    num_slots: int
-    vocab_size: int
-    logits_dtype: torch.dtype
-    race: ExponentialSampler
     all_token_ids: torch.Tensor
-    shaping: RowLogitsProcessor
-    device: torch.device
 
 
 class DraftSourceV2(ABC):
-    """Drafts for level 2, for all rows at once and without a word to the host."""
+    """Drafts tokens for all rows at once, without synchronizing with the host."""
 
     name: ClassVar[str]
-    """Its file's, and that of the same source in ``host/sources``."""
+    """Name of its file, and of the same source in ``runner_v1/sources``."""
     keeps_window: ClassVar[bool] = False
-    """Whether it keeps ``Slot``'s window of what it has read, which every full pass makes longer:
-    those behind which it did not draft are told to the slots."""
+    """True if the source caches the tokens it has read in ``Slot``'s window. A full pass without a
+    proposal by this source then invalidates the window (``Slots.invalidate_windows``)."""
 
     @classmethod
     def build(cls, parts: SourcePartsV2) -> "DraftSourceV2":
-        """One engine's."""
+        """Build the source of one engine."""
         return cls()
 
     @abstractmethod
     def draft(self, batch: BatchV2, rows: Rows, is_first: bool) -> None:
-        """Writes ``rows.drafted`` and ``rows.num_drafted`` of the first ``rows.num_rows`` rows.
+        """Write ``rows.drafted`` and ``rows.num_drafted`` of the first ``rows.num_rows`` rows.
 
-        A row's newest token has the index ``rows.computed + rows.length``. Those up to
+        A row's newest token has the index ``rows.computed + rows.length``. Tokens up to
         ``rows.computed`` are in ``batch.all_token_ids``, by the row's state
-        (``rows.column(RowColumn.STATE)``); those behind are ``rows.proposal``, of which
-        ``rows.length`` count. ``token_at`` in ``kernels/pass_inputs.py`` reads either.
+        (``rows.column(RowColumn.STATE)``). Later tokens are the first ``rows.length`` of
+        ``rows.proposal``. ``token_at`` in ``kernels/pass_inputs.py`` reads either.
 
         Args:
-            rows: ``drafted`` is [max_rows, gamma], int32, token ids of the vocabulary;
-                ``num_drafted`` [max_rows], int32, ``rows.gamma`` at most: neither is looked
-                through again.
-            is_first: whether it is the first round of the proposal.
+            rows: ``drafted`` is [max_rows, gamma], int32, token ids of the vocabulary.
+                ``num_drafted`` is [max_rows], int32, at most ``rows.gamma``. Neither is validated.
+            is_first: True in the first round of the proposal.
         """
 
     def begin(self, batch: BatchV2, slots: list[Slot]) -> None:  # noqa: B027
-        """Called once a proposal, before its rounds."""
+        """Prepare a proposal, before its first round."""
 
-    def clean(self, batch: BatchV2, rows: Rows) -> None:  # noqa: B027
-        """Called once a proposal, behind its rounds: removes NaN of the rows that have a fault."""
+    def end(self, batch: BatchV2, rows: Rows) -> None:  # noqa: B027
+        """End a proposal, after its last round; scrub NaNs from caches of rows that had one."""
 
     @property
     def distributions(self) -> Distributions | None:
-        """Of what was drafted, ``gamma`` places; None where each token was certain."""
+        """Distributions of the drafts, ``gamma`` places; None if they are one-hot."""
         return None
 
     def capture(self, mode) -> None:  # noqa: B027
-        """Captures CUDA graphs."""
+        """Capture CUDA graphs."""
