@@ -23,15 +23,6 @@ class LevelLogits:
     distributions: Distributions | None  # None where all rows are greedy
 
 
-@dataclass
-class DrawParameters:
-    """How each row's tokens are drawn."""
-
-    temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
-    seeds: torch.Tensor  # [num_rows], int64
-    begins: torch.Tensor  # [num_rows], int32, tokens that were computed when the proposal began
-
-
 @dataclass(frozen=True)
 class SamplingParameters:
     """What requests are sampled by: vLLM's tensors, each [max_num_reqs], by state

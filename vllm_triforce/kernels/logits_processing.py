@@ -10,7 +10,7 @@ Penalties on the logits of a proposal's rows, as vLLM's sampler puts them on the
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.row_table import STATE, row_value
+from vllm_triforce.kernels.row_table import COMPUTED, LENGTH, STATE, num_rows_in_use, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _NUM_INTEGERS, _NUM_FLOATS = 7, 3
@@ -18,7 +18,8 @@ _NUM_INTEGERS, _NUM_FLOATS = 7, 3
 
 @triton.jit
 def _keep_kernel(
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
+    table_ptr,
+    max_rows,
     prompt_len_ptr,  # [max_num_reqs], as all below
     num_allowed_tokens_ptr,
     num_biases_ptr,
@@ -33,7 +34,7 @@ def _keep_kernel(
     floats_ptr,  # [_NUM_FLOATS, max_num_reqs], written
     max_num_reqs,
 ):
-    state = row_value(row_metadata_ptr, tl.program_id(0), STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, tl.program_id(0), STATE).to(tl.int64)
     # Of host memory, all of it asked for before the first store, which might be to the same place.
     prompt_len = tl.load(prompt_len_ptr + state)
     num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
@@ -89,7 +90,8 @@ class LogitParams:
             of_vllm: its own tensors, by state, in the order of the fields above.
         """
         _keep_kernel[(rows.num_rows,)](
-            rows.row_metadata,
+            rows.table,
+            rows.max_rows,
             *of_vllm,
             self._integers,
             self._floats,
@@ -104,8 +106,8 @@ _BLOCK = 4096
 def _penalties_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    num_rows_ptr,  # [1]
+    table_ptr,
+    max_rows,
     repetition_ptr,  # [max_num_reqs], as the two below
     frequency_ptr,
     presence_ptr,
@@ -115,7 +117,6 @@ def _penalties_kernel(
     counts_stride,
     proposal_ptr,  # [num_rows, num_speculative_tokens]
     num_speculative_tokens,
-    length_ptr,  # [num_rows]
     drafted_ptr,  # [num_rows, gamma]
     gamma,
     first_place,
@@ -125,9 +126,9 @@ def _penalties_kernel(
 ):
     of_logits = tl.program_id(0).to(tl.int64)
     row = of_logits // query_len
-    if row >= tl.load(num_rows_ptr):
+    if row >= num_rows_in_use(table_ptr, max_rows):
         return
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     repetition = tl.load(repetition_ptr + state)
     frequency = tl.load(frequency_ptr + state)
     presence = tl.load(presence_ptr + state)
@@ -136,7 +137,7 @@ def _penalties_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = token < vocab_size
     counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
-    for i in range(tl.load(length_ptr + row)):
+    for i in range(row_value(table_ptr, max_rows, row, LENGTH)):
         proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
         counts += (token == proposed.to(tl.int32)).to(tl.int32)
     for i in range(first_place + of_logits % query_len):
@@ -174,8 +175,8 @@ def apply_penalties(
     _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
         logits,
         logits.stride(0),
-        rows.row_metadata,
-        rows.count,
+        rows.table,
+        rows.max_rows,
         asked.repetition,
         asked.frequency,
         asked.presence,
@@ -185,7 +186,6 @@ def apply_penalties(
         output_counts.stride(0),
         rows.proposal,
         rows.num_speculative_tokens,
-        rows.length,
         rows.drafted,
         rows.gamma,
         first_place,
@@ -199,8 +199,8 @@ def apply_penalties(
 def _bad_words_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    num_rows_ptr,  # [1]
+    table_ptr,
+    max_rows,
     num_words_ptr,  # [max_num_reqs]
     word_tokens_ptr,  # [max_num_reqs, tokens of all words]
     word_tokens_stride,
@@ -209,10 +209,8 @@ def _bad_words_kernel(
     prompt_len_ptr,  # [max_num_reqs]
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     all_token_ids_stride,
-    computed_ptr,  # [num_rows]
     proposal_ptr,  # [num_rows, num_speculative_tokens]
     num_speculative_tokens,
-    length_ptr,  # [num_rows]
     drafted_ptr,  # [num_rows, gamma]
     gamma,
     first_place,
@@ -222,15 +220,15 @@ def _bad_words_kernel(
 ):
     of_logits = tl.program_id(0).to(tl.int64)
     row = of_logits // query_len
-    if row >= tl.load(num_rows_ptr):
+    if row >= num_rows_in_use(table_ptr, max_rows):
         return
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     num_words = tl.load(num_words_ptr + state)
     if num_words == 0:
         return
     # The request's tokens, of which so many are known to vLLM, so many proposed, the rest drafts.
-    num_known = tl.load(computed_ptr + row) + 1
-    num_settled = num_known + tl.load(length_ptr + row)
+    num_known = row_value(table_ptr, max_rows, row, COMPUTED) + 1
+    num_settled = num_known + row_value(table_ptr, max_rows, row, LENGTH)
     num_tokens = num_settled + first_place + (of_logits % query_len).to(tl.int32)
 
     word = tl.arange(0, PADDED_WORDS)
@@ -283,8 +281,8 @@ def forbid_bad_words(
     _bad_words_kernel[(len(logits),)](
         logits,
         logits.stride(0),
-        rows.row_metadata,
-        rows.count,
+        rows.table,
+        rows.max_rows,
         asked.num_bad_words,
         word_tokens,
         word_tokens.stride(0),
@@ -293,10 +291,8 @@ def forbid_bad_words(
         asked.prompt_len,
         all_token_ids,
         all_token_ids.stride(0),
-        rows.computed,
         rows.proposal,
         rows.num_speculative_tokens,
-        rows.length,
         rows.drafted,
         rows.gamma,
         first_place,

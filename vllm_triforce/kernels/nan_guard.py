@@ -1,23 +1,13 @@
 """Requests in whose logits there was a NaN: found, and what it may have reached made finite, on the
 device, so that the host need not wait to know."""
 
-from dataclasses import dataclass
-
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.row_table import RESERVED, row_value
+from vllm_triforce.kernels.row_table import COMPUTED, HAS_NAN, RESERVED, row_value
+from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 1024
-
-
-@dataclass
-class NanFlags:
-    """Where the NaNs of a level's logits are noted, and whose they were."""
-
-    row: torch.Tensor  # [max_rows], int32; not 0: a level's logits had a NaN in this proposal
-    slot: torch.Tensor  # [num_slots], int32; not 0: the owner is not speculated on any more
-    row_metadata: torch.Tensor  # [max_rows, len(RowColumn)], int32, the rows' table
 
 
 @triton.jit
@@ -25,9 +15,8 @@ def _scrub_kernel(
     caches_ptr,  # [num_layers], int64, addresses
     strides_ptr,  # [num_layers], int64, from block to block, in numbers
     spans_ptr,  # [num_layers], int64, numbers from the first of a block to its last
-    fault_ptr,  # [num_rows]
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    computed_ptr,  # [num_rows]
+    table_ptr,
+    max_rows,
     tables_ptr,  # [num_rows, width]
     table_stride,
     width,
@@ -40,15 +29,15 @@ def _scrub_kernel(
 ):
     row = tl.program_id(0)
     layer = tl.program_id(1)
-    if tl.load(fault_ptr + row) == 0:
+    if row_value(table_ptr, max_rows, row, HAS_NAN) == 0:
         return
     first = 0
     end = width
     if not WHOLE:
-        computed = tl.load(computed_ptr + row)
+        computed = row_value(table_ptr, max_rows, row, COMPUTED)
         first = computed // block_size
         end = tl.minimum((computed + reach) // block_size + 1, width)
-        end = tl.minimum(end, row_value(row_metadata_ptr, row, RESERVED) // block_size)
+        end = tl.minimum(end, row_value(table_ptr, max_rows, row, RESERVED) // block_size)
     cache = tl.load(caches_ptr + layer).to(tl.pointer_type(TYPE))
     stride = tl.load(strides_ptr + layer)
     span = tl.load(spans_ptr + layer)
@@ -88,19 +77,16 @@ class NanScrubber:
 
     def __call__(
         self,
-        faults: NanFlags,
-        num_rows: int,
-        computed: torch.Tensor,  # [num_rows], int32
+        rows: Rows,
         tables: torch.Tensor,  # [num_rows, width], int32
         reach: int | None,  # tokens after the computed ones that were written; None: all blocks
     ) -> None:
-        _scrub_kernel[(num_rows, len(self._caches))](
+        _scrub_kernel[(rows.num_rows, len(self._caches))](
             self._addresses,
             self._strides,
             self._spans,
-            faults.row,
-            faults.row_metadata,
-            computed,
+            rows.table,
+            rows.max_rows,
             tables,
             tables.stride(0),
             tables.shape[1],

@@ -8,12 +8,40 @@ from dataclasses import dataclass
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.counters import NUM_NAN_REQUESTS
+from vllm_triforce.kernels import row_table
+from vllm_triforce.kernels.counters import (
+    NUM_DIRECT_PROPOSALS,
+    NUM_LEVEL2_ACCEPTED,
+    NUM_LEVEL2_DRAFTED,
+    NUM_LEVEL3_REJECTIONS,
+    NUM_LEVEL3_STEPS,
+    NUM_NAN_REQUESTS,
+    NUM_PROPOSALS,
+    NUM_PROPOSED,
+)
 from vllm_triforce.kernels.distributions import Distributions
-from vllm_triforce.kernels.row_table import ONE_HOT, SLOT, row_value
+from vllm_triforce.kernels.row_table import (
+    BATCH_ROW,
+    HAS_NAN,
+    LENGTH,
+    NUM_DRAFTED,
+    NUM_EMITTED,
+    NUM_OUTCOMES,
+    ONE_HOT,
+    ROOM,
+    SLOT,
+    STATE,
+    TEMPERATURE,
+    disable_slot,
+    row_value,
+    set_row_value,
+)
 from vllm_triforce.kernels.rows import Rows
 
+PAD_TOKEN = 0
+"""Stands where nothing was proposed; see ``runner_v2/speculator.py``."""
 _BLOCK = 4096
+_PROPOSED = row_table.NUM_PROPOSED  # the counter has the same name
 
 
 @dataclass
@@ -52,33 +80,33 @@ def _export_kernel(
     draft_logits_ptr,  # [num_slots, num_speculative_tokens, vocab_stride], written
     slot_stride,
     place_stride,
-    row_metadata_ptr,  # [num_reqs, NUM_COLUMNS]
-    logits_ptr,  # [num_reqs, places, vocab_size]; not read where ALL_CERTAIN
-    length_ptr,  # [num_reqs], after emission
-    num_emitted_ptr,  # [num_reqs]
-    temperature_ptr,  # [num_reqs]
-    proposal_ptr,  # [num_reqs, num_speculative_tokens]
+    table_ptr,  # after emission
+    max_rows,
+    floats_ptr,
+    logits_ptr,  # [num_rows, places, vocab_size]; not read where ALL_ONE_HOT
+    proposal_ptr,  # [max_rows, num_speculative_tokens]
     num_speculative_tokens,
     vocab_size,
-    ALL_CERTAIN: tl.constexpr,
+    ALL_ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    emitted = tl.load(num_emitted_ptr + row)
+    num_emitted = row_value(table_ptr, max_rows, row, NUM_EMITTED)
     place = tl.program_id(1)
-    if (place >= emitted) | (tl.load(temperature_ptr + row) == 0.0):
+    temperature = row_value(floats_ptr, max_rows, row, TEMPERATURE)
+    if (place >= num_emitted) | (temperature == 0.0):
         return
-    slot = row_value(row_metadata_ptr, row, SLOT).to(tl.int64)
-    to = tl.load(length_ptr + row) - emitted + place
+    slot = row_value(table_ptr, max_rows, row, SLOT).to(tl.int64)
+    to = row_value(table_ptr, max_rows, row, LENGTH) - num_emitted + place
     tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    if ALL_CERTAIN:
+    if ALL_ONE_HOT:
         token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
         logits = tl.where(tokens == token, 0.0, float("-inf"))
     else:
         source = logits_ptr + (row * tl.num_programs(1) + place) * vocab_size
         logits = tl.load(source + tokens, mask=mask)
-        if row_value(row_metadata_ptr, row, ONE_HOT) != 0:
+        if row_value(table_ptr, max_rows, row, ONE_HOT) != 0:
             token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
             logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + slot * slot_stride + to * place_stride
@@ -148,15 +176,14 @@ def export_distributions(
         handed_up.logits,
         handed_up.logits.stride(0),
         handed_up.logits.stride(1),
-        rows.row_metadata,
+        rows.table,
+        rows.max_rows,
+        rows.floats,
         handed_up.logits if logits is None else logits,
-        rows.length,
-        rows.num_emitted,
-        rows.temperature,
         rows.proposal,
         rows.num_speculative_tokens,
         vocab_size,
-        ALL_CERTAIN=logits is None,
+        ALL_ONE_HOT=logits is None,
         BLOCK=_BLOCK,
     )
 
@@ -208,71 +235,160 @@ def outer_test_rows(
 
 @triton.jit
 def _extend_kernel(
-    proposal_ptr,  # [num_rows, num_speculative_tokens], written
-    length_ptr,  # [num_rows], written
-    room_ptr,  # [num_rows], written
-    num_emitted_ptr,  # [num_rows], written
+    proposal_ptr,  # [max_rows, num_speculative_tokens], written
+    table_ptr,  # updated
+    max_rows,
+    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
     counters_ptr,  # [num_counters], added to
-    row_fault_ptr,  # [num_rows]
-    slot_fault_ptr,  # [num_slots], written
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    drafted_ptr,  # [num_rows, gamma]
-    num_drafted_ptr,  # [num_rows]
+    drafted_ptr,  # [max_rows, gamma]
     lse_ptr,  # [num_rows, gamma]
     num_speculative_tokens,
     gamma,
-    CERTAIN: tl.constexpr,
+    IS_ONE_HOT: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    length = tl.load(length_ptr + row)
-    room = tl.load(room_ptr + row)
-    tl.store(num_emitted_ptr + row, 0)
+    length = row_value(table_ptr, max_rows, row, LENGTH)
+    room = row_value(table_ptr, max_rows, row, ROOM)
+    set_row_value(table_ptr, max_rows, row, NUM_EMITTED, 0)
     if length < room:
         places = tl.arange(0, PADDED_LEN)
-        drafted = tl.load(num_drafted_ptr + row)
-        emitted = tl.minimum(drafted, room - length)
-        if tl.load(row_fault_ptr + row) != 0:
-            # What was drawn before the NaN stays: whether a token is dropped must not depend on
-            # what was drawn behind it. A greedy row has no distributions, and loses nothing.
+        num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
+        num_emitted = tl.minimum(num_drafted, room - length)
+        if row_value(table_ptr, max_rows, row, HAS_NAN) != 0:
+            # Tokens that were drawn before the NaN stay: whether a token is dropped must not
+            # depend on the tokens after it. A greedy row has no distributions, and loses nothing.
             first_wrong = 0
-            if not CERTAIN:
+            if not IS_ONE_HOT:
                 lse = tl.load(lse_ptr + row * gamma + places, mask=places < gamma, other=0.0)
                 is_right = (lse == lse) & (tl.abs(lse) < float("inf"))
                 first_wrong = tl.min(tl.where(is_right, PADDED_LEN, places), axis=0)
-            emitted = tl.minimum(emitted, first_wrong)
-            drafted = 0
-            tl.store(slot_fault_ptr + row_value(row_metadata_ptr, row, SLOT), 1)
+            num_emitted = tl.minimum(num_emitted, first_wrong)
+            num_drafted = 0
+            disable_slot(table_ptr, max_rows, row, slots_ptr)
             tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
-        token = tl.load(drafted_ptr + row * gamma + places, mask=places < emitted, other=0)
+        mask = places < num_emitted
+        token = tl.load(drafted_ptr + row * gamma + places, mask=mask, other=0)
         out = proposal_ptr + row * num_speculative_tokens + length
-        tl.store(out + places, token.to(tl.int64), mask=places < emitted)
-        if drafted < gamma:  # there is no more to come
-            tl.store(room_ptr + row, length + emitted)
-        tl.store(length_ptr + row, length + emitted)
-        tl.store(num_emitted_ptr + row, emitted)
+        tl.store(out + places, token.to(tl.int64), mask=mask)
+        if num_drafted < gamma:  # the source has no more
+            set_row_value(table_ptr, max_rows, row, ROOM, length + num_emitted)
+        set_row_value(table_ptr, max_rows, row, LENGTH, length + num_emitted)
+        set_row_value(table_ptr, max_rows, row, NUM_EMITTED, num_emitted)
 
 
 def extend_proposals(
-    rows: Rows,  # what was drafted; the proposals are extended by it
-    drafted: Distributions | None,  # level 1's, of gamma places; None: each token was certain
+    rows: Rows,  # with their drafts; the proposals are extended
+    drafted: Distributions | None,  # level 1's, of gamma places; None where they are one-hot
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
 ) -> None:
-    """Appends each row's drafts to its proposal, as far as there is room."""
+    """Append each row's drafts to its proposal, as far as there is room."""
     _extend_kernel[(rows.num_rows,)](
         rows.proposal,
-        rows.length,
-        rows.room,
-        rows.num_emitted,
+        rows.table,
+        rows.max_rows,
+        rows.slots,
         counters,
-        rows.faults.row,
-        rows.faults.slot,
-        rows.row_metadata,
         rows.drafted,
-        rows.num_drafted,
         rows.drafted if drafted is None else drafted.lse,
         rows.num_speculative_tokens,
         rows.gamma,
-        CERTAIN=drafted is None,
+        IS_ONE_HOT=drafted is None,
         PADDED_LEN=triton.next_power_of_2(rows.gamma),
+    )
+
+
+@triton.jit
+def _commit_kernel(
+    draft_tokens_ptr,  # [batch size, num_speculative_tokens], written
+    num_proposed_ptr,  # [max_num_reqs], by state, written
+    slot_of_state_ptr,  # [max_num_reqs], written
+    state_of_slot_ptr,  # [num_slots], written
+    outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
+    counters_ptr,  # [num_counters], added to
+    table_ptr,
+    max_rows,
+    proposal_ptr,  # [max_rows, num_speculative_tokens]
+    num_speculative_tokens,
+    IS_DIRECT: tl.constexpr,
+    PADDED_LEN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    length = row_value(table_ptr, max_rows, row, LENGTH)
+    if length > 0:
+        tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
+        tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
+        if IS_DIRECT:
+            tl.atomic_add(counters_ptr + NUM_DIRECT_PROPOSALS, 1)
+    places = tl.arange(0, PADDED_LEN)
+    token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
+    batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
+    out = draft_tokens_ptr + batch_row * num_speculative_tokens
+    tl.store(out + places, token, mask=places < length)
+    state = row_value(table_ptr, max_rows, row, STATE)
+    slot = row_value(table_ptr, max_rows, row, SLOT)
+    tl.store(num_proposed_ptr + state, length)
+    tl.store(slot_of_state_ptr + state, slot)
+    tl.store(state_of_slot_ptr + slot, state)
+    tl.store(outcomes_ptr + row * NUM_OUTCOMES + _PROPOSED, length)
+
+
+def commit_proposals(
+    rows: Rows,
+    draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
+    handed_up: DraftLogits,  # written
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    is_direct: bool,
+) -> None:
+    """Copy the proposals to the batch, whose other places stay as they are.
+
+    Args:
+        is_direct: True if they are level 1's alone.
+    """
+    _commit_kernel[(rows.num_rows,)](
+        draft_tokens,
+        handed_up.num_proposed,
+        handed_up.slot_of_state,
+        handed_up.state_of_slot,
+        rows.outcomes,
+        counters,
+        rows.table,
+        rows.max_rows,
+        rows.proposal,
+        rows.num_speculative_tokens,
+        IS_DIRECT=is_direct,
+        PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
+    )
+
+
+@triton.jit
+def _count_full_pass_kernel(
+    counters_ptr,  # [num_counters], added to
+    scheduled_ptr,  # [batch size]
+    states_ptr,  # [batch size]
+    num_sampled_ptr,  # [batch size]
+    num_proposed_ptr,  # [max_num_reqs]
+):
+    row = tl.program_id(0)
+    proposed = tl.load(num_proposed_ptr + tl.load(states_ptr + row))
+    drafted = tl.minimum(tl.load(scheduled_ptr + row), proposed)
+    sampled = tl.load(num_sampled_ptr + row).to(tl.int32)
+    if (drafted > 0) & (sampled > 0):
+        accepted = tl.minimum(sampled - 1, drafted)
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_DRAFTED, drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
+        tl.atomic_add(counters_ptr + NUM_LEVEL3_STEPS, 1)
+
+
+def count_full_pass(
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    scheduled: torch.Tensor,  # [batch size], int32, draft tokens that were verified
+    states: torch.Tensor,  # [batch size], int
+    num_sampled: torch.Tensor,  # [batch size], int
+    num_proposed: torch.Tensor,  # [max_num_reqs], int32
+) -> None:
+    """Adds up the outcome of level 3. Padding behind a proposal does not count."""
+    _count_full_pass_kernel[(len(scheduled),)](
+        counters, scheduled, states, num_sampled, num_proposed
     )

@@ -5,7 +5,15 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.counters import NUM_POOL_BLOCKS, NUM_POOL_BYTES, NUM_POOL_HITS
 from vllm_triforce.kernels.nan_guard import stored_type
-from vllm_triforce.kernels.row_table import NEW_OWNER, REFRESH, SLOT, row_value
+from vllm_triforce.kernels.row_table import (
+    COMPUTED,
+    NEW_OWNER,
+    NUM_SELECTED,
+    REFRESH,
+    SLOT,
+    TAIL,
+    row_value,
+)
 from vllm_triforce.kernels.rows import Rows
 
 # Places whose blocks are compared with all that are wanted at a time.
@@ -23,8 +31,7 @@ def _place_selected_kernel(
     tables_ptr,  # [num_layers, max_rows * num_heads, width]
     table_layer_stride,
     first_layer,
-    row_metadata_ptr,
-    num_selected_ptr,  # [num_rows]
+    rows_ptr,  # the row table
     max_rows,
     width,
     NOTHING: tl.constexpr,
@@ -35,9 +42,9 @@ def _place_selected_kernel(
     row = tl.program_id(1)
     head = tl.program_id(2)
     num_heads = tl.num_programs(2)
-    slot = row_value(row_metadata_ptr, row, SLOT).to(tl.int64)
-    is_new = row_value(row_metadata_ptr, row, REFRESH) == NEW_OWNER
-    num_selected = tl.load(num_selected_ptr + row)
+    slot = row_value(rows_ptr, max_rows, row, SLOT).to(tl.int64)
+    is_new = row_value(rows_ptr, max_rows, row, REFRESH) == NEW_OWNER
+    num_selected = row_value(rows_ptr, max_rows, row, NUM_SELECTED)
     held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
     brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
     table = tables_ptr + (first_layer + layer).to(tl.int64) * table_layer_stride
@@ -79,12 +86,9 @@ def _refill_pool_kernel(
     held_ptr,  # [num_host_layers, num_slots, num_heads, width], what the pool has; written
     num_slots,
     exact_ptr,  # [num_slots], tokens up to which the pool's tail is exact
-    row_metadata_ptr,
-    computed_ptr,  # [num_rows]
-    tail_ptr,  # [num_rows]
-    num_selected_ptr,  # [num_rows]
-    counters_ptr,  # [num_counters], added to
+    rows_ptr,  # the row table
     max_rows,
+    counters_ptr,  # [num_counters], added to
     width,
     block_size,
     per_block,
@@ -103,11 +107,11 @@ def _refill_pool_kernel(
     row = tl.program_id(1)
     head = tl.program_id(2)
     num_heads = tl.num_programs(2)
-    slot = row_value(row_metadata_ptr, row, SLOT).to(tl.int64)
-    is_new = row_value(row_metadata_ptr, row, REFRESH) == NEW_OWNER
-    computed = tl.load(computed_ptr + row)
-    tail = tl.load(tail_ptr + row)
-    num_selected = tl.load(num_selected_ptr + row)
+    slot = row_value(rows_ptr, max_rows, row, SLOT).to(tl.int64)
+    is_new = row_value(rows_ptr, max_rows, row, REFRESH) == NEW_OWNER
+    computed = row_value(rows_ptr, max_rows, row, COMPUTED)
+    tail = row_value(rows_ptr, max_rows, row, TAIL)
+    num_selected = row_value(rows_ptr, max_rows, row, NUM_SELECTED)
     first_changed = tl.load(exact_ptr + slot) // block_size
     host = tl.load(hosts_ptr + layer).to(tl.pointer_type(TYPE))
     pool = tl.load(pools_ptr + layer).to(tl.pointer_type(TYPE))
@@ -195,7 +199,6 @@ class PoolRefill:
             tables: [num_layers, max_rows * num_kv_heads, width], int32, as laid out for the rows.
         """
         num_layers, num_slots, num_heads, width = self.held.shape
-        max_rows = self._brought.shape[1]
         first = self._caches[0][0]
         block_stride, head_stride, token_stride, _ = first.stride()
         _, _, block_size, size = first.shape
@@ -207,9 +210,8 @@ class PoolRefill:
             tables,
             tables.stride(0),
             self._first_layer,
-            rows.row_metadata,
-            rows.num_selected,
-            max_rows,
+            rows.table,
+            rows.max_rows,
             width,
             NOTHING=_NOTHING,
             CHUNK=_CHUNK,
@@ -225,12 +227,9 @@ class PoolRefill:
             self.held,
             num_slots,
             self.exact,
-            rows.row_metadata,
-            rows.computed,
-            rows.tail,
-            rows.num_selected,
+            rows.table,
+            rows.max_rows,
             self._counters,
-            max_rows,
             width,
             block_size,
             *self._head_strides,
@@ -244,15 +243,15 @@ class PoolRefill:
             TOKENS=min(_TOKENS, triton.next_power_of_2(block_size)),
             SIZE=triton.next_power_of_2(size),
         )
-        _note_exact_kernel[(rows.num_rows,)](self.exact, rows.row_metadata, rows.computed)
+        _note_exact_kernel[(rows.num_rows,)](self.exact, rows.table, rows.max_rows)
 
 
 @triton.jit
 def _note_exact_kernel(
     exact_ptr,  # [num_slots], written
-    row_metadata_ptr,
-    computed_ptr,  # [num_rows]
+    rows_ptr,  # the row table
+    max_rows,
 ):
     row = tl.program_id(0)
-    slot = row_value(row_metadata_ptr, row, SLOT)
-    tl.store(exact_ptr + slot, tl.load(computed_ptr + row))
+    slot = row_value(rows_ptr, max_rows, row, SLOT)
+    tl.store(exact_ptr + slot, row_value(rows_ptr, max_rows, row, COMPUTED))

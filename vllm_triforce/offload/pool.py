@@ -80,4 +80,4 @@ class RetrievalPool:
         """Removes NaN of the rows that have a fault: their slots will have other owners."""
         rows = self._rows
         tables = self._block_tables[rows.column(RowColumn.SLOT).long()]
-        self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._cleaner(rows, tables, None)

@@ -14,7 +14,7 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.runner_v2.batch import BatchV2, RowLogitsProcessor
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -44,8 +44,8 @@ def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
     slots = [parts.slots.take(request_id) for request_id in batch.request_ids]
     if new:
         taken = [parts.slots.take(name).index for name in new]
-        faults = parts.rows.faults.slot
-        faults.index_fill_(0, async_tensor_h2d(np.array(taken), device=faults.device), 0)
+        disabled = parts.rows.slot_disabled
+        disabled.index_fill_(0, async_tensor_h2d(np.array(taken), device=disabled.device), 0)
     return slots
 
 
@@ -66,17 +66,19 @@ def init_rows(parts: LevelParts, batch: BatchV2, slots: list[Slot], refresh: lis
             RowColumn.ONE_HOT: batch.is_one_hot,
         }
     )
-    rows.begin(
+    rows.init(
         async_tensor_h2d(row_metadata, rows.row_metadata.device),
         batch.num_computed,
         batch.num_sampled,
         batch.last_sampled,
         batch.parameters,
-        parts.config.min_context,
-        selections.block_size,
-        selections.recent_blocks,
-        selections.max_selected,
-        selections.width,
+        RowLimits(
+            parts.config.min_context,
+            selections.block_size,
+            selections.recent_blocks,
+            selections.max_selected,
+            selections.width,
+        ),
     )
     if batch.sampling.kind != "greedy":  # a graph shapes them all
         parts.shaping.begin()
@@ -127,7 +129,7 @@ class LevelsV2:
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
-        verify_drafts(rows, logits, drafted, rows.drawing, parts.race, parts.counters)
+        verify_drafts(rows, logits, drafted, parts.race, parts.counters)
         if logits.distributions is not None:
             export_distributions(parts.handed_up, rows, logits.distributions.logits)
 

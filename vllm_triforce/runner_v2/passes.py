@@ -316,7 +316,7 @@ class GraphedRound:
         with ExitStack() as stack:
             for its in self._passes:
                 stack.enter_context(its.inlined())
-            stack.enter_context(self._rows.as_if(num_rows))
+            stack.enter_context(self._rows.with_num_rows(num_rows))
             # Weak, so that graphs of other sizes have the same memory.
             results = self._work(self._sampling)
             self._results[num_rows] = tuple(weak_ref_tensor(its) for its in results)

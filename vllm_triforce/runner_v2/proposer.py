@@ -11,8 +11,14 @@ import torch
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.loop import propose
 from vllm_triforce.kernels.draw import ExponentialSampler
-from vllm_triforce.kernels.proposals import DraftLogits, export_distributions, extend_proposals
-from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
+from vllm_triforce.kernels.proposals import (
+    PAD_TOKEN,
+    DraftLogits,
+    commit_proposals,
+    count_full_pass,
+    export_distributions,
+    extend_proposals,
+)
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters, PartTimes
@@ -137,7 +143,9 @@ class ProposerV2:
         self._finish(draft_tokens, is_direct=True)
 
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        self._parts.rows.finish(draft_tokens, self.handed_up, self._counts.sums, is_direct)
+        commit_proposals(
+            self._parts.rows, draft_tokens, self.handed_up, self._counts.sums, is_direct
+        )
 
     def count_full_pass(
         self,

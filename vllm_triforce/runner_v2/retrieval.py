@@ -12,7 +12,7 @@ from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
-from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import (
@@ -221,15 +221,15 @@ class RetrievalLevelV2:
         """The fields of ``LevelLogits`` and of its distributions, if any."""
         rows = self._rows
         group = self._groups[self._sparse_group]
-        rows.feed_target(
+        prepare_target_inputs(
+            rows,
             self._pass.inputs,
             self._pass.padded_rows(rows.num_rows),
             self._table,
             self._dense_seq_lens,
             group.block_size,
             self._max_position,
-            self._num_kv_heads,
-            *(() if self._pool is None else (self._pool.slot_mapping, self._pool.width)),
+            self._pool,
         )
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
@@ -249,7 +249,7 @@ class RetrievalLevelV2:
         reach = rows.num_speculative_tokens + rows.gamma
         for cleaner, table in zip(self._cleaners, self._batch.tables):
             if cleaner is not None:
-                cleaner(rows.faults, rows.num_rows, rows.computed, table, reach)
+                cleaner(rows, table, reach)
         if self._pool is not None:
             self._pool.clean()
 

@@ -227,7 +227,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         """
         self._num_faults = num_faults
         slots = self._built.slots
-        owners = slots.owners_of(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
+        owners = slots.owners_of(self._built.rows.slot_disabled.nonzero()[:, 0].tolist())
         if not owners:  # the request has left before the host heard of it
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:

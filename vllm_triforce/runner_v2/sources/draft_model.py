@@ -14,6 +14,11 @@ from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
+from vllm_triforce.kernels.pass_inputs import (
+    WindowLayout,
+    prepare_draft_inputs,
+    prepare_window_inputs,
+)
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import (
@@ -254,23 +259,25 @@ class DraftModelV2(DraftSourceV2):
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
             torch.index_select(self.cache.block_table, 0, slots, out=tables)
-        geometry = (self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
+        window = WindowLayout(self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
         padded = first.padded_rows(rows.num_rows)
-        rows.feed_window(first.inputs, padded, self._all_token_ids, self._num_sinks, *geometry)
+        prepare_window_inputs(
+            rows, first.inputs, padded, self._all_token_ids, self._num_sinks, window
+        )
         self._draw(sampling, first.run(rows.num_rows)[:, -1], 0)
         lengths = first.inputs.seq_lens
         for step in range(1, rows.gamma):
             padded = self._step.padded_rows(rows.num_rows)
             self._step.inputs.seq_lens[: rows.num_rows].copy_(lengths[: rows.num_rows])
             lengths = self._step.inputs.seq_lens
-            rows.feed_draft(self._step.inputs, padded, step, *geometry)
+            prepare_draft_inputs(rows, self._step.inputs, padded, step, window)
             self._draw(sampling, self._step.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
         return ()
 
     def clean(self, batch: BatchV2, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
-        self._cleaner(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._cleaner(rows, tables, None)
 
     def _draw(self, sampling: SamplingV2, hidden: torch.Tensor, step: int) -> None:
         rows, count = self._rows, self._rows.num_rows
@@ -285,7 +292,7 @@ class DraftModelV2(DraftSourceV2):
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)
-        draw_drafts(rows, step, draft, rows.drawing, self._race)
+        draw_drafts(rows, step, draft, self._race)
 
 
 def _passes(parts: SourcePartsV2, attention, tables, capacity: int):

@@ -4,7 +4,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.pass_inputs import token_at
-from vllm_triforce.kernels.row_table import STATE, row_value
+from vllm_triforce.kernels.row_table import COMPUTED, STATE, row_value
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
@@ -13,18 +13,19 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
-    row_metadata_ptr,
+    table_ptr,  # of the rows
+    max_rows,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len], by state
     token_stride,
-    computed_ptr,
     tokens_ptr,  # [num_rows, num_tokens], written
     num_tokens,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (places <= tl.load(computed_ptr + row)) & (places < num_tokens)
+    computed = row_value(table_ptr, max_rows, row, COMPUTED)
+    mask = (places <= computed) & (places < num_tokens)
     known = tl.load(all_token_ids_ptr + state * token_stride + places, mask=mask)
     tl.store(tokens_ptr + row.to(tl.int64) * num_tokens + places, known, mask=mask)
 
@@ -107,10 +108,10 @@ def gather_tokens(
         (rows.num_rows, num_tokens), dtype=torch.int32, device=rows.row_metadata.device
     )
     _gather_kernel[(rows.num_rows, triton.cdiv(num_tokens, _BLOCK))](
-        rows.row_metadata,
+        rows.table,
+        rows.max_rows,
         all_token_ids,
         all_token_ids.stride(0),
-        rows.computed,
         tokens,
         num_tokens,
         BLOCK=_BLOCK,
