@@ -10,7 +10,7 @@ CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_a
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
 DENSE = "vllm_triforce/runner_v2/retrieval.py"
 OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu/retrieval.py", "vllm_triforce/attention/gpu/retrieval.py"
-DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/backends"
+DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/platforms"
 IMPL_CPU, IMPL_GPU = "vllm_triforce/attention/cpu/impl.py", "vllm_triforce/attention/gpu/impl.py"
 KERNELS, PASS = "vllm_triforce/attention/gpu/paged_kernels.py", "vllm_triforce/core/model_pass.py"
 FORWARD = (
@@ -57,7 +57,7 @@ TABLE: list[Surface] = [
     has("platforms/interface.py", "Platform", "device_name", f"{BACKENDS}/__init__.py"),
     has("platforms/interface.py", "Platform", "is_cpu", f"{BACKENDS}/cpu.py"),
     has("platforms/interface.py", "Platform", "is_cuda_alike", f"{BACKENDS}/gpu.py"),
-    has("v1/attention/backend.py", "AttentionPlatform", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
+    has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", DENSE),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
