@@ -161,7 +161,7 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
     quiet = runner.cudagraph_manager
     # As vLLM's own class for a model's graphs does, with what runs the model.
     super(ModelCudaGraphManager, quiet).capture(
-        lambda desc, warmup: lambda desc: heard.update({desc: recorder.listens})
+        lambda desc, warmup: lambda desc: heard.update({desc: recorder.is_recording})
     )
     for desc, listens in heard.items():
         assert listens == (desc.uniform_token_count != 1)
@@ -176,7 +176,7 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
     recorder.expect(selection=False)
     assert not taken(1, 1) and taken(1, 7)
     recorder.expect(selection=True)
-    with recorder.pausing():
+    with recorder.without_recording():
         assert not taken(1), "as when passes are measured"
 
 

@@ -26,7 +26,7 @@ class _Pausable:
     paused = False
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
+    def without_recording(self) -> Iterator[None]:
         """Around passes whose queries are not the full pass's."""
         before, self.paused = self.paused, True
         try:
@@ -155,7 +155,7 @@ class StaticQueryRecorder(_Pausable):
         self._is_wanted = selection
 
     @property
-    def listens(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether the queries of the next pass are to be kept."""
         return self._is_wanted and not self.paused
 
@@ -165,7 +165,7 @@ class StaticQueryRecorder(_Pausable):
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         metadata,  # the backend's own, of a full pass
     ) -> None:
-        if not self.listens:
+        if not self.is_recording:
             return
         num_reqs = min(len(self._rows), len(query))
         if layer == 0:

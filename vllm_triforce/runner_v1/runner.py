@@ -131,7 +131,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         built = self._built
         parts = built, self._target, self.vllm_config, self._runner.attn_groups, self._block_sizes
         calibration = Calibration(*parts, self._num_blocks, self.device, broadcast_from_first_rank)
-        with built.recorder.pausing(), torch.inference_mode():
+        with built.recorder.without_recording(), torch.inference_mode():
             return calibration.run()
 
     @property
@@ -217,7 +217,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 rows, computed, room, num_rejected, sampled, counts, sampling
             )
             try:
-                with self._built.recorder.pausing():
+                with self._built.recorder.without_recording():
                     proposal = self._built.speculator.propose(batch)
             finally:
                 if self._adapters is not None:

@@ -332,7 +332,7 @@ def warm_up_proposals(
     for request_id in built.slots.request_ids():
         built.slots.release(request_id)
     trials = nullcontext() if built.adapters is None else built.adapters.trials()
-    with built.recorder.pausing(), trials:
+    with built.recorder.without_recording(), trials:
         if is_gpu:
             calibration.warm_up()
         measured = calibration.run() if measures else None

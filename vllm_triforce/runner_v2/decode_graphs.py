@@ -156,7 +156,7 @@ class _Quiet(CudaGraphManager):
                 return forward
 
             def unheard(mode) -> None:
-                with self.recorder.pausing():
+                with self.recorder.without_recording():
                     forward(mode)
 
             return unheard
@@ -166,7 +166,7 @@ class _Quiet(CudaGraphManager):
     def dispatch(
         self, num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
     ):
-        if uniform_token_count == 1 and self.recorder.listens:
+        if uniform_token_count == 1 and self.recorder.is_recording:
             uniform_token_count = None
         return super().dispatch(
             num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs

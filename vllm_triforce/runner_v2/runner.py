@@ -203,7 +203,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
                 last_sampled,
                 self._built.tables,
             )
-            with self._built.recorder.pausing():
+            with self._built.recorder.without_recording():
                 if route == LEVELS:
                     triforce.propose(batch, draft_tokens)
                 else:
