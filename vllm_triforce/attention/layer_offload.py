@@ -1,4 +1,4 @@
-"""What attention reads of a layer whose KV cache lies in host memory."""
+"""KV cache of a layer in host memory, as attention reads it."""
 
 from typing import Any, Protocol
 
@@ -7,11 +7,11 @@ from vllm.forward_context import get_forward_context
 
 
 class LayerOffload(Protocol):
-    """One such layer's (``offload/cache.py``)."""
+    """Device copies of one layer's KV cache in host memory (``offload/staging.py``)."""
 
     pool: torch.Tensor | None
-    """[num_slots * width, num_kv_heads, block_size, size], what level 2 reads and writes; None
-    where it never runs."""
+    """[num_slots * width, num_kv_heads, block_size, size], level 2's pool; None where level 2 never
+    runs."""
 
     def staged(
         self,
@@ -19,12 +19,12 @@ class LayerOffload(Protocol):
         seq_lens: torch.Tensor,  # [num_reqs], int32
         query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     ) -> torch.Tensor:
-        """The layer's KV cache, [num_blocks, num_kv_heads, block_size, size], on the device, as far
-        as these requests read it."""
+        """Return the layer's KV cache on the device, [num_blocks, num_kv_heads, block_size, size],
+        with the blocks that these requests read."""
         ...
 
 
 def metadata_of(layer) -> Any:
-    """Attention metadata of a layer in the pass that runs; None where there is none."""
+    """Return a layer's attention metadata in the running pass; None where it has none."""
     metadata = get_forward_context().attn_metadata
     return metadata.get(layer.layer_name) if isinstance(metadata, dict) else None

@@ -1,4 +1,4 @@
-"""What takes the place of a layer's implementation on a GPU: a subclass of the backend's own."""
+"""Implementation of a layer on a GPU: a subclass of the backend's own."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 @dataclass
 class SparseMetadata:
-    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
+    """One layer's metadata of a level 2 pass: a request is ``num_kv_heads`` one-head sequences."""
 
     sequences: PagedSequences
     query_len: int
@@ -29,19 +29,19 @@ class SparseMetadata:
 
 @dataclass
 class DirectMetadata:
-    """A pass of the draft over its private cache: a sequence per request, all heads together."""
+    """Metadata of a pass of the draft over its private cache: a sequence per request."""
 
     sequences: PagedSequences
 
 
 class _RetrievalImpl:
-    """Goes over a backend's implementation; ``attach`` makes the subclass."""
+    """Mixin over a backend's implementation; ``attach`` makes the subclass."""
 
     layer_index: int | None
     recorder: Recorder | None
     offload: LayerOffload | None
     kernel: PagedKernel
-    num_heads: int  # these three are the backend's
+    num_heads: int  # this and the two below are the backend's
     num_kv_heads: int
     head_size: int
 
@@ -63,17 +63,17 @@ class _RetrievalImpl:
         output_block_scale=None,
     ):
         if self.offload is not None:
-            kv_cache = self._on_device(kv_cache, attn_metadata)
+            kv_cache = self._device_cache(kv_cache, attn_metadata)
         if isinstance(attn_metadata, SparseMetadata | DirectMetadata):
             if output_scale is None:
-                return self._forward_ours(layer, query, kv_cache, attn_metadata, output)
+                return self._forward_paged(layer, query, kv_cache, attn_metadata, output)
             if output_block_scale is not None:
                 raise ValueError(
                     "fuse_attn_quant with block scales (NVFP4): level 2's attention writes one "
                     'scale; set compilation_config={"pass_config": {"fuse_attn_quant": false}}'
                 )
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
-            self._forward_ours(layer, query, kv_cache, attn_metadata, exact)
+            self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
         if attn_metadata is not None and self.layer_index is not None:
             self.recorder.record(self.layer_index, query, attn_metadata)
@@ -89,18 +89,18 @@ class _RetrievalImpl:
             output_block_scale,
         )
 
-    def _on_device(self, kv_cache, metadata):
-        """In the place of a KV cache that lies in host memory."""
+    def _device_cache(self, kv_cache, metadata):
+        """Return the device copy of a KV cache in host memory."""
         assert self.offload is not None
         if isinstance(metadata, SparseMetadata):
             return self.offload.pool
-        if metadata is None:  # a pass that reads nothing, at start
+        if metadata is None:  # a profiling pass at start reads no KV cache
             return kv_cache
         return self.offload.staged(
             metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         )
 
-    def _forward_ours(self, layer, query, kv_cache, metadata, output):
+    def _forward_paged(self, layer, query, kv_cache, metadata, output):
         if isinstance(metadata, SparseMetadata):
             return self._forward_sparse(layer, query, kv_cache, metadata, output)
         keys, values = key_and_value(kv_cache, self)
@@ -125,8 +125,8 @@ class _RetrievalImpl:
             layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
         )
         if length > 1:
-            back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
-            result.unflatten(0, (-1, length, heads)).copy_(back)
+            by_token = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
+            result.unflatten(0, (-1, length, heads)).copy_(by_token)
         return output
 
 
@@ -135,7 +135,7 @@ def _quantize(
     scale: torch.Tensor,  # [1], float32
     output: torch.Tensor,  # the same shape, of 8 bits, written
 ) -> torch.Tensor:
-    """As vLLM's kernels do where they quantize what attention gives (``fuse_attn_quant``)."""
+    """Quantize attention's output as vLLM's kernels do (``fuse_attn_quant``)."""
     bounds = torch.finfo(output.dtype)
     return output.copy_((exact.float() / scale).clamp(bounds.min, bounds.max))
 
@@ -144,7 +144,7 @@ def key_and_value(
     kv_cache: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
     impl,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [num_blocks, block_size, num_kv_heads, head_dim]
-    """Keys and values of a layer, as all three backends pack them (vllm/v1/kv_cache_layout.py)."""
+    """Split a layer's cache as all three backends pack it (vllm/v1/kv_cache_layout.py)."""
     if is_quantized_kv_cache(impl.kv_cache_dtype):
         kv_cache = kv_cache.view(current_platform.fp8_dtype())
     return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
