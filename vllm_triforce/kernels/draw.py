@@ -5,7 +5,7 @@ vLLM's outer test draws from generators keyed by the seed itself. Ours is keyed 
 constant, so the two are independent.
 
 Where a proposal begins is part of the key, because the outer test discards tokens that were
-counted, and the counts decide what is proposed next. A token that is drawn again in a later
+counted, and the counts decide about later proposals. A token that is drawn again in a later
 proposal must be drawn by other noise. A proposal begins where a discarded one began after a
 session's turn, or after output that was dropped in flight. The discarded one's counts decide
 nothing then: requests with a seed have fixed lengths, and the others come back with a new seed of
@@ -32,10 +32,10 @@ from vllm_triforce.kernels.row_table import (
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 4096  # tokens of a program
-# Any number that is not zero: separates our streams from those of vLLM's samplers.
+# Any number except zero: it separates our streams from those of vLLM's samplers.
 _KEY = tl.constexpr(0x7419F06C3E5A2D)
-# Odd, with their bits well mixed (2**64 divided by the golden ratio, and a factor of splitmix64, as
-# signed numbers).
+# Odd, with well mixed bits: 2**64 divided by the golden ratio, and a factor of splitmix64, both as
+# signed integers.
 _STEP = tl.constexpr(-7046029254386353131)
 _BEGIN_STEP = tl.constexpr(-4658895280553007687)
 DRAFT = tl.constexpr(0)
@@ -45,25 +45,27 @@ ACCEPT = tl.constexpr(2)
 
 @triton.jit
 def uniform(seed, begin, token_position, purpose: tl.constexpr):
-    """One number from (0, 1).
+    """Draw a number from (0, 1).
 
     Args:
-        begin: tokens that the request had computed when the proposal began.
+        begin: computed tokens of the request when the proposal began.
     """
     return open_unit(tl.randint(_stream(seed, begin, token_position, purpose), token_position))
 
 
 @triton.jit
 def exponential(seed, begin, token_position, purpose: tl.constexpr, offsets):
-    """A positive number for each of ``offsets``, which are below 2**31; ``begin`` as above."""
+    """Draw an exponential number for each of ``offsets``, below 2**31; ``begin`` as above."""
     return delay_of(open_unit(tl.randint(_stream(seed, begin, token_position, purpose), offsets)))
 
 
 @triton.jit
 def open_unit(random32):
-    """From 32 random bits (n + 0.5) / 2**32, rounded to float32 but not to 1. Of the numbers close
-    to 0 no bit is lost; halves are exact, whatever a GPU can convert."""
-    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would bring the sign
+    """Convert 32 random bits n to (n + 0.5) / 2**32, rounded to float32 but not to 1.
+
+    Numbers close to 0 keep all bits. The 16-bit halves convert exactly on any GPU.
+    """
+    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would extend the sign
     high = (random32 >> 16).to(tl.int32).to(tl.float32)
     low = (random32 & 0xFFFF).to(tl.int32).to(tl.float32)
     unit = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
@@ -72,8 +74,11 @@ def open_unit(random32):
 
 @triton.jit
 def delay_of(unit):
-    """-log(1 - unit): the small ones, which win races, come from where a float32 is finest. Below a
-    quarter by its series, whose rest is less than 3e-6 of it."""
+    """Return -log(1 - unit), so that small delays, which win races, come from small ``unit``, where
+    float32 is finest.
+
+    Below a quarter it is computed by its series, with a relative error below 3e-6.
+    """
     series = 1.0 / 8.0
     series = series * unit + 1.0 / 7.0
     series = series * unit + 1.0 / 6.0
@@ -87,9 +92,9 @@ def delay_of(unit):
 
 @triton.jit
 def _stream(seed, begin, token_position, purpose: tl.constexpr):
-    """Key of Philox for one proposal, position and purpose."""
-    place = (token_position.to(tl.int64) * 4 + purpose) * _STEP
-    return seed ^ (_KEY + place + begin.to(tl.int64) * _BEGIN_STEP)
+    """Return the Philox key of one proposal, position and purpose."""
+    offset = (token_position.to(tl.int64) * 4 + purpose) * _STEP
+    return seed ^ (_KEY + offset + begin.to(tl.int64) * _BEGIN_STEP)
 
 
 @triton.jit
@@ -163,23 +168,26 @@ def draw_kernel(
 
 @triton.jit
 def sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
-    """The token that won a row's race; the target's own race where no residual is left (both
-    distributions are equal up to rounding, and the rejection was the rounding error)."""
+    """Return the token that won a row's race.
+
+    Where no residual is left, the target's own race decides: both distributions are equal up to
+    rounding, and the rejection was a rounding error.
+    """
     blocks = tl.arange(0, PADDED_BLOCKS)
-    at = row * 2 * num_blocks + blocks
+    offsets = row * 2 * num_blocks + blocks
     mask = blocks < num_blocks
-    rest = tl.load(values_ptr + at, mask=mask, other=-1.0)
+    rest = tl.load(values_ptr + offsets, mask=mask, other=-1.0)
     if tl.max(rest, axis=0) > 0:
         return tl.load(tokens_ptr + row * 2 * num_blocks + tl.argmax(rest, axis=0))
-    whole = tl.load(values_ptr + at + num_blocks, mask=mask, other=-1.0)
+    whole = tl.load(values_ptr + offsets + num_blocks, mask=mask, other=-1.0)
     return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
 
 
 class ExponentialSampler:
-    """Scratch of the race over the vocabulary.
+    """Scratch memory of the exponential race over the vocabulary.
 
     Args:
-        max_rows: requests that can be drawn for at a time.
+        max_rows: rows of a draw at most.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:

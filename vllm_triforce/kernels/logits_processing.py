@@ -1,10 +1,7 @@
-"""What requests ask of their logits in numbers, where a CUDA graph finds it.
+"""Penalties and ``bad_words`` on the logits of a proposal's rows, within CUDA graphs.
 
-Penalties on the logits of a proposal's rows, as vLLM's sampler puts them on the full pass's
-(vllm/v1/worker/gpu/sample/penalties.py).
-
-``bad_words`` in the logits of a proposal's rows, as vLLM's sampler has them in the full pass's
-(vllm/v1/worker/gpu/sample/bad_words.py).
+They change the logits as vLLM's sampler changes those of the full pass
+(vllm/v1/worker/gpu/sample/penalties.py and bad_words.py).
 """
 
 import torch
@@ -35,7 +32,8 @@ def _keep_kernel(
     max_num_reqs,
 ):
     state = row_value(table_ptr, max_rows, tl.program_id(0), STATE).to(tl.int64)
-    # Of host memory, all of it asked for before the first store, which might be to the same place.
+    # Load everything before storing: inputs in host memory may alias the outputs, and a load after
+    # a store would wait for the loads before it.
     prompt_len = tl.load(prompt_len_ptr + state)
     num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
     num_biases = tl.load(num_biases_ptr + state)
@@ -46,25 +44,25 @@ def _keep_kernel(
     repetition = tl.load(repetition_ptr + state)
     frequency = tl.load(frequency_ptr + state)
     presence = tl.load(presence_ptr + state)
-    to = integers_ptr + state
-    tl.store(to, prompt_len)
-    tl.store(to + max_num_reqs, num_allowed_tokens)
-    tl.store(to + 2 * max_num_reqs, num_biases)
-    tl.store(to + 3 * max_num_reqs, min_len)
-    tl.store(to + 4 * max_num_reqs, num_stop_tokens)
-    tl.store(to + 5 * max_num_reqs, restores_stop_tokens)
-    tl.store(to + 6 * max_num_reqs, num_bad_words)
-    to = floats_ptr + state
-    tl.store(to, repetition)
-    tl.store(to + max_num_reqs, frequency)
-    tl.store(to + 2 * max_num_reqs, presence)
+    out = integers_ptr + state
+    tl.store(out, prompt_len)
+    tl.store(out + max_num_reqs, num_allowed_tokens)
+    tl.store(out + 2 * max_num_reqs, num_biases)
+    tl.store(out + 3 * max_num_reqs, min_len)
+    tl.store(out + 4 * max_num_reqs, num_stop_tokens)
+    tl.store(out + 5 * max_num_reqs, restores_stop_tokens)
+    tl.store(out + 6 * max_num_reqs, num_bad_words)
+    out = floats_ptr + state
+    tl.store(out, repetition)
+    tl.store(out + max_num_reqs, frequency)
+    tl.store(out + 2 * max_num_reqs, presence)
 
 
 class LogitParams:
-    """By state, each [max_num_reqs]: int32, and float32 for the penalties.
+    """Parameters of logits processing by state, each [max_num_reqs].
 
-    vLLM keeps the same in buffers of which it takes another at every step
-    (vllm/v1/worker/gpu/buffer_utils.py); these stay where they are.
+    They are int32, and float32 for the penalties. vLLM's own move from buffer to buffer with each
+    step (vllm/v1/worker/gpu/buffer_utils.py); these have the fixed addresses that graphs need.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
@@ -80,19 +78,19 @@ class LogitParams:
             self.num_bad_words,
         ) = self._integers
         self.repetition, self.frequency, self.presence = self._floats
-        # Of a state that nobody has had yet: nothing, of which 0 is another thing.
+        # The neutral value, for states that no request has had yet.
         self.repetition.fill_(1.0)
 
-    def keep(self, rows: Rows, *of_vllm: torch.Tensor) -> None:
-        """Reads what the requests of a proposal's rows ask.
+    def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
+        """Copy the parameters of the rows' requests.
 
         Args:
-            of_vllm: its own tensors, by state, in the order of the fields above.
+            vllm_params: vLLM's tensors, by state, in the order of the fields above.
         """
         _keep_kernel[(rows.num_rows,)](
             rows.table,
             rows.max_rows,
-            *of_vllm,
+            *vllm_params,
             self._integers,
             self._floats,
             self._integers.shape[1],
@@ -124,8 +122,8 @@ def _penalties_kernel(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    of_logits = tl.program_id(0).to(tl.int64)
-    row = of_logits // query_len
+    logits_row = tl.program_id(0).to(tl.int64)
+    row = logits_row // query_len
     if row >= num_rows_in_use(table_ptr, max_rows):
         return
     state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
@@ -140,12 +138,12 @@ def _penalties_kernel(
     for i in range(row_value(table_ptr, max_rows, row, LENGTH)):
         proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
         counts += (token == proposed.to(tl.int32)).to(tl.int32)
-    for i in range(first_place + of_logits % query_len):
+    for i in range(first_place + logits_row % query_len):
         counts += (token == tl.load(drafted_ptr + row * gamma + i)).to(tl.int32)
     in_output = counts > 0
-    values = tl.load(logits_ptr + of_logits * logits_stride + token, mask=mask, other=0.0)
-    # Rounded where vLLM rounds, so that both find the same numbers: a product with the reciprocal,
-    # in a branch, or a compiler would make one operation of it and the frequency's.
+    values = tl.load(logits_ptr + logits_row * logits_stride + token, mask=mask, other=0.0)
+    # Rounded as in vLLM, so that both give the same numbers: by a product with the reciprocal, in a
+    # branch, or the compiler would fuse it with the frequency's subtraction.
     if repetition != 1.0:
         bits = tl.load(in_prompt_ptr + state * in_prompt_stride + token // 32, mask=mask, other=0)
         in_prompt = ((bits >> (token % 32)) & 1) != 0
@@ -153,7 +151,7 @@ def _penalties_kernel(
         values *= tl.where(values > 0, 1.0 / scale, scale)
     values -= frequency * counts
     values -= presence * in_output.to(tl.float32)
-    tl.store(logits_ptr + of_logits * logits_stride + token, values, mask=mask)
+    tl.store(logits_ptr + logits_row * logits_stride + token, values, mask=mask)
 
 
 def apply_penalties(
@@ -161,15 +159,16 @@ def apply_penalties(
     query_len: int,
     first_place: int,
     rows: Rows,
-    asked: LogitParams,
+    params: LogitParams,
     in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
     output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
 ) -> None:
-    """Of each row's places ``first_place`` and on: what follows the proposal and as many drafts.
+    """Apply penalties to the logits of ``query_len`` places of each row.
 
     Args:
+        first_place: drafts before the first of these places, after the proposal.
         in_prompt: a bit for each token, by state.
-        output_counts: how often the request's output has each, by state.
+        output_counts: occurrences of each token in the request's output, by state.
     """
     num_tokens, vocab_size = logits.shape
     _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
@@ -177,9 +176,9 @@ def apply_penalties(
         logits.stride(0),
         rows.table,
         rows.max_rows,
-        asked.repetition,
-        asked.frequency,
-        asked.presence,
+        params.repetition,
+        params.frequency,
+        params.presence,
         in_prompt,
         in_prompt.stride(0),
         output_counts,
@@ -218,18 +217,18 @@ def _bad_words_kernel(
     vocab_size,
     PADDED_WORDS: tl.constexpr,
 ):
-    of_logits = tl.program_id(0).to(tl.int64)
-    row = of_logits // query_len
+    logits_row = tl.program_id(0).to(tl.int64)
+    row = logits_row // query_len
     if row >= num_rows_in_use(table_ptr, max_rows):
         return
     state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     num_words = tl.load(num_words_ptr + state)
     if num_words == 0:
         return
-    # The request's tokens, of which so many are known to vLLM, so many proposed, the rest drafts.
+    # The request's tokens: first those that vLLM has, then the proposal, then the drafts.
     num_known = row_value(table_ptr, max_rows, row, COMPUTED) + 1
     num_settled = num_known + row_value(table_ptr, max_rows, row, LENGTH)
-    num_tokens = num_settled + first_place + (of_logits % query_len).to(tl.int32)
+    num_tokens = num_settled + first_place + (logits_row % query_len).to(tl.int32)
 
     word = tl.arange(0, PADDED_WORDS)
     exists = word < num_words
@@ -237,34 +236,34 @@ def _bad_words_kernel(
     start = tl.load(starts, mask=exists, other=0)
     last = tl.load(starts + 1, mask=exists, other=1) - 1
     prefix_len = last - start
-    # Of a word whose other tokens were the output's newest, the last one may not come.
+    # A word's last token is forbidden where its other tokens are the output's newest.
     begin = num_tokens - prefix_len
     is_bad = exists & (begin >= tl.load(prompt_len_ptr + state))
     words = word_tokens_ptr + state * word_tokens_stride
     for i in range(tl.max(prefix_len, 0)):
-        looks = is_bad & (i < prefix_len)
+        is_compared = is_bad & (i < prefix_len)
         index = begin + i
         known = tl.load(
             all_token_ids_ptr + state * all_token_ids_stride + index,
-            mask=looks & (index < num_known),
+            mask=is_compared & (index < num_known),
             other=0,
         )
         proposed = tl.load(
             proposal_ptr + row * num_speculative_tokens + index - num_known,
-            mask=looks & (index >= num_known) & (index < num_settled),
+            mask=is_compared & (index >= num_known) & (index < num_settled),
             other=0,
         )
         drafted = tl.load(
             drafted_ptr + row * gamma + index - num_settled,
-            mask=looks & (index >= num_settled),
+            mask=is_compared & (index >= num_settled),
             other=0,
         )
-        # Where it was not looked for, both are 0.
-        found = known + proposed.to(tl.int32) + drafted
-        is_bad &= tl.load(words + start + i, mask=looks, other=0) == found
-    token = tl.load(words + last, mask=is_bad, other=0)
-    is_bad &= token < vocab_size  # a tokenizer may have more
-    tl.store(logits_ptr + of_logits * logits_stride + token, float("-inf"), mask=is_bad)
+        # At most one of the three is loaded, the others are 0.
+        token = known + proposed.to(tl.int32) + drafted
+        is_bad &= tl.load(words + start + i, mask=is_compared, other=0) == token
+    forbidden = tl.load(words + last, mask=is_bad, other=0)
+    is_bad &= forbidden < vocab_size  # a tokenizer may have more
+    tl.store(logits_ptr + logits_row * logits_stride + forbidden, float("-inf"), mask=is_bad)
 
 
 def forbid_bad_words(
@@ -272,23 +271,27 @@ def forbid_bad_words(
     query_len: int,
     first_place: int,
     rows: Rows,
-    asked: LogitParams,
+    params: LogitParams,
     word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
     word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
 ) -> None:
-    """Of each row's places ``first_place`` and on: what follows the proposal and as many drafts."""
+    """Mask the last token of each bad word whose other tokens are the request's newest.
+
+    Args:
+        first_place: drafts before the first of the ``query_len`` places, after the proposal.
+    """
     _bad_words_kernel[(len(logits),)](
         logits,
         logits.stride(0),
         rows.table,
         rows.max_rows,
-        asked.num_bad_words,
+        params.num_bad_words,
         word_tokens,
         word_tokens.stride(0),
         word_starts,
         word_starts.stride(0),
-        asked.prompt_len,
+        params.prompt_len,
         all_token_ids,
         all_token_ids.stride(0),
         rows.proposal,

@@ -289,7 +289,7 @@ def _target_inputs_kernel(
         if HAS_POOL:
             tl.store(pool_mapping_ptr + out, -1, mask=mask)
         return
-    # The pass adds a token of its own, hence one less to draft.
+    # The pass adds a token, so one less is drafted.
     num_drafted = tl.minimum(row_value(table_ptr, max_rows, row, NUM_DRAFTED), missing - 1)
     set_row_value(table_ptr, max_rows, row, NUM_DRAFTED, num_drafted)
     newest = tl.load(proposal_ptr + row * num_speculative_tokens + length - 1, mask=length > 0)

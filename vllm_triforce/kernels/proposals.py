@@ -1,6 +1,7 @@
-"""Level 2's distributions as vLLM's outer test reads them: by slot, for those who may propose.
+"""Proposals on the way to the full pass: direct ones, their commit, and their distributions.
 
-Level 1's tokens as a proposal of their own, which goes straight to the full pass.
+A direct proposal has level 1's tokens alone. vLLM's outer test, the rejection sampler of the full
+pass, reads the distributions by slot.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ _PROPOSED = row_table.NUM_PROPOSED  # the counter has the same name
 
 @dataclass
 class DraftLogits:
-    """Proposals that the outer test has yet to read."""
+    """Distributions of the proposals that the outer test has yet to read."""
 
     logits: torch.Tensor
     """[num_slots, num_speculative_tokens, vocab_size], level 2's, by slot."""
@@ -56,7 +57,7 @@ class DraftLogits:
 
     @classmethod
     def allocate(cls, logits: torch.Tensor, max_num_reqs: int) -> "DraftLogits":
-        """Nobody has a proposal."""
+        """Allocate the tables by state and slot, without any proposal."""
         device = logits.device
         num_proposed, slot_of_state = torch.zeros(2, max_num_reqs, dtype=torch.int32, device=device)
         state_of_slot = torch.full((len(logits),), -1, dtype=torch.int32, device=device)
@@ -65,7 +66,7 @@ class DraftLogits:
 
 @dataclass
 class OuterTestRows:
-    """What vLLM's outer test is called with, in the place of its own arguments."""
+    """Arguments of vLLM's outer test, instead of those that vLLM would pass."""
 
     owners: torch.Tensor
     """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""
@@ -97,19 +98,19 @@ def _export_kernel(
     if (place >= num_emitted) | (temperature == 0.0):
         return
     slot = row_value(table_ptr, max_rows, row, SLOT).to(tl.int64)
-    to = row_value(table_ptr, max_rows, row, LENGTH) - num_emitted + place
+    index = row_value(table_ptr, max_rows, row, LENGTH) - num_emitted + place
     tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
     if ALL_ONE_HOT:
-        token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+        token = tl.load(proposal_ptr + row * num_speculative_tokens + index)
         logits = tl.where(tokens == token, 0.0, float("-inf"))
     else:
         source = logits_ptr + (row * tl.num_programs(1) + place) * vocab_size
         logits = tl.load(source + tokens, mask=mask)
         if row_value(table_ptr, max_rows, row, ONE_HOT) != 0:
-            token = tl.load(proposal_ptr + row * num_speculative_tokens + to)
+            token = tl.load(proposal_ptr + row * num_speculative_tokens + index)
             logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
-    out = draft_logits_ptr + slot * slot_stride + to * place_stride
+    out = draft_logits_ptr + slot * slot_stride + index * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -134,52 +135,52 @@ def _outer_test_kernel(
     num_speculative_tokens,
     BLOCK: tl.constexpr,
 ):
-    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = here < num_logits
-    state = tl.load(states_ptr + here, mask=mask, other=0)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_logits
+    state = tl.load(states_ptr + index, mask=mask, other=0)
     slot = tl.load(slot_of_state_ptr + state, mask=mask, other=0)
-    # A slot that has a new owner has the new owner's distributions.
+    # A slot with a new owner has the new owner's distributions.
     is_owner = tl.load(state_of_slot_ptr + slot, mask=mask, other=-1) == state
     proposed = tl.where(is_owner, tl.load(num_proposed_ptr + state, mask=mask, other=0), 0)
-    place = tl.load(local_places_ptr + here, mask=mask, other=0)
-    token = tl.load(draft_tokens_ptr + here, mask=mask, other=0)
+    place = tl.load(local_places_ptr + index, mask=mask, other=0)
+    token = tl.load(draft_tokens_ptr + index, mask=mask, other=0)
     is_greedy = tl.load(state_temperature_ptr + state, mask=mask, other=0.0) == 0.0
-    tl.store(owners_ptr + here, tl.where(proposed > 0, slot, num_slots + state), mask=mask)
-    # Of a place that is none, the test reads no distribution.
+    tl.store(owners_ptr + index, tl.where(proposed > 0, slot, num_slots + state), mask=mask)
+    # The test reads no distribution at ``num_speculative_tokens``, which is no place of a proposal.
     place_read = tl.where(is_greedy | (place < proposed), place, num_speculative_tokens)
-    tl.store(places_ptr + here, place_read, mask=mask)
-    # The token of place n - 1 is fed in row n.
-    tl.store(tested_ptr + here, tl.where(place <= proposed, token, -1), mask=mask)
+    tl.store(places_ptr + index, place_read, mask=mask)
+    # Row n holds the token of place n - 1.
+    tl.store(tested_ptr + index, tl.where(place <= proposed, token, -1), mask=mask)
 
-    mask = here < num_owners
-    own = tl.load(state_of_slot_ptr + here, mask=here < num_slots, other=0)
-    state = tl.where(here < num_slots, tl.maximum(own, 0), here - num_slots)
+    mask = index < num_owners
+    owner = tl.load(state_of_slot_ptr + index, mask=index < num_slots, other=0)
+    state = tl.where(index < num_slots, tl.maximum(owner, 0), index - num_slots)
     temperature = tl.load(state_temperature_ptr + state, mask=mask)
-    tl.store(temperatures_ptr + here, temperature, mask=mask)
-    tl.store(seeds_ptr + here, tl.load(state_seeds_ptr + state, mask=mask), mask=mask)
+    tl.store(temperatures_ptr + index, temperature, mask=mask)
+    tl.store(seeds_ptr + index, tl.load(state_seeds_ptr + state, mask=mask), mask=mask)
 
 
 def export_distributions(
-    handed_up: DraftLogits,  # written
+    draft_logits: DraftLogits,  # written
     rows: Rows,  # after emission
-    logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: see below
+    logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: all one-hot
 ) -> None:
-    """Copies the logits from which the newest tokens were drawn to where the outer test reads them.
+    """Copy the logits that the newest tokens were drawn from to the outer test's tensor.
 
-    Where a row is certain (``RowColumn.ONE_HOT``), each token is said to be: a proposal that is
-    cut at a place that depends on its tokens, as a grammar does, is tested rightly only so; and
-    where there are no logits, none was drawn.
+    Rows with ``RowColumn.ONE_HOT`` export one-hot distributions. A grammar cuts a proposal at a
+    place that depends on its tokens, and one-hot distributions keep the test of the rest exact.
+    Without logits nothing was drawn, and all rows are one-hot.
     """
     num_places = rows.gamma if logits is None else logits.shape[1]
-    vocab_size = handed_up.logits.shape[2] if logits is None else logits.shape[2]
+    vocab_size = draft_logits.logits.shape[2] if logits is None else logits.shape[2]
     _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
-        handed_up.logits,
-        handed_up.logits.stride(0),
-        handed_up.logits.stride(1),
+        draft_logits.logits,
+        draft_logits.logits.stride(0),
+        draft_logits.logits.stride(1),
         rows.table,
         rows.max_rows,
         rows.floats,
-        handed_up.logits if logits is None else logits,
+        draft_logits.logits if logits is None else logits,
         rows.proposal,
         rows.num_speculative_tokens,
         vocab_size,
@@ -189,21 +190,21 @@ def export_distributions(
 
 
 def outer_test_rows(
-    handed_up: DraftLogits,
+    draft_logits: DraftLogits,
     states: torch.Tensor,  # [num_logits], int32, each row's request
-    places: torch.Tensor,  # [num_logits], int32, its place among the request's rows
-    draft_tokens: torch.Tensor,  # [num_logits], the tokens that were fed
+    places: torch.Tensor,  # [num_logits], int32, each row's place among the request's rows
+    draft_tokens: torch.Tensor,  # [num_logits], input tokens of the full pass
     temperature: torch.Tensor,  # [max_num_reqs], float32, by state
     seeds: torch.Tensor,  # [max_num_reqs], int64, by state
 ) -> OuterTestRows:
-    """Tell the outer test where each row's distribution lies, and which rows have none.
+    """Map each row of the outer test to its distribution; rows without a proposal have none.
 
-    What was not proposed is tested as -1, a token that is refused before it is looked at: what
-    comes in its place is drawn from the target alone, which is exact.
+    Places without a proposed token are tested as -1. The test rejects this token without reading a
+    distribution and draws from the target alone, which is exact.
     """
-    num_logits, num_slots = len(states), len(handed_up.state_of_slot)
+    num_logits, num_slots = len(states), len(draft_logits.state_of_slot)
     num_owners = num_slots + len(temperature)
-    found = OuterTestRows(
+    rows = OuterTestRows(
         torch.empty_like(states),
         torch.empty_like(places),
         torch.empty_like(draft_tokens),
@@ -211,26 +212,26 @@ def outer_test_rows(
         torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
     )
     _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), 1024),)](
-        found.owners,
-        found.places,
-        found.draft_tokens,
-        found.temperature,
-        found.seeds,
+        rows.owners,
+        rows.places,
+        rows.draft_tokens,
+        rows.temperature,
+        rows.seeds,
         states,
         places,
         draft_tokens,
         temperature,
         seeds,
-        handed_up.num_proposed,
-        handed_up.slot_of_state,
-        handed_up.state_of_slot,
+        draft_logits.num_proposed,
+        draft_logits.slot_of_state,
+        draft_logits.state_of_slot,
         num_logits,
         num_owners,
         num_slots,
-        handed_up.logits.shape[1],
+        draft_logits.logits.shape[1],
         BLOCK=1024,
     )
-    return found
+    return rows
 
 
 @triton.jit
@@ -336,7 +337,7 @@ def _commit_kernel(
 def commit_proposals(
     rows: Rows,
     draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-    handed_up: DraftLogits,  # written
+    draft_logits: DraftLogits,  # written
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     is_direct: bool,
 ) -> None:
@@ -347,9 +348,9 @@ def commit_proposals(
     """
     _commit_kernel[(rows.num_rows,)](
         draft_tokens,
-        handed_up.num_proposed,
-        handed_up.slot_of_state,
-        handed_up.state_of_slot,
+        draft_logits.num_proposed,
+        draft_logits.slot_of_state,
+        draft_logits.state_of_slot,
         rows.outcomes,
         counters,
         rows.table,
@@ -388,7 +389,7 @@ def count_full_pass(
     num_sampled: torch.Tensor,  # [batch size], int
     num_proposed: torch.Tensor,  # [max_num_reqs], int32
 ) -> None:
-    """Adds up the outcome of level 3. Padding behind a proposal does not count."""
+    """Count the outcome of level 3, without the padding after a proposal."""
     _count_full_pass_kernel[(len(scheduled),)](
         counters, scheduled, states, num_sampled, num_proposed
     )

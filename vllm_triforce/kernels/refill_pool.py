@@ -1,4 +1,4 @@
-"""Level 2's pool of layers in host memory: what each row reads there is brought to the device."""
+"""Refill of level 2's pool: copies of the blocks that it reads of layers in host memory."""
 
 import torch
 from vllm.triton_utils import tl, triton
@@ -16,16 +16,14 @@ from vllm_triforce.kernels.row_table import (
 )
 from vllm_triforce.kernels.rows import Rows
 
-# Places whose blocks are compared with all that are wanted at a time.
-_CHUNK = 8
-# Tokens that are copied at a time: registers hold them.
-_TOKENS = 16
+_CHUNK = 8  # places compared with all selected blocks at a time
+_TOKENS = 16  # tokens copied at a time, in registers
 _NOTHING = -1
 
 
 @triton.jit
 def _place_selected_kernel(
-    brought_ptr,  # [num_host_layers, max_rows, num_heads, width], written
+    missing_ptr,  # [num_host_layers, max_rows, num_heads, width], written
     held_ptr,  # [num_host_layers, num_slots, num_heads, width]
     num_slots,
     tables_ptr,  # [num_layers, max_rows * num_heads, width]
@@ -46,7 +44,7 @@ def _place_selected_kernel(
     is_new = row_value(rows_ptr, max_rows, row, REFRESH) == NEW_OWNER
     num_selected = row_value(rows_ptr, max_rows, row, NUM_SELECTED)
     held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
-    brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
+    missing = missing_ptr + ((layer * max_rows + row) * num_heads + head) * width
     table = tables_ptr + (first_layer + layer).to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
     index = tl.arange(0, SELECTED)
@@ -55,35 +53,35 @@ def _place_selected_kernel(
     for start in range(0, num_selected, CHUNK):
         place = start + tl.arange(0, CHUNK)
         mask = (place < num_selected) & (is_new == 0)
-        has = tl.load(held + place, mask=mask, other=NOTHING)
-        same = (has[:, None] == wanted[None, :]) & (has[:, None] != NOTHING)
+        held_block = tl.load(held + place, mask=mask, other=NOTHING)
+        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != NOTHING)
         is_held = tl.maximum(is_held, tl.max(same.to(tl.int32), axis=0))
-    # The n-th that is missing goes to the n-th place whose block is not wanted.
+    # The n-th missing block goes to the n-th place whose block is not wanted.
     is_missing = (index < num_selected) & (is_held == 0)
     nth_missing = tl.where(is_missing, tl.cumsum(is_missing.to(tl.int32), axis=0), 0)
     num_free = 0
     for start in range(0, num_selected, CHUNK):
         place = start + tl.arange(0, CHUNK)
         mask = (place < num_selected) & (is_new == 0)
-        has = tl.load(held + place, mask=mask, other=NOTHING)
-        same = (has[:, None] == wanted[None, :]) & (has[:, None] != NOTHING)
+        held_block = tl.load(held + place, mask=mask, other=NOTHING)
+        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != NOTHING)
         is_free = (place < num_selected) & (tl.max(same.to(tl.int32), axis=1) == 0)
         nth = num_free + tl.cumsum(is_free.to(tl.int32), axis=0)
         num_free += tl.sum(is_free.to(tl.int32))
-        goes = is_free[:, None] & (nth[:, None] == nth_missing[None, :])
-        block = tl.sum(tl.where(goes, wanted[None, :], 0), axis=1)
-        tl.store(brought + place, tl.where(is_free, block, NOTHING), mask=place < num_selected)
+        is_target = is_free[:, None] & (nth[:, None] == nth_missing[None, :])
+        block = tl.sum(tl.where(is_target, wanted[None, :], 0), axis=1)
+        tl.store(missing + place, tl.where(is_free, block, NOTHING), mask=place < num_selected)
 
 
 @triton.jit
 def _refill_pool_kernel(
     hosts_ptr,  # [num_host_layers], int64, addresses
     pools_ptr,  # [num_host_layers], int64, addresses
-    brought_ptr,  # [num_host_layers, max_rows, num_heads, width]
+    missing_ptr,  # [num_host_layers, max_rows, num_heads, width]
     tables_ptr,  # [num_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
     first_layer,
-    held_ptr,  # [num_host_layers, num_slots, num_heads, width], what the pool has; written
+    held_ptr,  # [num_host_layers, num_slots, num_heads, width], blocks in the pool; written
     num_slots,
     exact_ptr,  # [num_slots], tokens up to which the pool's tail is exact
     rows_ptr,  # the row table
@@ -118,51 +116,51 @@ def _refill_pool_kernel(
     table = tables_ptr + (first_layer + layer).to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
     held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
-    brought = brought_ptr + ((layer * max_rows + row) * num_heads + head) * width
+    missing = missing_ptr + ((layer * max_rows + row) * num_heads + head) * width
     token = tl.arange(0, TOKENS)[:, None]
-    number = tl.arange(0, SIZE)[None, :]
-    of_head = head.to(tl.int64) * head_stride
+    element = tl.arange(0, SIZE)[None, :]
+    head_offset = head.to(tl.int64) * head_stride
     num_used = num_selected + tl.maximum(tl.cdiv(computed, block_size) - tail, 0)
     num_used = tl.minimum(num_used, width)
-    num_brought = 0
+    num_copied = 0
     for index in range(0, num_used):
         in_tail = index >= num_selected
         logical = tail + index - num_selected
-        wanted = tl.load(tl.where(in_tail, table + index, brought + index))
+        wanted = tl.load(tl.where(in_tail, table + index, missing + index))
         is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
         if tl.where(in_tail, is_changed, wanted != NOTHING):
             block = ((wanted - head * per_head) // per_block).to(tl.int64)
-            whence = host + block * block_stride + of_head
-            to = pool + (slot * width + index) * block_stride + of_head
+            source = host + block * block_stride + head_offset
+            target = pool + (slot * width + index) * block_stride + head_offset
             for start in range(0, block_size, TOKENS):
-                within = (start + token) * token_stride + number
-                mask = (start + token < block_size) & (number < token_size)
-                tl.store(to + within, tl.load(whence + within, mask=mask), mask=mask)
+                within = (start + token) * token_stride + element
+                mask = (start + token < block_size) & (element < token_size)
+                tl.store(target + within, tl.load(source + within, mask=mask), mask=mask)
             is_partial = in_tail & ((logical + 1) * block_size > computed)
             tl.store(held + index, tl.where(is_partial, NOTHING, wanted))
-            num_brought += 1
-    # What level 2 writes to is nobody's block.
+            num_copied += 1
+    # The places that level 2 writes to hold no block of the host.
     for first in range(0, width, TOKENS):
         place = first + tl.arange(0, TOKENS)
         tl.store(held + place, NOTHING, mask=(place >= num_used) & (place < width))
     tl.atomic_add(counters_ptr + NUM_POOL_BLOCKS, num_used.to(tl.int64))
-    tl.atomic_add(counters_ptr + NUM_POOL_HITS, (num_used - num_brought).to(tl.int64))
-    tl.atomic_add(counters_ptr + NUM_POOL_BYTES, (num_brought * block_bytes).to(tl.int64))
+    tl.atomic_add(counters_ptr + NUM_POOL_HITS, (num_used - num_copied).to(tl.int64))
+    tl.atomic_add(counters_ptr + NUM_POOL_BYTES, (num_copied * block_bytes).to(tl.int64))
 
 
 class PoolRefill:
-    """Brings to the pool what is not there yet, of the rows that go through the levels.
+    """Copies the rows' blocks to the pool, where the pool does not hold them yet.
 
-    A selected block stays in its place for as long as it is selected: level 2 reads them in any
-    order.
+    A selected block stays in its place for as long as it is selected: level 2 reads selected blocks
+    in any order.
 
     Args:
-        hosts, pools: of each layer in host memory, [num_blocks, num_kv_heads, block_size, size]
-            and [num_slots * width, ...]; both laid out alike.
-        first_layer: of those, among the layers that retrieve.
-        head_strides: how tables name one head's block (``cache/one_head_blocks.py``).
-        max_selected: blocks of a head, for a row.
-        counters: [len(DeviceCounter)], int64, added to; its blocks are of one head.
+        hosts, pools: KV cache of each layer in host memory, [num_blocks, num_kv_heads, block_size,
+            size], and its pool, [num_slots * width, ...], with the same strides.
+        first_layer: index of the first of these layers among the layers that retrieve.
+        head_strides: strides of one-head block ids (``cache/one_head_blocks.py``).
+        max_selected: selected blocks of a row and head at most.
+        counters: [len(DeviceCounter)], int64, added to; it counts blocks of one head.
     """
 
     def __init__(
@@ -178,9 +176,9 @@ class PoolRefill:
         counters: torch.Tensor,
         device: torch.device,
     ) -> None:
-        self._caches = hosts, pools  # they must live as long as their addresses are used
+        self._caches = hosts, pools  # keeps the memory at these addresses alive
         self._hosts, self._pools = (
-            torch.tensor([its.data_ptr() for its in caches], dtype=torch.int64, device=device)
+            torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=device)
             for caches in (hosts, pools)
         )
         self._first_layer = first_layer
@@ -190,13 +188,14 @@ class PoolRefill:
         shape = (len(hosts), num_slots, hosts[0].shape[1], width)
         self.held = torch.full(shape, _NOTHING, dtype=torch.int32, device=device)
         shape = (len(hosts), max_rows, hosts[0].shape[1], width)
-        self._brought = torch.full(shape, _NOTHING, dtype=torch.int32, device=device)
+        self._missing = torch.full(shape, _NOTHING, dtype=torch.int32, device=device)
         self.exact = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def __call__(self, rows: Rows, tables: torch.Tensor) -> None:
-        """
+        """Refill the pool for the rows of a proposal.
+
         Args:
-            tables: [num_layers, max_rows * num_kv_heads, width], int32, as laid out for the rows.
+            tables: [num_layers, max_rows * num_kv_heads, width], int32, the rows' sparse tables.
         """
         num_layers, num_slots, num_heads, width = self.held.shape
         first = self._caches[0][0]
@@ -204,7 +203,7 @@ class PoolRefill:
         _, _, block_size, size = first.shape
         grid = (num_layers, rows.num_rows, num_heads)
         _place_selected_kernel[grid](
-            self._brought,
+            self._missing,
             self.held,
             num_slots,
             tables,
@@ -220,7 +219,7 @@ class PoolRefill:
         _refill_pool_kernel[grid](
             self._hosts,
             self._pools,
-            self._brought,
+            self._missing,
             tables,
             tables.stride(0),
             self._first_layer,

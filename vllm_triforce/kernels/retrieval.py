@@ -1,8 +1,7 @@
-"""Summaries of blocks that became full, for all layers, heads and requests in one launch.
+"""Retrieval: summaries of full blocks, scores of chunks, and level 2's block tables.
 
-Scores of every retrieval chunk, for all layers at once, without gathering mean keys.
-
-Block tables of level 2's one-head sequences, for all layers, heads and requests.
+Each is one launch for all layers, heads and requests. Summaries are kept by block id, so scoring
+gathers no keys.
 """
 
 from collections.abc import Mapping
@@ -54,15 +53,15 @@ def _chunk_summaries_kernel(
     key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
     key = key.to(tl.float32)
     if KIND == "mean":
-        found = tl.sum(key, axis=0) / BLOCK_SIZE
+        summary = tl.sum(key, axis=0) / BLOCK_SIZE
     elif KIND == "min":
-        found = tl.min(tl.where(is_token, key, float("inf")), axis=0)
+        summary = tl.min(tl.where(is_token, key, float("inf")), axis=0)
     else:
-        found = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
-    found = found * tl.load(key_scales + layer)
-    found = tl.where(dims < HEAD_DIM, found, 0.0)
-    scale = tl.max(tl.abs(found), axis=0) / 127
-    steps = tl.floor(found / tl.where(scale > 0, scale, 1.0) + 0.5)
+        summary = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
+    summary = summary * tl.load(key_scales + layer)
+    summary = tl.where(dims < HEAD_DIM, summary, 0.0)
+    scale = tl.max(tl.abs(summary), axis=0) / 127
+    steps = tl.floor(summary / tl.where(scale > 0, scale, 1.0) + 0.5)
     place = layer * scales_layer_stride + head * scales_head_stride + block
     tl.store(scales_ptr + place, scale)
     out = values_ptr + place * HEAD_DIM + dims
@@ -70,11 +69,11 @@ def _chunk_summaries_kernel(
 
 
 class KeyPointers:
-    """Where the keys of each layer are; all layers have the same strides.
+    """Addresses of each layer's keys; all layers have the same strides.
 
     Args:
         keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], a view of its KV cache.
-        scales: per layer, what a stored number is multiplied by (1 unless the cache is quantized).
+        scales: per layer, the factor of stored keys (1 unless the cache is quantized).
     """
 
     def __init__(self, keys: list[torch.Tensor], scales: list[float]) -> None:
@@ -99,6 +98,7 @@ def update_chunk_summaries(
     last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
     max_blocks: int,  # upper bound of last - first
 ) -> None:
+    """Summarize the blocks of each request from ``first`` to before ``last``."""
     if max_blocks <= 0:
         return
     block_stride, token_stride, head_stride = keys.strides
@@ -157,7 +157,7 @@ def _chunk_scores_kernel(
     kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
     num_kv_heads = tl.num_programs(1) // num_layers
     chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
-    # The first chunk is kept without a vote.
+    # The first chunk is always read, and needs no score.
     is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
     blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
     dims = tl.arange(0, PADDED_DIM)
@@ -194,10 +194,10 @@ def score_chunks(
     num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
     max_chunks: int,  # columns of the result
 ) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
-    """Votes of ``selection/retrieval.py``, products of queries and mean keys: with several
-    query heads to a KV head, each votes with its softmax over the candidates.
+    """Score chunks by products of queries and mean keys, as ``selection/retrieval.py`` does.
 
-    Chunks that are no candidates (the first, and all from the tail on) have -inf.
+    With several query heads to a KV head, each votes with its softmax over the candidates. Chunks
+    that are no candidates (the first, and all from the tail on) have -inf.
     """
     means = summaries[Summary.MEAN]
     num_layers, _, num_heads, head_dim = queries.shape
@@ -270,7 +270,7 @@ def _sparse_tables_kernel(
         in_tail = (column >= num_selected) & (logical < num_blocks)
         block = tl.load(selected + column, mask=is_selected, other=0)
         block += tl.load(tables_ptr + row * table_stride + logical, mask=in_tail, other=0)
-        # Beyond what is allocated stands vLLM's null block; no sequence reaches it.
+        # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
         tl.store(out + column, block * per_block + head * per_head, mask=column < width)
 
 
@@ -280,11 +280,11 @@ def build_sparse_tables(
     slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
     num_selected: torch.Tensor,  # [num_reqs], int32
     tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
-    num_blocks: torch.Tensor,  # [num_reqs], int32, blocks that are allocated
+    num_blocks: torch.Tensor,  # [num_reqs], int32, allocated blocks
     tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
     head_strides: tuple[int, int],  # see cache/one_head_blocks.py
 ) -> None:
-    """Each table is the selected blocks and then the tail: recent blocks and all after them."""
+    """Build each table from the selected blocks and the tail: recent blocks and all after them."""
     num_layers, num_heads = selected.shape[1:3]
     width = out.shape[2]
     _sparse_tables_kernel[(len(tables), num_heads, num_layers)](

@@ -1,8 +1,8 @@
 """Layout of the tables that hold the state of rows and slots on the device.
 
-A *row* is a request in this proposal, a *slot* its place in what TriForce keeps between proposals,
-a *state* its place in the model runner's tensors. The host names columns and values by the enums,
-kernels by the constants of the same names.
+A *row* is a request in this proposal, a *slot* its place in TriForce's buffers that last from
+proposal to proposal, a *state* its place in the model runner's tensors. The host names columns and
+values by the enums, kernels by the constants of the same names.
 
 The row table is int32, [NUM_ROW_COLUMNS, max_rows]. The values of a column are contiguous, so that
 a column is a tensor without a copy. The host fills the columns of ``RowColumn``, kernels those of
@@ -21,13 +21,13 @@ class RowColumn(IntEnum):
 
     BATCH_ROW = 0  # the row's place in the runner's batch
     STATE = 1  # its place in the runner's tensors
-    SLOT = 2  # its place in what TriForce keeps between proposals
+    SLOT = 2  # its place in buffers that last from proposal to proposal
     REFRESH = 3  # a Refresh
     RESERVED = 4  # tokens that its allocated blocks hold
     LIMIT = 5  # length at which the request ends
     WINDOW_START = 6  # index of the first recent token in level 1's window
-    MAX_TOKENS = 7  # of its proposal
-    MAX_ROUNDS = 8  # in which it takes part
+    MAX_TOKENS = 7  # limit of the proposal's length
+    MAX_ROUNDS = 8  # limit of the rounds in which it takes part
     ONE_HOT = 9  # not 0: its proposal is exported with one-hot distributions
 
 
@@ -80,7 +80,7 @@ class OutcomeColumn(IntEnum):
 
 
 class Refresh(IntEnum):
-    """When a row's selection is renewed."""
+    """State of a row's selection: kept, due, or unused."""
 
     NOT_DUE = 0
     DUE = 1

@@ -177,7 +177,7 @@ class Rows:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _init_rows_kernel(
-    table_ptr,  # [NUM_ROW_COLUMNS, max_rows], written behind the host's columns
+    table_ptr,  # [NUM_ROW_COLUMNS, max_rows], written after the host's columns
     max_rows,
     num_rows,
     floats_ptr,  # [NUM_FLOAT_COLUMNS, max_rows], written
@@ -245,9 +245,9 @@ def _init_rows_kernel(
         max_tokens = row_value(table_ptr, max_rows, row, MAX_TOKENS)
         room = tl.minimum(max_tokens, reserved - computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
-        # full pass adds a token of its own.
+        # full pass adds a token.
         room = tl.minimum(room, limit - 2 - computed)
-        # Blocks of the sparse table that the row needs by the end of its proposal.
+        # Blocks of the sparse table that the row needs until its proposal ends.
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
         batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
         is_ready = tl.load(num_sampled_ptr + batch_row) > 0

@@ -1,4 +1,4 @@
-"""One layer's KV blocks from host memory to the device, as many as a step's requests read."""
+"""Staging of one layer's KV blocks from host memory, for the requests of a step."""
 
 from enum import IntEnum
 
@@ -7,19 +7,19 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.counters import NUM_STAGED_BYTES
 
-# PCIe is filled by few programs, and others need the rest of the device.
+# A few programs fill PCIe, and other kernels need the rest of the device.
 _NUM_PROGRAMS = 32
 _BLOCK = 4096
 
 
 class Part(IntEnum):
-    """Which of a request's blocks."""
+    """Part of a request's blocks."""
 
     ALL = 0
     COMPUTED = 1
-    """Those that are full of tokens computed before this pass."""
+    """Blocks full of tokens computed before this pass."""
     NEW = 2
-    """The others: tokens of this pass are in them."""
+    """The other blocks: they have tokens of this pass."""
 
 
 _ALL, _COMPUTED = tl.constexpr(int(Part.ALL)), tl.constexpr(int(Part.COMPUTED))
@@ -56,14 +56,14 @@ def _stage_blocks_kernel(
             else:
                 begin = num_full
         staged_bytes += (end - begin).to(tl.int64) * page_size * 4
-        # Programs take the blocks of all requests in turn: a request may have but one.
+        # Programs take the blocks of all requests in turn, because a request may have only one.
         for index in range(begin + (first + step - total % step) % step, end, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 mask = places < page_size
-                found = tl.load(host_ptr + block + places, mask=mask)
-                tl.store(staging_ptr + block + places, found, mask=mask)
+                words = tl.load(host_ptr + block + places, mask=mask)
+                tl.store(staging_ptr + block + places, words, mask=mask)
         total += end - begin
     if first == 0:
         tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
@@ -74,17 +74,17 @@ def stage_blocks(
     staging: torch.Tensor,  # the same shape and strides, on the device; written
     tables: torch.Tensor,  # [num_reqs, width], int32, block tables
     seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
-    query_start_loc: torch.Tensor,  # [num_reqs + 1], int32, where each one's tokens begin
+    query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
     block_size: int,
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
     part: Part = Part.ALL,
 ) -> None:
-    """Copies each block that a table names below its request's length to the same place.
+    """Copy each request's blocks, up to its length, to the same block ids of the staging buffer.
 
-    No length is known to the host, so a CUDA graph may have it.
+    The device reads the lengths, so a CUDA graph may hold the launch.
     """
     page = host.stride(0)
-    # Numbers of 4 bytes, whatever the cache's are.
+    # In words of 4 bytes, whatever the cache's dtype.
     size = page * host.element_size() // 4
     _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
         _as_words(host),
@@ -103,6 +103,6 @@ def stage_blocks(
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """The cache's memory from its first block on, as int32."""
+    """View the cache's memory from its first block on as int32."""
     flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
     return flat.view(torch.int32)
