@@ -8,15 +8,33 @@ has a ``DraftAttention``.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from vllm.forward_context import get_forward_context
 
-from vllm_triforce.attention.layer_offload import LayerOffload
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
+
+
+class LayerOffload(Protocol):
+    """Device copies of one layer's KV cache in host memory (``offload/staging.py``)."""
+
+    pool: torch.Tensor | None
+    """[num_slots * width, num_kv_heads, block_size, size], level 2's pool; None where level 2 never
+    runs."""
+
+    def staged(
+        self,
+        block_table: torch.Tensor,  # [num_reqs, width], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+        query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
+    ) -> torch.Tensor:
+        """Return the layer's KV cache on the device, [num_blocks, num_kv_heads, block_size, size],
+        with the blocks that these requests read."""
+        ...
 
 
 class RetrievalAttention(ABC):
@@ -207,3 +225,9 @@ def replace_impl(layer, impl_cls: type, **attributes: Any) -> None:
     impl: Any = object.__new__(impl_cls)
     impl.__dict__.update(layer.impl.__dict__, **attributes)
     swaps.LAYER_IMPL.set(layer, impl)
+
+
+def metadata_of(layer) -> Any:
+    """Return a layer's attention metadata in the running pass; None where it has none."""
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(layer.layer_name) if isinstance(metadata, dict) else None

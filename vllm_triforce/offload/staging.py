@@ -80,7 +80,7 @@ class Staging:
 
 class HostLayer:
     """What attention reads in the place of one layer in host memory
-    (``attention/layer_offload.py``).
+    (``attention/base.py``).
 
     Args:
         number: among the layers in host memory.

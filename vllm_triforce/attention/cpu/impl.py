@@ -6,7 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_triforce.attention.layer_offload import LayerOffload, metadata_of
+from vllm_triforce.attention.base import LayerOffload, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
-from vllm_triforce.attention.gpu.impl import (
-    SparseMetadata,
-    attach,
+from vllm_triforce.attention.gpu.backends import (
+    backend_of,
     key_and_value,
-    known_backends,
+    supported_backends,
 )
+from vllm_triforce.attention.gpu.impl import SparseMetadata, attach
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
@@ -34,7 +34,7 @@ class GPURetrievalAttention(RetrievalAttention):
     def can_retrieve(layer) -> bool:
         impl = layer.impl
         return (
-            type(impl) in known_backends()
+            backend_of(impl) is not None
             and tuple(impl.sliding_window) == (-1, -1)
             and impl.alibi_slopes is None
             and impl.sinks is None
@@ -44,10 +44,10 @@ class GPURetrievalAttention(RetrievalAttention):
         )
 
     def has_static_metadata(self, builder) -> bool:
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-        from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-
-        return type(builder) in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
+        return any(
+            type(builder) is backend.builder_cls and not backend.plans_on_host
+            for backend in supported_backends()
+        )
 
     def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
         attach(layer, index, recorder, offload)
