@@ -115,6 +115,10 @@ def test_kernels_have_the_hosts_names(module, names):
         assert getattr(module, member.name).value == member
 
 
+def test_the_row_table_has_no_gaps():
+    assert [*RowColumn, *StateColumn] == list(range(row_table.NUM_ROW_COLUMNS))
+
+
 def test_rows_begin_with_what_the_full_pass_left():
     rows = begun()
     assert rows.computed.tolist() == [603, 107, 99, 0, 0]

@@ -104,11 +104,9 @@ class World:
             1,
             num_slots=4,
             max_rows=3,
-            width=WIDTH,
             head_strides=self.per,
             max_selected=SELECTED,
             counters=self.counters,
-            device=torch.device(DEVICE),
         )
 
     def tables(self, rows_of_blocks) -> torch.Tensor:

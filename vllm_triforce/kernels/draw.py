@@ -43,65 +43,92 @@ RECOVER = tl.constexpr(1)
 ACCEPT = tl.constexpr(2)
 
 
-@triton.jit
-def uniform(seed, begin, token_position, purpose: tl.constexpr):
-    """Draw a number from (0, 1).
+class ExponentialSampler:
+    """Scratch memory of the exponential race over the vocabulary.
 
     Args:
-        begin: computed tokens of the request when the proposal began.
+        max_rows: rows of a draw at most.
     """
-    return open_unit(tl.randint(_stream(seed, begin, token_position, purpose), token_position))
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+        self.num_blocks = triton.cdiv(vocab_size, self.block)
+        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
+        shape = (max_rows, 2, self.num_blocks)
+        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-@triton.jit
-def exponential(seed, begin, token_position, purpose: tl.constexpr, offsets):
-    """Draw an exponential number for each of ``offsets``, below 2**31; ``begin`` as above."""
-    return delay_of(open_unit(tl.randint(_stream(seed, begin, token_position, purpose), offsets)))
+def draw_drafts(
+    rows: Rows,  # column ``step`` of ``rows.drafted`` is written
+    step: int,
+    draft: LevelLogits,  # level 1's, of one place
+    sampler: ExponentialSampler,
+) -> None:
+    """Draw one token of level 1 for each row."""
+    distributions = draft.distributions
+    if distributions is not None:
+        draw_kernel[(rows.num_rows, sampler.num_blocks)](
+            distributions.logits,
+            distributions.lse,
+            distributions.logits,
+            distributions.lse,
+            rows.drafted,
+            rows.table,
+            rows.max_rows,
+            rows.floats,
+            rows.seeds,
+            sampler.values,
+            sampler.tokens,
+            step,
+            distributions.logits.shape[-1],
+            PLACES=1,
+            PURPOSE=DRAFT,
+            IS_ONE_HOT=True,
+            BLOCK=sampler.block,
+        )
+    _store_drafts_kernel[(rows.num_rows,)](
+        rows.drafted,
+        rows.table,
+        rows.max_rows,
+        rows.floats,
+        sampler.values,
+        sampler.tokens,
+        draft.best,
+        draft.top,
+        sampler.num_blocks,
+        rows.gamma,
+        step,
+        ALL_GREEDY=distributions is None,
+        PADDED_BLOCKS=sampler.padded_blocks,
+    )
 
 
-@triton.jit
-def open_unit(random32):
-    """Convert 32 random bits n to (n + 0.5) / 2**32, rounded to float32 but not to 1.
-
-    Numbers close to 0 keep all bits. The 16-bit halves convert exactly on any GPU.
-    """
-    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would extend the sign
-    high = (random32 >> 16).to(tl.int32).to(tl.float32)
-    low = (random32 & 0xFFFF).to(tl.int32).to(tl.float32)
-    unit = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
-    return tl.minimum(unit, 0.99999994)
-
-
-@triton.jit
-def delay_of(unit):
-    """Return -log(1 - unit), so that small delays, which win races, come from small ``unit``, where
-    float32 is finest.
-
-    Below a quarter it is computed by its series, with a relative error below 3e-6.
-    """
-    series = 1.0 / 8.0
-    series = series * unit + 1.0 / 7.0
-    series = series * unit + 1.0 / 6.0
-    series = series * unit + 1.0 / 5.0
-    series = series * unit + 1.0 / 4.0
-    series = series * unit + 1.0 / 3.0
-    series = series * unit + 1.0 / 2.0
-    series = series * unit + 1.0
-    return tl.where(unit < 0.25, unit * series, -tl.log(1.0 - unit))
-
-
-@triton.jit
-def _stream(seed, begin, token_position, purpose: tl.constexpr):
-    """Return the Philox key of one proposal, position and purpose."""
-    offset = (token_position.to(tl.int64) * 4 + purpose) * _STEP
-    return seed ^ (_KEY + offset + begin.to(tl.int64) * _BEGIN_STEP)
-
-
-@triton.jit
-def place_of_noise(table_ptr, max_rows, row, place):
-    """Return where a row's proposal began, and the index of the token at ``place`` after it."""
-    begin = row_value(table_ptr, max_rows, row, COMPUTED)
-    return begin, begin + row_value(table_ptr, max_rows, row, LENGTH) + 1 + place
+@triton.jit(do_not_specialize=["step"])
+def _store_drafts_kernel(
+    drafted_ptr,  # [max_rows, gamma], written
+    table_ptr,  # a NaN is noted
+    max_rows,
+    floats_ptr,
+    values_ptr,
+    tokens_ptr,
+    best_ptr,  # [num_rows]
+    top_ptr,  # [num_rows]
+    num_blocks,
+    gamma,
+    step,
+    ALL_GREEDY: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(best_ptr + row).to(tl.int32)
+    if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
+        if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
+            token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+    top = tl.load(top_ptr + row)
+    if top != top:
+        set_row_value(table_ptr, max_rows, row, HAS_NAN, 1)
+    tl.store(drafted_ptr + row * gamma + step, token)
 
 
 @triton.jit(do_not_specialize=["first_place"])
@@ -183,89 +210,62 @@ def sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.con
     return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
 
 
-class ExponentialSampler:
-    """Scratch memory of the exponential race over the vocabulary.
+@triton.jit
+def place_of_noise(table_ptr, max_rows, row, place):
+    """Return where a row's proposal began, and the index of the token at ``place`` after it."""
+    begin = row_value(table_ptr, max_rows, row, COMPUTED)
+    return begin, begin + row_value(table_ptr, max_rows, row, LENGTH) + 1 + place
+
+
+@triton.jit
+def uniform(seed, begin, token_position, purpose: tl.constexpr):
+    """Draw a number from (0, 1).
 
     Args:
-        max_rows: rows of a draw at most.
+        begin: computed tokens of the request when the proposal began.
     """
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-        self.num_blocks = triton.cdiv(vocab_size, self.block)
-        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
-        shape = (max_rows, 2, self.num_blocks)
-        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+    return open_unit(tl.randint(_stream(seed, begin, token_position, purpose), token_position))
 
 
-@triton.jit(do_not_specialize=["step"])
-def _store_drafts_kernel(
-    drafted_ptr,  # [max_rows, gamma], written
-    table_ptr,  # a NaN is noted
-    max_rows,
-    floats_ptr,
-    values_ptr,
-    tokens_ptr,
-    best_ptr,  # [num_rows]
-    top_ptr,  # [num_rows]
-    num_blocks,
-    gamma,
-    step,
-    ALL_GREEDY: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(best_ptr + row).to(tl.int32)
-    if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
-            token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
-    top = tl.load(top_ptr + row)
-    if top != top:
-        set_row_value(table_ptr, max_rows, row, HAS_NAN, 1)
-    tl.store(drafted_ptr + row * gamma + step, token)
+@triton.jit
+def exponential(seed, begin, token_position, purpose: tl.constexpr, offsets):
+    """Draw an exponential number for each of ``offsets``, below 2**31; ``begin`` as above."""
+    return delay_of(open_unit(tl.randint(_stream(seed, begin, token_position, purpose), offsets)))
 
 
-def draw_drafts(
-    rows: Rows,  # column ``step`` of ``rows.drafted`` is written
-    step: int,
-    draft: LevelLogits,  # level 1's, of one place
-    sampler: ExponentialSampler,
-) -> None:
-    """Draw one token of level 1 for each row."""
-    distributions = draft.distributions
-    if distributions is not None:
-        draw_kernel[(rows.num_rows, sampler.num_blocks)](
-            distributions.logits,
-            distributions.lse,
-            distributions.logits,
-            distributions.lse,
-            rows.drafted,
-            rows.table,
-            rows.max_rows,
-            rows.floats,
-            rows.seeds,
-            sampler.values,
-            sampler.tokens,
-            step,
-            distributions.logits.shape[-1],
-            PLACES=1,
-            PURPOSE=DRAFT,
-            IS_ONE_HOT=True,
-            BLOCK=sampler.block,
-        )
-    _store_drafts_kernel[(rows.num_rows,)](
-        rows.drafted,
-        rows.table,
-        rows.max_rows,
-        rows.floats,
-        sampler.values,
-        sampler.tokens,
-        draft.best,
-        draft.top,
-        sampler.num_blocks,
-        rows.gamma,
-        step,
-        ALL_GREEDY=distributions is None,
-        PADDED_BLOCKS=sampler.padded_blocks,
-    )
+@triton.jit
+def open_unit(random32):
+    """Convert 32 random bits n to (n + 0.5) / 2**32, rounded to float32 but not to 1.
+
+    Numbers close to 0 keep all bits. The 16-bit halves convert exactly on any GPU.
+    """
+    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would extend the sign
+    high = (random32 >> 16).to(tl.int32).to(tl.float32)
+    low = (random32 & 0xFFFF).to(tl.int32).to(tl.float32)
+    unit = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+    return tl.minimum(unit, 0.99999994)
+
+
+@triton.jit
+def delay_of(unit):
+    """Return -log(1 - unit), so that small delays, which win races, come from small ``unit``, where
+    float32 is finest.
+
+    Below a quarter it is computed by its series, with a relative error below 3e-6.
+    """
+    series = 1.0 / 8.0
+    series = series * unit + 1.0 / 7.0
+    series = series * unit + 1.0 / 6.0
+    series = series * unit + 1.0 / 5.0
+    series = series * unit + 1.0 / 4.0
+    series = series * unit + 1.0 / 3.0
+    series = series * unit + 1.0 / 2.0
+    series = series * unit + 1.0
+    return tl.where(unit < 0.25, unit * series, -tl.log(1.0 - unit))
+
+
+@triton.jit
+def _stream(seed, begin, token_position, purpose: tl.constexpr):
+    """Return the Philox key of one proposal, position and purpose."""
+    offset = (token_position.to(tl.int64) * 4 + purpose) * _STEP
+    return seed ^ (_KEY + offset + begin.to(tl.int64) * _BEGIN_STEP)

@@ -9,6 +9,50 @@ from vllm_triforce.kernels.rows import Rows
 _BLOCK = 1024
 
 
+class NanScrubber:
+    """Writes 0 over NaN and infinities in KV blocks of rows whose logits had a NaN.
+
+    Attention kernels multiply masked values by 0, and 0 times NaN is NaN. A NaN of level 2 in a
+    lookahead slot would reach the full pass, which reads the slot's block before it writes the slot
+    again. A NaN of level 1 in a window would reach the window's next owner. It is one launch, which
+    nearly always has nothing to do.
+
+    Args:
+        caches: KV cache of each layer, [num_blocks, ...], all of one dtype.
+    """
+
+    def __init__(self, caches: list[torch.Tensor], block_size: int, device: torch.device) -> None:
+        self._caches = caches  # keeps the memory at these addresses alive
+        self._block_size = block_size
+        self._addresses = _int64_tensor([cache.data_ptr() for cache in caches], device)
+        self._strides = _int64_tensor([cache.stride(0) for cache in caches], device)
+        self._spans = _int64_tensor([_span(cache[0]) for cache in caches], device)
+        self._type = stored_type(caches[0].dtype)
+
+    def __call__(
+        self,
+        rows: Rows,
+        tables: torch.Tensor,  # [num_rows, width], int32
+        reach: int | None,  # tokens written after the computed ones; None for all blocks
+    ) -> None:
+        _scrub_kernel[(rows.num_rows, len(self._caches))](
+            self._addresses,
+            self._strides,
+            self._spans,
+            rows.table,
+            rows.max_rows,
+            tables,
+            tables.stride(0),
+            tables.shape[1],
+            self._block_size,
+            reach or 0,
+            WHOLE=reach is None,
+            TYPE=self._type,
+            IS_FP8=self._type == tl.uint8,
+            BLOCK=_BLOCK,
+        )
+
+
 @triton.jit
 def _scrub_kernel(
     caches_ptr,  # [num_layers], int64, addresses
@@ -52,50 +96,6 @@ def _scrub_kernel(
                 number = values.to(tl.float32)
                 is_bad = (number != number) | (tl.abs(number) == float("inf"))
             tl.store(block + offsets, tl.zeros_like(values), mask=mask & is_bad)
-
-
-class NanScrubber:
-    """Writes 0 over NaN and infinities in KV blocks of rows whose logits had a NaN.
-
-    Attention kernels multiply masked values by 0, and 0 times NaN is NaN. A NaN of level 2 in a
-    lookahead slot would reach the full pass, which reads the slot's block before it writes the slot
-    again. A NaN of level 1 in a window would reach the window's next owner. It is one launch, which
-    nearly always has nothing to do.
-
-    Args:
-        caches: KV cache of each layer, [num_blocks, ...], all of one dtype.
-    """
-
-    def __init__(self, caches: list[torch.Tensor], block_size: int, device: torch.device) -> None:
-        self._caches = caches  # keeps the memory at these addresses alive
-        self._block_size = block_size
-        self._addresses = _int64_tensor([cache.data_ptr() for cache in caches], device)
-        self._strides = _int64_tensor([cache.stride(0) for cache in caches], device)
-        self._spans = _int64_tensor([_span(cache[0]) for cache in caches], device)
-        self._type = stored_type(caches[0].dtype)
-
-    def __call__(
-        self,
-        rows: Rows,
-        tables: torch.Tensor,  # [num_rows, width], int32
-        reach: int | None,  # tokens written after the computed ones; None for all blocks
-    ) -> None:
-        _scrub_kernel[(rows.num_rows, len(self._caches))](
-            self._addresses,
-            self._strides,
-            self._spans,
-            rows.table,
-            rows.max_rows,
-            tables,
-            tables.stride(0),
-            tables.shape[1],
-            self._block_size,
-            reach or 0,
-            WHOLE=reach is None,
-            TYPE=self._type,
-            IS_FP8=self._type == tl.uint8,
-            BLOCK=_BLOCK,
-        )
 
 
 def stored_type(dtype: torch.dtype):

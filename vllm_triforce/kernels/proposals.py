@@ -64,16 +64,98 @@ class DraftLogits:
         return cls(logits, num_proposed, slot_of_state, state_of_slot)
 
 
-@dataclass
-class OuterTestRows:
-    """Arguments of vLLM's outer test, instead of those that vLLM would pass."""
+def extend_proposals(
+    rows: Rows,  # with their drafts; the proposals are extended
+    drafted: Distributions | None,  # level 1's, of gamma places; None where they are one-hot
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+) -> None:
+    """Append each row's drafts to its proposal, as far as there is room."""
+    _extend_kernel[(rows.num_rows,)](
+        rows.proposal,
+        rows.table,
+        rows.max_rows,
+        rows.slots,
+        counters,
+        rows.drafted,
+        rows.drafted if drafted is None else drafted.lse,
+        rows.num_speculative_tokens,
+        rows.gamma,
+        IS_ONE_HOT=drafted is None,
+        PADDED_LEN=triton.next_power_of_2(rows.gamma),
+    )
 
-    owners: torch.Tensor
-    """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""
-    places: torch.Tensor  # [num_logits], int32
-    draft_tokens: torch.Tensor  # [num_logits]; -1 where nothing was proposed
-    temperature: torch.Tensor  # [num_slots + max_num_reqs], by owner
-    seeds: torch.Tensor  # [num_slots + max_num_reqs], int64, by owner
+
+@triton.jit
+def _extend_kernel(
+    proposal_ptr,  # [max_rows, num_speculative_tokens], written
+    table_ptr,  # updated
+    max_rows,
+    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
+    counters_ptr,  # [num_counters], added to
+    drafted_ptr,  # [max_rows, gamma]
+    lse_ptr,  # [num_rows, gamma]
+    num_speculative_tokens,
+    gamma,
+    IS_ONE_HOT: tl.constexpr,
+    PADDED_LEN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    length = row_value(table_ptr, max_rows, row, LENGTH)
+    room = row_value(table_ptr, max_rows, row, ROOM)
+    set_row_value(table_ptr, max_rows, row, NUM_EMITTED, 0)
+    if length < room:
+        places = tl.arange(0, PADDED_LEN)
+        num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
+        num_emitted = tl.minimum(num_drafted, room - length)
+        if row_value(table_ptr, max_rows, row, HAS_NAN) != 0:
+            # Tokens that were drawn before the NaN stay: whether a token is dropped must not
+            # depend on the tokens after it. A greedy row has no distributions, and loses nothing.
+            first_wrong = 0
+            if not IS_ONE_HOT:
+                lse = tl.load(lse_ptr + row * gamma + places, mask=places < gamma, other=0.0)
+                is_right = (lse == lse) & (tl.abs(lse) < float("inf"))
+                first_wrong = tl.min(tl.where(is_right, PADDED_LEN, places), axis=0)
+            num_emitted = tl.minimum(num_emitted, first_wrong)
+            num_drafted = 0
+            disable_slot(table_ptr, max_rows, row, slots_ptr)
+            tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
+        mask = places < num_emitted
+        token = tl.load(drafted_ptr + row * gamma + places, mask=mask, other=0)
+        out = proposal_ptr + row * num_speculative_tokens + length
+        tl.store(out + places, token.to(tl.int64), mask=mask)
+        if num_drafted < gamma:  # the source has no more
+            set_row_value(table_ptr, max_rows, row, ROOM, length + num_emitted)
+        set_row_value(table_ptr, max_rows, row, LENGTH, length + num_emitted)
+        set_row_value(table_ptr, max_rows, row, NUM_EMITTED, num_emitted)
+
+
+def export_distributions(
+    draft_logits: DraftLogits,  # written
+    rows: Rows,  # after emission
+    logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: all one-hot
+) -> None:
+    """Copy the logits that the newest tokens were drawn from to the outer test's tensor.
+
+    Rows with ``RowColumn.ONE_HOT`` export one-hot distributions. A grammar cuts a proposal at a
+    place that depends on its tokens, and one-hot distributions keep the test of the rest exact.
+    Without logits nothing was drawn, and all rows are one-hot.
+    """
+    num_places = rows.gamma if logits is None else logits.shape[1]
+    vocab_size = draft_logits.logits.shape[2] if logits is None else logits.shape[2]
+    _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
+        draft_logits.logits,
+        draft_logits.logits.stride(0),
+        draft_logits.logits.stride(1),
+        rows.table,
+        rows.max_rows,
+        rows.floats,
+        draft_logits.logits if logits is None else logits,
+        rows.proposal,
+        rows.num_speculative_tokens,
+        vocab_size,
+        ALL_ONE_HOT=logits is None,
+        BLOCK=_BLOCK,
+    )
 
 
 @triton.jit
@@ -112,6 +194,126 @@ def _export_kernel(
             logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + slot * slot_stride + index * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
+
+
+def commit_proposals(
+    rows: Rows,
+    draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
+    draft_logits: DraftLogits,  # written
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    is_direct: bool,
+) -> None:
+    """Copy the proposals to the batch, whose other places stay as they are.
+
+    Args:
+        is_direct: True if they are level 1's alone.
+    """
+    _commit_kernel[(rows.num_rows,)](
+        draft_tokens,
+        draft_logits.num_proposed,
+        draft_logits.slot_of_state,
+        draft_logits.state_of_slot,
+        rows.outcomes,
+        counters,
+        rows.table,
+        rows.max_rows,
+        rows.proposal,
+        rows.num_speculative_tokens,
+        IS_DIRECT=is_direct,
+        PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
+    )
+
+
+@triton.jit
+def _commit_kernel(
+    draft_tokens_ptr,  # [batch size, num_speculative_tokens], written
+    num_proposed_ptr,  # [max_num_reqs], by state, written
+    slot_of_state_ptr,  # [max_num_reqs], written
+    state_of_slot_ptr,  # [num_slots], written
+    outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
+    counters_ptr,  # [num_counters], added to
+    table_ptr,
+    max_rows,
+    proposal_ptr,  # [max_rows, num_speculative_tokens]
+    num_speculative_tokens,
+    IS_DIRECT: tl.constexpr,
+    PADDED_LEN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    length = row_value(table_ptr, max_rows, row, LENGTH)
+    if length > 0:
+        tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
+        tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
+        if IS_DIRECT:
+            tl.atomic_add(counters_ptr + NUM_DIRECT_PROPOSALS, 1)
+    places = tl.arange(0, PADDED_LEN)
+    token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
+    batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
+    out = draft_tokens_ptr + batch_row * num_speculative_tokens
+    tl.store(out + places, token, mask=places < length)
+    state = row_value(table_ptr, max_rows, row, STATE)
+    slot = row_value(table_ptr, max_rows, row, SLOT)
+    tl.store(num_proposed_ptr + state, length)
+    tl.store(slot_of_state_ptr + state, slot)
+    tl.store(state_of_slot_ptr + slot, state)
+    tl.store(outcomes_ptr + row * NUM_OUTCOMES + _PROPOSED, length)
+
+
+@dataclass
+class OuterTestRows:
+    """Arguments of vLLM's outer test, instead of those that vLLM would pass."""
+
+    owners: torch.Tensor
+    """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""
+    places: torch.Tensor  # [num_logits], int32
+    draft_tokens: torch.Tensor  # [num_logits]; -1 where nothing was proposed
+    temperature: torch.Tensor  # [num_slots + max_num_reqs], by owner
+    seeds: torch.Tensor  # [num_slots + max_num_reqs], int64, by owner
+
+
+def outer_test_rows(
+    draft_logits: DraftLogits,
+    states: torch.Tensor,  # [num_logits], int32, each row's request
+    places: torch.Tensor,  # [num_logits], int32, each row's place among the request's rows
+    draft_tokens: torch.Tensor,  # [num_logits], input tokens of the full pass
+    temperature: torch.Tensor,  # [max_num_reqs], float32, by state
+    seeds: torch.Tensor,  # [max_num_reqs], int64, by state
+) -> OuterTestRows:
+    """Map each row of the outer test to its distribution; rows without a proposal have none.
+
+    Places without a proposed token are tested as -1. The test rejects this token without reading a
+    distribution and draws from the target alone, which is exact.
+    """
+    num_logits, num_slots = len(states), len(draft_logits.state_of_slot)
+    num_owners = num_slots + len(temperature)
+    rows = OuterTestRows(
+        torch.empty_like(states),
+        torch.empty_like(places),
+        torch.empty_like(draft_tokens),
+        torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
+        torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
+    )
+    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), 1024),)](
+        rows.owners,
+        rows.places,
+        rows.draft_tokens,
+        rows.temperature,
+        rows.seeds,
+        states,
+        places,
+        draft_tokens,
+        temperature,
+        seeds,
+        draft_logits.num_proposed,
+        draft_logits.slot_of_state,
+        draft_logits.state_of_slot,
+        num_logits,
+        num_owners,
+        num_slots,
+        draft_logits.logits.shape[1],
+        BLOCK=1024,
+    )
+    return rows
 
 
 @triton.jit(do_not_specialize=["num_logits", "num_owners"])
@@ -160,205 +362,16 @@ def _outer_test_kernel(
     tl.store(seeds_ptr + index, tl.load(state_seeds_ptr + state, mask=mask), mask=mask)
 
 
-def export_distributions(
-    draft_logits: DraftLogits,  # written
-    rows: Rows,  # after emission
-    logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: all one-hot
-) -> None:
-    """Copy the logits that the newest tokens were drawn from to the outer test's tensor.
-
-    Rows with ``RowColumn.ONE_HOT`` export one-hot distributions. A grammar cuts a proposal at a
-    place that depends on its tokens, and one-hot distributions keep the test of the rest exact.
-    Without logits nothing was drawn, and all rows are one-hot.
-    """
-    num_places = rows.gamma if logits is None else logits.shape[1]
-    vocab_size = draft_logits.logits.shape[2] if logits is None else logits.shape[2]
-    _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
-        draft_logits.logits,
-        draft_logits.logits.stride(0),
-        draft_logits.logits.stride(1),
-        rows.table,
-        rows.max_rows,
-        rows.floats,
-        draft_logits.logits if logits is None else logits,
-        rows.proposal,
-        rows.num_speculative_tokens,
-        vocab_size,
-        ALL_ONE_HOT=logits is None,
-        BLOCK=_BLOCK,
-    )
-
-
-def outer_test_rows(
-    draft_logits: DraftLogits,
-    states: torch.Tensor,  # [num_logits], int32, each row's request
-    places: torch.Tensor,  # [num_logits], int32, each row's place among the request's rows
-    draft_tokens: torch.Tensor,  # [num_logits], input tokens of the full pass
-    temperature: torch.Tensor,  # [max_num_reqs], float32, by state
-    seeds: torch.Tensor,  # [max_num_reqs], int64, by state
-) -> OuterTestRows:
-    """Map each row of the outer test to its distribution; rows without a proposal have none.
-
-    Places without a proposed token are tested as -1. The test rejects this token without reading a
-    distribution and draws from the target alone, which is exact.
-    """
-    num_logits, num_slots = len(states), len(draft_logits.state_of_slot)
-    num_owners = num_slots + len(temperature)
-    rows = OuterTestRows(
-        torch.empty_like(states),
-        torch.empty_like(places),
-        torch.empty_like(draft_tokens),
-        torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
-        torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
-    )
-    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), 1024),)](
-        rows.owners,
-        rows.places,
-        rows.draft_tokens,
-        rows.temperature,
-        rows.seeds,
-        states,
-        places,
-        draft_tokens,
-        temperature,
-        seeds,
-        draft_logits.num_proposed,
-        draft_logits.slot_of_state,
-        draft_logits.state_of_slot,
-        num_logits,
-        num_owners,
-        num_slots,
-        draft_logits.logits.shape[1],
-        BLOCK=1024,
-    )
-    return rows
-
-
-@triton.jit
-def _extend_kernel(
-    proposal_ptr,  # [max_rows, num_speculative_tokens], written
-    table_ptr,  # updated
-    max_rows,
-    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
-    counters_ptr,  # [num_counters], added to
-    drafted_ptr,  # [max_rows, gamma]
-    lse_ptr,  # [num_rows, gamma]
-    num_speculative_tokens,
-    gamma,
-    IS_ONE_HOT: tl.constexpr,
-    PADDED_LEN: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    length = row_value(table_ptr, max_rows, row, LENGTH)
-    room = row_value(table_ptr, max_rows, row, ROOM)
-    set_row_value(table_ptr, max_rows, row, NUM_EMITTED, 0)
-    if length < room:
-        places = tl.arange(0, PADDED_LEN)
-        num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
-        num_emitted = tl.minimum(num_drafted, room - length)
-        if row_value(table_ptr, max_rows, row, HAS_NAN) != 0:
-            # Tokens that were drawn before the NaN stay: whether a token is dropped must not
-            # depend on the tokens after it. A greedy row has no distributions, and loses nothing.
-            first_wrong = 0
-            if not IS_ONE_HOT:
-                lse = tl.load(lse_ptr + row * gamma + places, mask=places < gamma, other=0.0)
-                is_right = (lse == lse) & (tl.abs(lse) < float("inf"))
-                first_wrong = tl.min(tl.where(is_right, PADDED_LEN, places), axis=0)
-            num_emitted = tl.minimum(num_emitted, first_wrong)
-            num_drafted = 0
-            disable_slot(table_ptr, max_rows, row, slots_ptr)
-            tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
-        mask = places < num_emitted
-        token = tl.load(drafted_ptr + row * gamma + places, mask=mask, other=0)
-        out = proposal_ptr + row * num_speculative_tokens + length
-        tl.store(out + places, token.to(tl.int64), mask=mask)
-        if num_drafted < gamma:  # the source has no more
-            set_row_value(table_ptr, max_rows, row, ROOM, length + num_emitted)
-        set_row_value(table_ptr, max_rows, row, LENGTH, length + num_emitted)
-        set_row_value(table_ptr, max_rows, row, NUM_EMITTED, num_emitted)
-
-
-def extend_proposals(
-    rows: Rows,  # with their drafts; the proposals are extended
-    drafted: Distributions | None,  # level 1's, of gamma places; None where they are one-hot
+def count_full_pass(
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    scheduled: torch.Tensor,  # [batch size], int32, draft tokens that were verified
+    states: torch.Tensor,  # [batch size], int
+    num_sampled: torch.Tensor,  # [batch size], int
+    num_proposed: torch.Tensor,  # [max_num_reqs], int32
 ) -> None:
-    """Append each row's drafts to its proposal, as far as there is room."""
-    _extend_kernel[(rows.num_rows,)](
-        rows.proposal,
-        rows.table,
-        rows.max_rows,
-        rows.slots,
-        counters,
-        rows.drafted,
-        rows.drafted if drafted is None else drafted.lse,
-        rows.num_speculative_tokens,
-        rows.gamma,
-        IS_ONE_HOT=drafted is None,
-        PADDED_LEN=triton.next_power_of_2(rows.gamma),
-    )
-
-
-@triton.jit
-def _commit_kernel(
-    draft_tokens_ptr,  # [batch size, num_speculative_tokens], written
-    num_proposed_ptr,  # [max_num_reqs], by state, written
-    slot_of_state_ptr,  # [max_num_reqs], written
-    state_of_slot_ptr,  # [num_slots], written
-    outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
-    counters_ptr,  # [num_counters], added to
-    table_ptr,
-    max_rows,
-    proposal_ptr,  # [max_rows, num_speculative_tokens]
-    num_speculative_tokens,
-    IS_DIRECT: tl.constexpr,
-    PADDED_LEN: tl.constexpr,
-):
-    row = tl.program_id(0)
-    length = row_value(table_ptr, max_rows, row, LENGTH)
-    if length > 0:
-        tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
-        tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
-        if IS_DIRECT:
-            tl.atomic_add(counters_ptr + NUM_DIRECT_PROPOSALS, 1)
-    places = tl.arange(0, PADDED_LEN)
-    token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
-    batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
-    out = draft_tokens_ptr + batch_row * num_speculative_tokens
-    tl.store(out + places, token, mask=places < length)
-    state = row_value(table_ptr, max_rows, row, STATE)
-    slot = row_value(table_ptr, max_rows, row, SLOT)
-    tl.store(num_proposed_ptr + state, length)
-    tl.store(slot_of_state_ptr + state, slot)
-    tl.store(state_of_slot_ptr + slot, state)
-    tl.store(outcomes_ptr + row * NUM_OUTCOMES + _PROPOSED, length)
-
-
-def commit_proposals(
-    rows: Rows,
-    draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-    draft_logits: DraftLogits,  # written
-    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-    is_direct: bool,
-) -> None:
-    """Copy the proposals to the batch, whose other places stay as they are.
-
-    Args:
-        is_direct: True if they are level 1's alone.
-    """
-    _commit_kernel[(rows.num_rows,)](
-        draft_tokens,
-        draft_logits.num_proposed,
-        draft_logits.slot_of_state,
-        draft_logits.state_of_slot,
-        rows.outcomes,
-        counters,
-        rows.table,
-        rows.max_rows,
-        rows.proposal,
-        rows.num_speculative_tokens,
-        IS_DIRECT=is_direct,
-        PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
+    """Count the outcome of level 3, without the padding after a proposal."""
+    _count_full_pass_kernel[(len(scheduled),)](
+        counters, scheduled, states, num_sampled, num_proposed
     )
 
 
@@ -380,16 +393,3 @@ def _count_full_pass_kernel(
         tl.atomic_add(counters_ptr + NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
         tl.atomic_add(counters_ptr + NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
         tl.atomic_add(counters_ptr + NUM_LEVEL3_STEPS, 1)
-
-
-def count_full_pass(
-    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-    scheduled: torch.Tensor,  # [batch size], int32, draft tokens that were verified
-    states: torch.Tensor,  # [batch size], int
-    num_sampled: torch.Tensor,  # [batch size], int
-    num_proposed: torch.Tensor,  # [max_num_reqs], int32
-) -> None:
-    """Count the outcome of level 3, without the padding after a proposal."""
-    _count_full_pass_kernel[(len(scheduled),)](
-        counters, scheduled, states, num_sampled, num_proposed
-    )

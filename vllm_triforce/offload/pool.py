@@ -45,11 +45,9 @@ class RetrievalPool:
             first_layer,
             num_slots,
             rows.max_rows,
-            width,
             head_strides,
             max_selected,
             counters,
-            device,
         )
         _, heads, block_size, _ = pools[0].shape
         per_block, per_head = head_strides
