@@ -11,6 +11,46 @@ from vllm_triforce.kernels.row_table import COMPUTED, LENGTH, STATE, num_rows_in
 from vllm_triforce.kernels.rows import Rows
 
 _NUM_INTEGERS, _NUM_FLOATS = 7, 3
+_BLOCK = 4096  # tokens of a program
+
+
+class LogitParams:
+    """Parameters of logits processing by state, each [max_num_reqs].
+
+    They are int32, and float32 for the penalties. vLLM's own move from buffer to buffer with each
+    step (vllm/v1/worker/gpu/buffer_utils.py); these have the fixed addresses that graphs need.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._integers = torch.zeros(_NUM_INTEGERS, max_num_reqs, dtype=torch.int32, device=device)
+        self._floats = torch.zeros(_NUM_FLOATS, max_num_reqs, dtype=torch.float32, device=device)
+        (
+            self.prompt_len,
+            self.num_allowed_tokens,
+            self.num_biases,
+            self.min_len,
+            self.num_stop_tokens,
+            self.restores_stop_tokens,
+            self.num_bad_words,
+        ) = self._integers
+        self.repetition, self.frequency, self.presence = self._floats
+        # The neutral value, for states that no request has had yet.
+        self.repetition.fill_(1.0)
+
+    def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
+        """Copy the parameters of the rows' requests.
+
+        Args:
+            vllm_params: vLLM's tensors, by state, in the order of the fields above.
+        """
+        _keep_kernel[(rows.num_rows,)](
+            rows.table,
+            rows.max_rows,
+            *vllm_params,
+            self._integers,
+            self._floats,
+            self._integers.shape[1],
+        )
 
 
 @triton.jit
@@ -58,46 +98,44 @@ def _keep_kernel(
     tl.store(out + 2 * max_num_reqs, presence)
 
 
-class LogitParams:
-    """Parameters of logits processing by state, each [max_num_reqs].
+def apply_penalties(
+    logits: torch.Tensor,  # [num_rows * query_len, vocab_size], float32, changed
+    query_len: int,
+    first_place: int,
+    rows: Rows,
+    params: LogitParams,
+    in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
+    output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
+) -> None:
+    """Apply penalties to the logits of ``query_len`` places of each row.
 
-    They are int32, and float32 for the penalties. vLLM's own move from buffer to buffer with each
-    step (vllm/v1/worker/gpu/buffer_utils.py); these have the fixed addresses that graphs need.
+    Args:
+        first_place: drafts before the first of these places, after the proposal.
+        in_prompt: a bit for each token, by state.
+        output_counts: occurrences of each token in the request's output, by state.
     """
-
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._integers = torch.zeros(_NUM_INTEGERS, max_num_reqs, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(_NUM_FLOATS, max_num_reqs, dtype=torch.float32, device=device)
-        (
-            self.prompt_len,
-            self.num_allowed_tokens,
-            self.num_biases,
-            self.min_len,
-            self.num_stop_tokens,
-            self.restores_stop_tokens,
-            self.num_bad_words,
-        ) = self._integers
-        self.repetition, self.frequency, self.presence = self._floats
-        # The neutral value, for states that no request has had yet.
-        self.repetition.fill_(1.0)
-
-    def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
-        """Copy the parameters of the rows' requests.
-
-        Args:
-            vllm_params: vLLM's tensors, by state, in the order of the fields above.
-        """
-        _keep_kernel[(rows.num_rows,)](
-            rows.table,
-            rows.max_rows,
-            *vllm_params,
-            self._integers,
-            self._floats,
-            self._integers.shape[1],
-        )
-
-
-_BLOCK = 4096
+    num_tokens, vocab_size = logits.shape
+    _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
+        logits,
+        logits.stride(0),
+        rows.table,
+        rows.max_rows,
+        params.repetition,
+        params.frequency,
+        params.presence,
+        in_prompt,
+        in_prompt.stride(0),
+        output_counts,
+        output_counts.stride(0),
+        rows.proposal,
+        rows.num_speculative_tokens,
+        rows.drafted,
+        rows.gamma,
+        first_place,
+        query_len,
+        vocab_size,
+        BLOCK=_BLOCK,
+    )
 
 
 @triton.jit(do_not_specialize=["first_place"])
@@ -154,43 +192,42 @@ def _penalties_kernel(
     tl.store(logits_ptr + logits_row * logits_stride + token, values, mask=mask)
 
 
-def apply_penalties(
+def forbid_bad_words(
     logits: torch.Tensor,  # [num_rows * query_len, vocab_size], float32, changed
     query_len: int,
     first_place: int,
     rows: Rows,
     params: LogitParams,
-    in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
-    output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
+    word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
+    word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
+    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
 ) -> None:
-    """Apply penalties to the logits of ``query_len`` places of each row.
+    """Mask the last token of each bad word whose other tokens are the request's newest.
 
     Args:
-        first_place: drafts before the first of these places, after the proposal.
-        in_prompt: a bit for each token, by state.
-        output_counts: occurrences of each token in the request's output, by state.
+        first_place: drafts before the first of the ``query_len`` places, after the proposal.
     """
-    num_tokens, vocab_size = logits.shape
-    _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
+    _bad_words_kernel[(len(logits),)](
         logits,
         logits.stride(0),
         rows.table,
         rows.max_rows,
-        params.repetition,
-        params.frequency,
-        params.presence,
-        in_prompt,
-        in_prompt.stride(0),
-        output_counts,
-        output_counts.stride(0),
+        params.num_bad_words,
+        word_tokens,
+        word_tokens.stride(0),
+        word_starts,
+        word_starts.stride(0),
+        params.prompt_len,
+        all_token_ids,
+        all_token_ids.stride(0),
         rows.proposal,
         rows.num_speculative_tokens,
         rows.drafted,
         rows.gamma,
         first_place,
         query_len,
-        vocab_size,
-        BLOCK=_BLOCK,
+        logits.shape[1],
+        PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
     )
 
 
@@ -264,42 +301,3 @@ def _bad_words_kernel(
     forbidden = tl.load(words + last, mask=is_bad, other=0)
     is_bad &= forbidden < vocab_size  # a tokenizer may have more
     tl.store(logits_ptr + logits_row * logits_stride + forbidden, float("-inf"), mask=is_bad)
-
-
-def forbid_bad_words(
-    logits: torch.Tensor,  # [num_rows * query_len, vocab_size], float32, changed
-    query_len: int,
-    first_place: int,
-    rows: Rows,
-    params: LogitParams,
-    word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
-    word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
-    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
-) -> None:
-    """Mask the last token of each bad word whose other tokens are the request's newest.
-
-    Args:
-        first_place: drafts before the first of the ``query_len`` places, after the proposal.
-    """
-    _bad_words_kernel[(len(logits),)](
-        logits,
-        logits.stride(0),
-        rows.table,
-        rows.max_rows,
-        params.num_bad_words,
-        word_tokens,
-        word_tokens.stride(0),
-        word_starts,
-        word_starts.stride(0),
-        params.prompt_len,
-        all_token_ids,
-        all_token_ids.stride(0),
-        rows.proposal,
-        rows.num_speculative_tokens,
-        rows.drafted,
-        rows.gamma,
-        first_place,
-        query_len,
-        logits.shape[1],
-        PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
-    )

@@ -12,60 +12,7 @@ from vllm.triton_utils import tl, triton
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
-
-@triton.jit(do_not_specialize=["max_blocks"])
-def _chunk_summaries_kernel(
-    layer_key_ptrs,  # [num_layers], uint64
-    key_like,  # any tensor of the keys' dtype
-    key_scales,  # [num_layers]
-    values_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
-    scales_ptr,  # [num_layers, num_kv_heads, num_blocks], written
-    tables_ptr,  # [num_reqs, width]
-    table_stride,
-    first_ptr,  # [num_reqs]
-    last_ptr,  # [num_reqs]
-    max_blocks,
-    block_stride,
-    token_stride,
-    head_stride,
-    scales_layer_stride,
-    scales_head_stride,
-    KIND: tl.constexpr,  # of Summary
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PADDED_BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) // max_blocks
-    place = tl.load(first_ptr + row) + tl.program_id(0) % max_blocks
-    if place >= tl.load(last_ptr + row):
-        return
-    head = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(2).to(tl.int64)
-    block = tl.load(tables_ptr + row * table_stride + place).to(tl.int64)
-
-    keys = tl.cast(tl.load(layer_key_ptrs + layer), tl.pointer_type(key_like.dtype.element_ty))
-    tokens = tl.arange(0, PADDED_BLOCK)
-    dims = tl.arange(0, PADDED_DIM)
-    offsets = tokens[:, None].to(tl.int64) * token_stride + dims[None, :]
-    is_token = tokens[:, None] < BLOCK_SIZE
-    mask = is_token & (dims[None, :] < HEAD_DIM)
-    key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
-    key = key.to(tl.float32)
-    if KIND == "mean":
-        summary = tl.sum(key, axis=0) / BLOCK_SIZE
-    elif KIND == "min":
-        summary = tl.min(tl.where(is_token, key, float("inf")), axis=0)
-    else:
-        summary = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
-    summary = summary * tl.load(key_scales + layer)
-    summary = tl.where(dims < HEAD_DIM, summary, 0.0)
-    scale = tl.max(tl.abs(summary), axis=0) / 127
-    steps = tl.floor(summary / tl.where(scale > 0, scale, 1.0) + 0.5)
-    place = layer * scales_layer_stride + head * scales_head_stride + block
-    tl.store(scales_ptr + place, scale)
-    out = values_ptr + place * HEAD_DIM + dims
-    tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
+_CHUNKS_PER_PROGRAM = 64
 
 
 class KeyPointers:
@@ -127,7 +74,109 @@ def update_chunk_summaries(
     )
 
 
-_CHUNKS_PER_PROGRAM = 64
+@triton.jit(do_not_specialize=["max_blocks"])
+def _chunk_summaries_kernel(
+    layer_key_ptrs,  # [num_layers], uint64
+    key_like,  # any tensor of the keys' dtype
+    key_scales,  # [num_layers]
+    values_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim], written
+    scales_ptr,  # [num_layers, num_kv_heads, num_blocks], written
+    tables_ptr,  # [num_reqs, width]
+    table_stride,
+    first_ptr,  # [num_reqs]
+    last_ptr,  # [num_reqs]
+    max_blocks,
+    block_stride,
+    token_stride,
+    head_stride,
+    scales_layer_stride,
+    scales_head_stride,
+    KIND: tl.constexpr,  # of Summary
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) // max_blocks
+    place = tl.load(first_ptr + row) + tl.program_id(0) % max_blocks
+    if place >= tl.load(last_ptr + row):
+        return
+    head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    block = tl.load(tables_ptr + row * table_stride + place).to(tl.int64)
+
+    keys = tl.cast(tl.load(layer_key_ptrs + layer), tl.pointer_type(key_like.dtype.element_ty))
+    tokens = tl.arange(0, PADDED_BLOCK)
+    dims = tl.arange(0, PADDED_DIM)
+    offsets = tokens[:, None].to(tl.int64) * token_stride + dims[None, :]
+    is_token = tokens[:, None] < BLOCK_SIZE
+    mask = is_token & (dims[None, :] < HEAD_DIM)
+    key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
+    key = key.to(tl.float32)
+    if KIND == "mean":
+        summary = tl.sum(key, axis=0) / BLOCK_SIZE
+    elif KIND == "min":
+        summary = tl.min(tl.where(is_token, key, float("inf")), axis=0)
+    else:
+        summary = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
+    summary = summary * tl.load(key_scales + layer)
+    summary = tl.where(dims < HEAD_DIM, summary, 0.0)
+    scale = tl.max(tl.abs(summary), axis=0) / 127
+    steps = tl.floor(summary / tl.where(scale > 0, scale, 1.0) + 0.5)
+    place = layer * scales_layer_stride + head * scales_head_stride + block
+    tl.store(scales_ptr + place, scale)
+    out = values_ptr + place * HEAD_DIM + dims
+    tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
+
+
+def score_chunks(
+    queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
+    query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
+    summaries: Mapping[Summary, QuantizedSummaries],
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
+    max_chunks: int,  # columns of the result
+) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
+    """Score chunks by products of queries and mean keys, as ``selection/retrieval.py`` does.
+
+    With several query heads to a KV head, each votes with its softmax over the candidates. Chunks
+    that are no candidates (the first, and all from the tail on) have -inf.
+    """
+    means = summaries[Summary.MEAN]
+    num_layers, _, num_heads, head_dim = queries.shape
+    num_kv_heads, num_reqs = means.values.shape[1], len(tables)
+    group = num_heads // num_kv_heads
+    scores = torch.empty(
+        (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
+    )
+    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(max_chunks, _CHUNKS_PER_PROGRAM))
+    _chunk_scores_kernel[grid](
+        queries,
+        queries.stride(0),
+        queries.stride(1),
+        query_rows,
+        means.values,
+        means.scales,
+        means.scales.stride(0),
+        means.scales.stride(1),
+        tables,
+        tables.stride(0),
+        num_chunks,
+        scores,
+        num_layers,
+        max_chunks,
+        head_dim**-0.5 if group > 1 else 1.0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        CHUNKS=_CHUNKS_PER_PROGRAM,
+    )
+    if group == 1:
+        return scores
+    votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
+    places = torch.arange(max_chunks, device=votes.device)
+    candidates = (places > 0) & (places < num_chunks[:, None])
+    return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
 
 
 @triton.jit(do_not_specialize=["max_chunks"])
@@ -186,54 +235,34 @@ def _chunk_scores_kernel(
         tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
 
 
-def score_chunks(
-    queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
-    query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
-    summaries: Mapping[Summary, QuantizedSummaries],
-    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
-    num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
-    max_chunks: int,  # columns of the result
-) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
-    """Score chunks by products of queries and mean keys, as ``selection/retrieval.py`` does.
-
-    With several query heads to a KV head, each votes with its softmax over the candidates. Chunks
-    that are no candidates (the first, and all from the tail on) have -inf.
-    """
-    means = summaries[Summary.MEAN]
-    num_layers, _, num_heads, head_dim = queries.shape
-    num_kv_heads, num_reqs = means.values.shape[1], len(tables)
-    group = num_heads // num_kv_heads
-    scores = torch.empty(
-        (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
-    )
-    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(max_chunks, _CHUNKS_PER_PROGRAM))
-    _chunk_scores_kernel[grid](
-        queries,
-        queries.stride(0),
-        queries.stride(1),
-        query_rows,
-        means.values,
-        means.scales,
-        means.scales.stride(0),
-        means.scales.stride(1),
+def build_sparse_tables(
+    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
+    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
+    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
+    num_selected: torch.Tensor,  # [num_reqs], int32
+    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
+    num_blocks: torch.Tensor,  # [num_reqs], int32, allocated blocks
+    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
+    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
+) -> None:
+    """Build each table from the selected blocks and the tail: recent blocks and all after them."""
+    num_layers, num_heads = selected.shape[1:3]
+    width = out.shape[2]
+    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
+        out,
+        out.stride(0),
+        selected,
+        selected.shape[3],
+        slots,
+        num_selected,
+        tail_start,
+        num_blocks,
         tables,
         tables.stride(0),
-        num_chunks,
-        scores,
-        num_layers,
-        max_chunks,
-        head_dim**-0.5 if group > 1 else 1.0,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
-        CHUNKS=_CHUNKS_PER_PROGRAM,
+        width,
+        *head_strides,
+        BLOCK=min(1024, triton.next_power_of_2(width)),
     )
-    if group == 1:
-        return scores
-    votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
-    places = torch.arange(max_chunks, device=votes.device)
-    candidates = (places > 0) & (places < num_chunks[:, None])
-    return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
 
 
 @triton.jit
@@ -272,33 +301,3 @@ def _sparse_tables_kernel(
         block += tl.load(tables_ptr + row * table_stride + logical, mask=in_tail, other=0)
         # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
         tl.store(out + column, block * per_block + head * per_head, mask=column < width)
-
-
-def build_sparse_tables(
-    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
-    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
-    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
-    num_selected: torch.Tensor,  # [num_reqs], int32
-    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
-    num_blocks: torch.Tensor,  # [num_reqs], int32, allocated blocks
-    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
-    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
-) -> None:
-    """Build each table from the selected blocks and the tail: recent blocks and all after them."""
-    num_layers, num_heads = selected.shape[1:3]
-    width = out.shape[2]
-    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
-        out,
-        out.stride(0),
-        selected,
-        selected.shape[3],
-        slots,
-        num_selected,
-        tail_start,
-        num_blocks,
-        tables,
-        tables.stride(0),
-        width,
-        *head_strides,
-        BLOCK=min(1024, triton.next_power_of_2(width)),
-    )

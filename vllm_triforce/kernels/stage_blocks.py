@@ -25,6 +25,45 @@ class Part(IntEnum):
 _ALL, _COMPUTED = tl.constexpr(int(Part.ALL)), tl.constexpr(int(Part.COMPUTED))
 
 
+def stage_blocks(
+    host: torch.Tensor,  # [num_blocks, ...], blocks contiguous and one after the other
+    staging: torch.Tensor,  # the same shape and strides, on the device; written
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
+    query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
+    block_size: int,
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    part: Part = Part.ALL,
+) -> None:
+    """Copy each request's blocks, up to its length, to the same block ids of the staging buffer.
+
+    The device reads the lengths, so a CUDA graph may hold the launch.
+    """
+    page = host.stride(0)
+    # In words of 4 bytes, whatever the cache's dtype.
+    size = page * host.element_size() // 4
+    _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
+        _as_words(host),
+        _as_words(staging),
+        size,
+        tables,
+        tables.stride(0),
+        seq_lens,
+        query_start_loc,
+        min(len(tables), len(seq_lens)),
+        block_size,
+        counters,
+        PART=int(part),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+    )
+
+
+def _as_words(cache: torch.Tensor) -> torch.Tensor:
+    """View the cache's memory from its first block on as int32."""
+    flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
+    return flat.view(torch.int32)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])
 def _stage_blocks_kernel(
     host_ptr,  # [num_blocks, page_size]
@@ -67,42 +106,3 @@ def _stage_blocks_kernel(
         total += end - begin
     if first == 0:
         tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
-
-
-def stage_blocks(
-    host: torch.Tensor,  # [num_blocks, ...], blocks contiguous and one after the other
-    staging: torch.Tensor,  # the same shape and strides, on the device; written
-    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
-    seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
-    query_start_loc: torch.Tensor,  # [num_reqs + 1], int32
-    block_size: int,
-    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-    part: Part = Part.ALL,
-) -> None:
-    """Copy each request's blocks, up to its length, to the same block ids of the staging buffer.
-
-    The device reads the lengths, so a CUDA graph may hold the launch.
-    """
-    page = host.stride(0)
-    # In words of 4 bytes, whatever the cache's dtype.
-    size = page * host.element_size() // 4
-    _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
-        _as_words(host),
-        _as_words(staging),
-        size,
-        tables,
-        tables.stride(0),
-        seq_lens,
-        query_start_loc,
-        min(len(tables), len(seq_lens)),
-        block_size,
-        counters,
-        PART=int(part),
-        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
-    )
-
-
-def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """View the cache's memory from its first block on as int32."""
-    flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
-    return flat.view(torch.int32)
