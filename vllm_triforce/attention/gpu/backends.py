@@ -24,8 +24,8 @@ class GPUBackend:
     impl_cls: type
     builder_cls: type
     plans_on_host: bool = False
-    """True if its metadata builder plans each pass on the host: no graph can hold the plan, and
-    plans name the layer's own KV cache, so that a staged copy of it cannot take its place."""
+    """True if its metadata builder plans each pass on the host. A CUDA graph cannot hold such a
+    plan, and offload's staged layers are unknown to it."""
 
 
 def supported_backends() -> list[GPUBackend]:
@@ -52,7 +52,8 @@ def supported_backends() -> list[GPUBackend]:
 
 def backend_of(impl) -> GPUBackend | None:
     """Return the backend of a layer's implementation; None if it is not supported."""
-    return next((its for its in supported_backends() if its.impl_cls is type(impl)), None)
+    backends = supported_backends()
+    return next((backend for backend in backends if backend.impl_cls is type(impl)), None)
 
 
 def kernel_for(impl, dtype: torch.dtype) -> PagedKernel | None:
