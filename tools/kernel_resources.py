@@ -74,17 +74,9 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     max_selected, width = budget // block_size, (budget + 64) // block_size
     rows = Rows(ROWS, LENGTH, GAMMA, ROWS, VOCAB_SIZE, device)
     rows.num_rows = ROWS
+    pool = cache[:1].expand(ROWS * width, -1, -1, -1)
     refill = PoolRefill(
-        [cache],
-        [cache],
-        0,
-        ROWS,
-        ROWS,
-        width,
-        (block_size * HEADS, 1),
-        max_selected,
-        counters,
-        device,
+        [cache], [pool], 0, ROWS, ROWS, (block_size * HEADS, 1), max_selected, counters
     )
     refill(rows, torch.zeros(1, ROWS * HEADS, width, dtype=torch.int32))
     keys = cache.transpose(1, 2)[..., :HEAD_SIZE]

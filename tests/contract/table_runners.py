@@ -138,8 +138,8 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/gpu/block_table.py", "BlockTables", "block_tables block_sizes num_blocks block_table_ptrs gather_block_tables compute_slot_mappings", V2),
     has("v1/worker/gpu/sample/states.py", "SamplingStates", "temperature top_k top_p min_p seeds seeds_set vocab_size", BATCH2),
     # Without a seed of its own, a request that comes back draws by another one.
-    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "scheduled_new_reqs.extend( < scheduled_resumed_reqs.clear(", "vllm_triforce/kernels/noise.py"),
-    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint( < self.seeds.np[req_idx] =", "vllm_triforce/kernels/noise.py"),
+    does("v1/core/sched/scheduler.py", "Scheduler.schedule", "scheduled_new_reqs.extend( < scheduled_resumed_reqs.clear(", "vllm_triforce/kernels/draw.py"),
+    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint( < self.seeds.np[req_idx] =", "vllm_triforce/kernels/draw.py"),
     has("v1/worker/gpu/sample/sampler.py", "Sampler", "sampling_states", V2),
     # LoRA: who has which adapter, and when vLLM's layers are told; behind a proposal nothing of the target is computed.
     overrides(LORA2, "LoraState.make_lora_inputs", "self, req_ids, idx_mapping, num_scheduled_tokens", ADAPTERS2),
@@ -186,8 +186,8 @@ RUNNER_V2: list[Surface] = [
     calls("v1/worker/gpu/sample/logit_bias.py", "apply_logit_bias", "logits, expanded_idx_mapping, pos, num_allowed_token_ids, allowed_token_ids, num_logit_bias, logit_bias_token_ids, logit_bias, min_lens, num_stop_token_ids, restore_when_all_masked, stop_token_ids, check_all_masked_rows=", SHAPING),
     has("v1/worker/gpu/sample/bad_words.py", "BadWordsState", "num_bad_words bad_word_token_ids bad_word_offsets", SHAPING),
     # Data-parallel engines draw other seeds for requests without one, and so other inner noise.
-    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "vllm_triforce/kernels/noise.py"),
-    calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "vllm_triforce/kernels/noise.py"),
+    does("v1/worker/gpu/sample/states.py", "SamplingStates.add_request", "np.random.randint(", "vllm_triforce/kernels/draw.py"),
+    calls("utils/torch_utils.py", "set_random_seed", "seed, data_parallel_index", "vllm_triforce/kernels/draw.py"),
     calls("v1/worker/gpu/async_utils.py", "async_copy_to_np", "x", HANDED),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", V2),
     has("v1/worker/gpu/input_batch.py", "InputBuffers", "query_start_loc", V2),

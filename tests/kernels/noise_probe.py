@@ -3,10 +3,7 @@
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels import noise
-from vllm_triforce.kernels.noise import exponential, uniform
-
-_ACCEPT, _RECOVER, _DRAFT = noise.ACCEPT, noise.RECOVER, noise.DRAFT
+from vllm_triforce.kernels.draw import ACCEPT, DRAFT, RECOVER, exponential, uniform
 
 
 @triton.jit
@@ -23,12 +20,12 @@ def _probe_kernel(
     row = tl.program_id(0)
     seed, begin = tl.load(seeds_ptr + row), tl.load(begins_ptr + row)
     position = tl.load(token_positions_ptr + row)
-    tl.store(chances_ptr + row, uniform(seed, begin, position, _ACCEPT))
+    tl.store(chances_ptr + row, uniform(seed, begin, position, ACCEPT))
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     out = row * size + offsets
-    tl.store(recover_ptr + out, exponential(seed, begin, position, _RECOVER, offsets), mask=mask)
-    tl.store(draft_ptr + out, exponential(seed, begin, position, _DRAFT, offsets), mask=mask)
+    tl.store(recover_ptr + out, exponential(seed, begin, position, RECOVER, offsets), mask=mask)
+    tl.store(draft_ptr + out, exponential(seed, begin, position, DRAFT, offsets), mask=mask)
 
 
 def probe(seeds: torch.Tensor, begins: torch.Tensor, token_positions: torch.Tensor, size: int):

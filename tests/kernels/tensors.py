@@ -5,7 +5,6 @@ import torch
 from tests.kernels.device import DEVICE
 from vllm_triforce.kernels.distributions import (
     Distributions,
-    DrawParameters,
     LevelLogits,
     SamplingParameters,
 )
@@ -65,13 +64,3 @@ def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> Leve
         logits.amax(-1).to(DEVICE),
         None if temperature is None else distributions(logits, temperature),
     )
-
-
-def draw_parameters(temperature: torch.Tensor, seeds, begins=None) -> DrawParameters:
-    """
-    Args:
-        begins: of the rows' proposals; by default 0 for all.
-    """
-    seeds = torch.as_tensor(seeds, dtype=torch.int64)
-    begins = torch.zeros(len(seeds)) if begins is None else begins
-    return DrawParameters(temperature.to(DEVICE), seeds.to(DEVICE), begins.to(DEVICE, torch.int32))

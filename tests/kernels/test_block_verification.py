@@ -14,8 +14,7 @@ from scipy import stats
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.kernels.tensors import integers
-from vllm_triforce.kernels.proposals import DraftLogits, outer_test_rows
-from vllm_triforce.kernels.row_state import PAD_TOKEN
+from vllm_triforce.kernels.proposals import PAD_TOKEN, DraftLogits, outer_test_rows
 
 pytestmark = pytest.mark.thorough
 

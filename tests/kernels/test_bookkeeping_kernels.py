@@ -11,14 +11,31 @@ if needs_triton.mark.args[0]:
 from tests.kernels import oracles
 from tests.kernels.tensors import VOCAB_SIZE, counted, integers, new_counters
 from vllm_triforce.kernels import counters as counter_places
-from vllm_triforce.kernels import row_table as outcomes
-from vllm_triforce.kernels import row_table as row_metadata
+from vllm_triforce.kernels import row_table
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.pass_inputs import PassInputs
-from vllm_triforce.kernels.proposals import DraftLogits
-from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
-from vllm_triforce.kernels.row_table import OutcomeColumn, Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.pass_inputs import (
+    PassInputs,
+    WindowLayout,
+    prepare_draft_inputs,
+    prepare_target_inputs,
+    prepare_window_inputs,
+)
+from vllm_triforce.kernels.proposals import (
+    PAD_TOKEN,
+    DraftLogits,
+    commit_proposals,
+    count_full_pass,
+)
+from vllm_triforce.kernels.row_table import (
+    FloatColumn,
+    OutcomeColumn,
+    Refresh,
+    RowColumn,
+    SlotColumn,
+    StateColumn,
+    stack_columns,
+)
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16
@@ -45,8 +62,8 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
         table: columns that are other than ``TABLE``'s.
     """
     rows = Rows(5, 6, gamma=2, num_slots=5, vocab_size=VOCAB_SIZE, device=DEVICE)
-    rows.slot_tail.copy_(integers([4, 0, 0, 1, 0]))
-    rows.slot_known.copy_(integers([6, 30, 0, 5, 0]))
+    rows.slots[:, SlotColumn.KEPT_TAIL].copy_(integers([4, 0, 0, 1, 0]))
+    rows.slots[:, SlotColumn.KEPT_FULL].copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
     by_state = torch.arange(8, dtype=torch.float32, device=DEVICE)
     parameters = SamplingParameters(
@@ -65,7 +82,8 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     sampled = integers(num_sampled)
     for its in (rows.temperature, rows.top_k, rows.top_p, rows.min_p):
         its.fill_(9)  # of the proposal before
-    rows.begin(columns, num_computed, sampled, last, parameters, **(arguments | changes))
+    limits = RowLimits(**(arguments | changes))
+    rows.init(columns, num_computed, sampled, last, parameters, limits)
     return rows
 
 
@@ -73,8 +91,7 @@ def test_rows_are_drawn_for_as_their_requests_ask():
     rows = begun()
     assert rows.temperature.tolist() == [5 / 4, 1 / 4, 3 / 4, 0, 0], "padding draws nothing"
     assert rows.divisor.tolist() == [5 / 4, 1 / 4, 3 / 4, 1, 1]
-    assert rows.drawing.seeds.tolist() == [85, 81, 83]
-    assert rows.drawing.begins.tolist() == [603, 107, 99]
+    assert rows.seeds[:3].tolist() == [85, 81, 83]
     assert rows.top_k.tolist() == [15, 11, 13, VOCAB_SIZE, VOCAB_SIZE], "padding masks nothing"
     torch.testing.assert_close(rows.top_p.cpu(), torch.tensor([0.5, 0.1, 0.3, 1, 1]))
     torch.testing.assert_close(rows.min_p.cpu(), torch.tensor([0.25, 0.05, 0.15, 0, 0]))
@@ -84,15 +101,22 @@ def test_rows_are_drawn_for_as_their_requests_ask():
 @pytest.mark.parametrize(
     "module, names",
     [
-        (row_metadata, RowColumn),
-        (row_metadata, Refresh),
-        (outcomes, OutcomeColumn),
+        (row_table, RowColumn),
+        (row_table, StateColumn),
+        (row_table, FloatColumn),
+        (row_table, SlotColumn),
+        (row_table, OutcomeColumn),
+        (row_table, Refresh),
         (counter_places, DeviceCounter),
     ],
 )
 def test_kernels_have_the_hosts_names(module, names):
     for member in names:
         assert getattr(module, member.name).value == member
+
+
+def test_the_row_table_has_no_gaps():
+    assert [*RowColumn, *StateColumn] == list(range(row_table.NUM_ROW_COLUMNS))
 
 
 def test_rows_begin_with_what_the_full_pass_left():
@@ -108,7 +132,7 @@ def test_rows_begin_with_what_the_full_pass_left():
     # a new owner of a slot has no means; one whose selection is due has some
     assert rows.first_newly_full.tolist()[:3] == [0, 0, 5]
     assert rows.last_newly_full.tolist()[:3] == [37, 0, 6]
-    assert rows.slot_known.tolist() == [6, 37, 0, 6, 0]
+    assert rows.slots[:, SlotColumn.KEPT_FULL].tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
     assert rows.rounds_left.tolist() == [2, 3, 1, 0, 0]
 
@@ -124,8 +148,8 @@ def test_rows_that_cannot_propose_have_no_room():
 def test_rows_that_level_2_takes_no_part_in_need_no_selection():
     rows = begun(width=14, table={RowColumn.REFRESH: [Refresh.UNUSED] * 3})
     assert rows.room.tolist()[:3] == [6, 5, 1], "there is no table to fit into"
-    assert rows.slot_tail.tolist() == [4, 0, 0, 1, 0], "what is kept stays"
-    assert rows.slot_known.tolist() == [6, 30, 0, 5, 0]
+    assert rows.slots[:, SlotColumn.KEPT_TAIL].tolist() == [4, 0, 0, 1, 0], "what is kept stays"
+    assert rows.slots[:, SlotColumn.KEPT_FULL].tolist() == [6, 30, 0, 5, 0]
 
 
 def test_a_row_proposes_what_was_planned_for_it():
@@ -152,7 +176,8 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
         known = tokens_of(rows, row)[1]
         all_tokens[TABLE[RowColumn.STATE][row], : len(known)] = known
     inputs = PassInputs(5, query_len, 5, DEVICE)
-    rows.feed_window(inputs, 4, all_tokens.to(DEVICE), sinks, capacity, BLOCK_SIZE, per_slot)
+    window = WindowLayout(capacity, BLOCK_SIZE, per_slot)
+    prepare_window_inputs(rows, inputs, 4, all_tokens.to(DEVICE), sinks, window)
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
         start = int(rows.row_metadata[row, RowColumn.WINDOW_START])
@@ -175,7 +200,7 @@ def test_drafts_follow_what_was_fed():
     rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
     rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
     inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))
-    rows.feed_draft(inputs, 4, 1, capacity=64, block_size=BLOCK_SIZE, blocks_per_slot=4)
+    prepare_draft_inputs(rows, inputs, 4, 1, WindowLayout(64, BLOCK_SIZE, blocks_per_slot=4))
     assert inputs.token_ids.tolist()[:3] == [11, 12, 13]
     assert inputs.positions.tolist()[:3] == [20, 63, 33]
     assert inputs.seq_lens.tolist() == [21, 64, 34, 1, 9]
@@ -193,7 +218,7 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
     tables = torch.arange(3 * 40, dtype=torch.int32, device=DEVICE).view(3, 40)
     inputs = PassInputs(5, 3, 5 * heads, DEVICE)
     dense = integers([0] * 5)
-    rows.feed_target(inputs, 4, tables, dense, BLOCK_SIZE, 4095, heads)
+    prepare_target_inputs(rows, inputs, 4, tables, dense, BLOCK_SIZE, 4095)
     # Of six, four are there: the pass adds one, so one draft is verified; the third row is full.
     assert rows.num_drafted.tolist()[:4] == [1, 1, 0, 0]
     fed = inputs.token_ids.view(5, 3)
@@ -208,7 +233,6 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
         assert dense[row] == position + 3
         own = inputs.seq_lens[row * heads : (row + 1) * heads]
         assert (own == position + 3 - rows.skipped[row]).all()
-        assert rows.token_positions[row] == position + 1
     assert (inputs.slot_mapping[6:12] == -1).all()
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
 
@@ -224,7 +248,7 @@ def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
         new_counters(),
     )
     proposed = handed_up.num_proposed.fill_(9)
-    rows.finish(tokens, handed_up, counters, is_direct)
+    commit_proposals(rows, tokens, handed_up, counters, is_direct)
     pad = PAD_TOKEN
     assert tokens.tolist() == [
         [pad] * 6,

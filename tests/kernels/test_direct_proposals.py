@@ -24,7 +24,7 @@ def extended(num_drafted, room, faults=(0, 0, 0), logits=None):
         drafted=[[1, 2, 3], [4, 5, 6], [7, 8, 9]],
         num_drafted=num_drafted,
     )
-    rows.faults.row[:3] = torch.tensor(faults, dtype=torch.int32)
+    rows.has_nan[:3] = torch.tensor(faults, dtype=torch.int32)
     counters = new_counters()
     drawn = None if logits is None else distributions(logits, torch.ones(3))
     extend_proposals(rows, drawn, counters)
@@ -54,5 +54,5 @@ def test_a_nan_ends_the_proposal_before_what_it_touched(wrong):
     rows, proposals, counters = extended([3] * 3, [6] * 3, (0, 1, 0), logits)
     assert proposals == [[1, 2, 3], [-7, -7, *[4, 5, 6][:wrong]], [7, 8, 9]]
     assert rows.room[:3].tolist() == [6, 2 + wrong, 6]
-    assert rows.faults.slot.tolist() == [0, 1, 0]
+    assert rows.slot_disabled.tolist() == [0, 1, 0]
     assert counted(counters) == {DeviceCounter.NUM_NAN_REQUESTS: 1}

@@ -11,7 +11,7 @@ if needs_triton.mark.args[0]:
 from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
 from vllm_triforce.core.eligibility import max_proposal_len
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 
 BLOCK_SIZE, NUM_TOKENS, NUM_ROWS = 16, 6, 64
 
@@ -45,17 +45,13 @@ def test_room_is_the_hosts(min_context):
             RowColumn.ONE_HOT: [0] * NUM_ROWS,
         }
     )
-    rows.begin(
+    rows.init(
         torch.from_numpy(table).to(DEVICE),
         integers(computed.tolist()),
         integers([1] * NUM_ROWS),
         integers([[0]] * NUM_ROWS, torch.int64),
         greedy_parameters(NUM_ROWS),
-        min_context,
-        BLOCK_SIZE,
-        recent_blocks=2,
-        max_selected=4,
-        width=100,
+        RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100),
     )
     wanted = [
         max(0, max_proposal_len(n, asked, r, limit, min_context))

@@ -12,7 +12,7 @@ from vllm.triton_utils import tl, triton
 
 from tests.kernels.noise_probe import probe
 from tests.kernels.tensors import integers
-from vllm_triforce.kernels.noise import delay_of, open_unit
+from vllm_triforce.kernels.draw import delay_of, open_unit
 
 EDGES = [0, 1, 2, 5, 255, 256, 65535, 65536, 2**24 - 1, 2**24]
 EDGES += [2**30 - 1, 2**30, 2**31, 2**32 - 2**26]

@@ -1,6 +1,7 @@
 """Kernels of a KV cache in host memory, against plain copies."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
-from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_table import Refresh, RowColumn
 from vllm_triforce.kernels.stage_blocks import stage_blocks
@@ -88,11 +89,9 @@ class World:
             1,
             num_slots=4,
             max_rows=3,
-            width=WIDTH,
             head_strides=self.per,
             max_selected=SELECTED,
             counters=self.counters,
-            device=torch.device(DEVICE),
         )
 
     def tables(self, rows_of_blocks) -> torch.Tensor:
@@ -237,7 +236,8 @@ def test_level_2_writes_behind_what_its_slot_has():
     inputs = PassInputs(4, 3, 4 * HEADS, DEVICE)
     places = torch.full((12,), 99, dtype=torch.int64, device=DEVICE)
     tables = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
-    rows.feed_target(inputs, 4, tables, integers([0] * 4), BLOCK, 4095, HEADS, places, WIDTH)
+    pool = SimpleNamespace(slot_mapping=places, width=WIDTH)
+    prepare_target_inputs(rows, inputs, 4, tables, integers([0] * 4), BLOCK, 4095, pool)
     # Token 175 is the last of block 10, the sixth that the slot has; the next are the seventh's.
     first = 2 * WIDTH * BLOCK
     assert places[:3].tolist() == [first + 5 * 16 + 15, first + 6 * 16, first + 6 * 16 + 1]

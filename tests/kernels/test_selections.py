@@ -18,7 +18,7 @@ from vllm_triforce.kernels.row_table import (  # noqa: E402
     RowColumn,
     stack_columns,
 )
-from vllm_triforce.kernels.rows import Rows  # noqa: E402
+from vllm_triforce.kernels.rows import RowLimits, Rows  # noqa: E402
 from vllm_triforce.runner_v2.slots import Slots  # noqa: E402
 
 BLOCK, WIDTH, NUM_KV_HEADS, NUM_LAYERS, HEAD_DIM = 16, 200, 2, 1, 8
@@ -81,17 +81,13 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
             RowColumn.ONE_HOT: [0] * count,
         }
     )
-    rows.begin(
+    rows.init(
         torch.from_numpy(table).to(DEVICE),
         integers(newest.tolist()),
         integers([1] * count),
         torch.zeros(count, 1, dtype=torch.int64, device=DEVICE),
         greedy_parameters(count),
-        0,
-        BLOCK,
-        made.recent_blocks,
-        made.max_selected,
-        made.width,
+        RowLimits(0, BLOCK, made.recent_blocks, made.max_selected, made.width),
     )
     own = torch.arange(count * WIDTH, dtype=torch.int32, device=DEVICE).view(count, WIDTH)
     batch = type("Batch", (), {})()

@@ -14,8 +14,9 @@ if needs_triton.mark.args[0]:
 
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
+from vllm_triforce.attention.gpu.backends import kernel_for
 from vllm_triforce.attention.gpu.draft import GPUDraftAttention
-from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl, kernel_for
+from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl
 from vllm_triforce.attention.gpu.paged_kernels import (
     FlashAttention,
     PagedSequences,

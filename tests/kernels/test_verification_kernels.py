@@ -13,7 +13,6 @@ from tests.kernels.noise_probe import probe
 from tests.kernels.tensors import (
     counted,
     distributions,
-    draw_parameters,
     integers,
     level_logits,
     new_counters,
@@ -75,14 +74,15 @@ def test_verification(vocab_size, gamma, certain):
         num_emitted=9,
         drafted=drafted,
         num_drafted=num_drafted,
-        token_positions=token_positions,
+        computed=begins,
+        temperature=temperature,
+        seeds=seeds,
     )
     counters = new_counters()
     verify_drafts(
         rows,
         level_logits(target, temperature),
         None if certain else distributions(draft, temperature),
-        draw_parameters(temperature, seeds, begins),
         ExponentialSampler(num_rows, vocab_size, DEVICE),
         counters,
     )
@@ -134,13 +134,11 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
         room=6,
         drafted=[[4, 5], [1, 9], [9, 9]],
         num_drafted=[2, 2, 0],
-        token_positions=1,
     )
     verify_drafts(
         rows,
         LevelLogits(best, best.float(), None),
         None,
-        draw_parameters(torch.zeros(3), [0, 0, 0]),
         ExponentialSampler(3, vocab_size, DEVICE),
         new_counters(),
     )
@@ -160,12 +158,19 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
     seeds = torch.arange(num_rows) * 7919 - 30000
     token_positions = torch.arange(num_rows) + 90
     # The second draft behind a token of the proposal: three positions behind what is computed.
-    rows = some_rows(num_rows, gamma, computed=token_positions - 3, length=1, drafted=-1)
+    rows = some_rows(
+        num_rows,
+        gamma,
+        computed=token_positions - 3,
+        length=1,
+        drafted=-1,
+        temperature=temperature,
+        seeds=seeds,
+    )
     draw_drafts(
         rows,
         1,
         level_logits(logits, temperature),
-        draw_parameters(temperature, seeds, token_positions - 3),
         ExponentialSampler(num_rows, vocab_size, DEVICE),
     )
     own, begins = token_positions.to(DEVICE, torch.int32), rows.computed[:num_rows]
@@ -184,16 +189,23 @@ def test_frequencies_over_many_seeds():
     num_rows, target = 400, torch.tensor([[1.0, 0.0, -1.0, 0.5], [0.3, 0.3, 1.0, -2.0]])
     draft = torch.tensor([[-0.5, 1.0, 0.0, 0.2]])
     temperature = torch.ones(num_rows)
-    sampling = draw_parameters(temperature, torch.arange(num_rows))
     race = ExponentialSampler(num_rows, 4, DEVICE)
     rows = some_rows(
-        num_rows, 1, 2, computed=999, room=2, num_drafted=1, token_positions=1000, drafted=0
+        num_rows,
+        1,
+        2,
+        computed=999,
+        room=2,
+        num_drafted=1,
+        drafted=0,
+        temperature=temperature,
+        seeds=torch.arange(num_rows),
     )
     many_draft = draft.repeat(num_rows, 1)
-    draw_drafts(rows, 0, level_logits(many_draft, temperature), sampling, race)
+    draw_drafts(rows, 0, level_logits(many_draft, temperature), race)
     many = level_logits(target.repeat(num_rows, 1, 1), temperature)
     drawn_from = distributions(many_draft[:, None].contiguous(), temperature)
-    verify_drafts(rows, many, drawn_from, sampling, race, new_counters())
+    verify_drafts(rows, many, drawn_from, race, new_counters())
     proposal, two = rows.proposal[:num_rows], rows.length[:num_rows] == 2
     for tokens, logits in ((proposal[:, 0], target[0]), (proposal[two, 1], target[1])):
         expected = logits.softmax(-1) * len(tokens)
@@ -216,20 +228,21 @@ def test_logits_that_are_not_numbers_end_the_proposal():
         room=6,
         drafted=3,
         num_drafted=1,
-        token_positions=10,
+        computed=8,
+        temperature=temperature,
+        seeds=[1, 2],
     )
     verify_drafts(
         rows,
         level_logits(target, temperature),
         distributions(draft, temperature),
-        draw_parameters(temperature, [1, 2]),
         ExponentialSampler(2, 5, DEVICE),
         counters,
     )
     assert rows.length[:2].tolist() == [1, 2] and rows.room[:2].tolist() == [1, 6]
     assert 0 <= rows.proposal[1, 1] < 5
     assert (rows.proposal[0] == -7).all()
-    assert rows.faults.slot.tolist() == rows.faults.row[:2].tolist() == [1, 0]
+    assert rows.slot_disabled.tolist() == rows.has_nan[:2].tolist() == [1, 0]
     assert counters[DeviceCounter.NUM_NAN_REQUESTS] == 1
 
 
@@ -257,20 +270,21 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
         room=6,
         drafted=4,
         num_drafted=2,
-        token_positions=10,
+        computed=9,
+        temperature=temperatures,
+        seeds=[1, 2, 3],
     )
     verify_drafts(
         rows,
         level_logits(target, None if temperature == 0 else temperatures),
         None,
-        draw_parameters(temperatures, [1, 2, 3]),
         ExponentialSampler(3, 9, DEVICE),
         counters,
     )
     length, proposal = rows.length.tolist(), rows.proposal.tolist()
     assert [proposal[row][: length[row]] for row in range(3)] == [[4] * 3, left, [4] * 3]
     assert rows.room[:3].tolist() == [6, len(left) if found else 6, 6]
-    assert rows.faults.slot.tolist() == [0, int(found), 0]
+    assert rows.slot_disabled.tolist() == [0, int(found), 0]
     assert counters[DeviceCounter.NUM_NAN_REQUESTS] == found
 
 
@@ -285,13 +299,11 @@ def test_a_proposal_ends_with_its_last_round():
         rounds_left=[3, 1],
         drafted=4,
         num_drafted=1,
-        token_positions=10,
     )
     arguments = (
         rows,
         level_logits(target, None),
         None,
-        draw_parameters(torch.zeros(2), [1, 2]),
         ExponentialSampler(2, 9, DEVICE),
         new_counters(),
     )
@@ -317,12 +329,12 @@ def test_what_a_nan_reached_is_made_finite(dtype, whole):
     caches = [memory[:, layer].transpose(1, 2) for layer in range(2)]
     before = memory.clone()
     rows = some_rows(2, gamma=2, computed=5)
-    rows.faults.row[1] = 1
+    rows.has_nan[1] = 1
     # Three blocks are allocated, of a table of four.
     rows.row_metadata[:, RowColumn.RESERVED] = 12
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])
     cleaner = NanScrubber(caches, 4, DEVICE)
-    cleaner(rows.faults, 2, rows.computed, tables, None if whole else 20)
+    cleaner(rows, tables, None if whole else 20)
     cleaned = [0, 5, 6, 7] if whole else [5, 6]
     for block in range(8):
         for layer in range(3):

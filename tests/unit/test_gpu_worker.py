@@ -176,7 +176,7 @@ def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(ma
     recorder.expect(selection=False)
     assert not taken(1, 1) and taken(1, 7)
     recorder.expect(selection=True)
-    with recorder.pausing():
+    with recorder.without_recording():
         assert not taken(1), "as when passes are measured"
 
 

@@ -1,22 +1,39 @@
-"""What the levels need of attention on a platform.
+"""Interface of a platform's attention to the levels.
 
-Runner V1 asks for ragged passes. It serves on the CPU alone: ``config/checks.py`` refuses it on
-any other platform. Runner V2 asks for passes of fixed shapes, on a GPU as CUDA graphs; on the CPU
-it runs in tests. So a backend for the CPU is a ``RaggedRetrievalAttention``, any other a
-``RetrievalAttention``, and each has a ``DraftAttention``.
+Runner V1 runs ragged passes, on the CPU alone: ``config/checks.py`` refuses it on any other
+platform. Runner V2 runs passes of fixed shapes, on a GPU as CUDA graphs, and in tests on the CPU.
+So a CPU has a ``RaggedRetrievalAttention``, any other platform a ``RetrievalAttention``, and each
+has a ``DraftAttention``.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from vllm.forward_context import get_forward_context
 
-from vllm_triforce.attention.layer_offload import LayerOffload
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
+
+
+class LayerOffload(Protocol):
+    """Device copies of one layer's KV cache in host memory (``offload/cache.py``)."""
+
+    pool: torch.Tensor | None
+    """[num_slots * width, num_kv_heads, block_size, size], level 2's pool; None where level 2 never
+    runs."""
+
+    def stage(
+        self,
+        block_table: torch.Tensor,  # [num_reqs, width], int32
+        seq_lens: torch.Tensor,  # [num_reqs], int32
+    ) -> torch.Tensor:
+        """Return the layer's KV cache on the device, [num_blocks, num_kv_heads, block_size, size],
+        with the blocks that these requests read."""
+        ...
 
 
 class RetrievalAttention(ABC):
@@ -28,9 +45,9 @@ class RetrievalAttention(ABC):
     Args:
         layers: vLLM's ``Attention`` layers that retrieve, in the order of the forward pass.
         builder: vLLM's metadata builder of these layers.
-        recorder: to be told the queries of every full pass, by the implementation that
-            ``attach`` gives each layer.
-        offloads: of layers whose KV cache lies in host memory, by name.
+        recorder: records the queries of every full pass, in the implementation that ``attach``
+            gives each layer.
+        offloads: KV caches in host memory, by the name of their layer.
     """
 
     def __init__(
@@ -44,9 +61,9 @@ class RetrievalAttention(ABC):
         self._layers = layers
         self._builder = builder
         self.num_kv_heads: int = first.num_kv_heads
-        """Read by Runner V2, to lay out its passes."""
+        """Runner V2 lays out its passes by it."""
         self.query_shape: tuple[int, int, int] = (len(layers), first.num_heads, first.head_size)
-        """Of a request's recorded queries; read by Runner V1, to measure what selecting costs."""
+        """(layers, heads, head_dim) of a request's queries; Runner V1 times selections by it."""
         for index, layer in enumerate(layers):
             offload = offloads.get(layer.layer_name) if offloads else None
             self.attach(layer, index, recorder, offload)
@@ -54,16 +71,16 @@ class RetrievalAttention(ABC):
     @staticmethod
     @abstractmethod
     def can_retrieve(layer) -> bool:
-        """Whether a layer's attention is plain enough to be split into one-head sequences.
+        """True if a layer's attention is plain enough to be split into one-head sequences.
 
-        Both runners ask, for each of the target's layers (``core/kv_groups.py``).
+        Both runners check each of the target's layers (``core/kv_groups.py``).
         """
 
     def has_static_metadata(self, builder: Any) -> bool:
-        """Whether a metadata builder decides nothing on the host but by shapes: then a graph can
-        have what it does.
+        """True if a metadata builder decides on the host by shapes alone, so that a CUDA graph can
+        hold its metadata.
 
-        Runner V2 asks, for layers that stay dense.
+        Runner V2 checks the layers that stay dense.
         """
         return False
 
@@ -71,18 +88,18 @@ class RetrievalAttention(ABC):
     def attach(
         self, layer, index: int, recorder: Recorder, offload: LayerOffload | None = None
     ) -> None:
-        """Gives a layer an implementation that also takes our metadata (``replace_impl``).
+        """Give a layer an implementation that also takes our metadata (``replace_impl``).
 
         Args:
-            offload: where the layer's KV cache lies in host memory.
+            offload: the layer's KV cache, where it lies in host memory.
         """
 
     @abstractmethod
     def head_strides(self) -> tuple[int, int]:
-        """How a one-head sequence names a block: KV head ``h`` of block ``b`` is
+        """Return (per_block, per_head) of one-head block ids: KV head ``h`` of block ``b`` is
         ``b * per_block + h * per_head``.
 
-        Both runners ask, when they lay out block tables.
+        Both runners lay out block tables by them.
         """
 
     @abstractmethod
@@ -93,10 +110,10 @@ class RetrievalAttention(ABC):
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
     ) -> list[Any]:
-        """Metadata of a level 2 pass of ``query_len`` tokens a row, a layer each.
+        """Return each layer's metadata of a level 2 pass of ``query_len`` tokens a row.
 
-        Runner V2 asks, once for each graph: the tensors are its buffers, which have other
-        contents whenever the graph is replayed.
+        Runner V2 calls it once for each graph. The tensors are its buffers, whose contents change
+        between replays.
         """
 
     @abstractmethod
@@ -108,14 +125,14 @@ class RetrievalAttention(ABC):
         last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
         max_blocks: int,
     ) -> None:
-        """Summarises blocks that became full, at most ``max_blocks`` of a request.
+        """Summarize blocks that became full, at most ``max_blocks`` of a request.
 
-        Runner V2 asks, before it selects.
+        Runner V2 calls it before it selects.
         """
 
 
 class RaggedRetrievalAttention(RetrievalAttention):
-    """With what Runner V1 needs beside; what Runner V2 needs is made of it."""
+    """Attention with ragged passes, for Runner V1; Runner V2's passes are built from them."""
 
     @abstractmethod
     def build(
@@ -124,12 +141,12 @@ class RaggedRetrievalAttention(RetrievalAttention):
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
     ) -> list[Any]:
-        """Metadata of one level 2 pass, a layer each. Runner V1 asks, before every pass."""
+        """Return each layer's metadata of a level 2 pass. Runner V1 calls it before every pass."""
 
     @abstractmethod
     def block_summaries(self) -> BlockSummaries:
-        """For each layer, a function from block ids [n] and a kind to
-        [n, num_kv_heads, head_dim]. Runner V1 asks once (``cache/summaries.py``)."""
+        """Return for each layer a function from block ids [n] and a kind to
+        [n, num_kv_heads, head_dim]. Runner V1 calls it once (``cache/summaries.py``)."""
 
     def uniform(
         self,
@@ -151,17 +168,18 @@ class RaggedRetrievalAttention(RetrievalAttention):
     ) -> None:
         ranges = zip(tables, first.tolist(), last.tolist())
         block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        for kind, written in summaries.items():
-            for layer, of_blocks in enumerate(self.block_summaries()):
-                written.write(layer, block_ids, of_blocks(block_ids, kind).transpose(0, 1))
+        for kind, kept in summaries.items():
+            for layer, summarize in enumerate(self.block_summaries()):
+                kept.write(layer, block_ids, summarize(block_ids, kind).transpose(0, 1))
 
 
 class DraftAttention(ABC):
-    """Passes of level 1's draft over its private cache, for Runner V2. (Runner V1 has vLLM's own
-    builder make them: ``host/streaming.py``.)
+    """Attention of level 1's draft model over its private cache, for Runner V2.
+
+    Runner V1 uses vLLM's own metadata builder (``runner_v1/sources/draft_model.py``).
 
     Args:
-        layers: the draft's ``Attention`` layers by name, which have their cache by now.
+        layers: the draft's ``Attention`` layers by name, with their cache allocated.
         builder: vLLM's metadata builder of these layers.
 
     Raises:
@@ -170,7 +188,7 @@ class DraftAttention(ABC):
 
     def __init__(self, layers: dict, builder) -> None:
         self.layer_names = list(layers)
-        """For a pass's slots, of which each layer has its own."""
+        """Each layer has a slot mapping in a pass."""
         self._builder = builder
 
     def uniform(
@@ -181,7 +199,7 @@ class DraftAttention(ABC):
         block_table: torch.Tensor,  # [num_rows, blocks per window], int32
         max_seq_len: int,
     ) -> dict[str, Any]:
-        """Metadata by layer of a pass of ``query_len`` tokens a row, once for each graph."""
+        """Return metadata by layer of a pass of ``query_len`` tokens a row, once for each graph."""
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=seq_lens.device)
         return self.ragged(starts * query_len, seq_lens, block_table, max_seq_len)
 
@@ -193,16 +211,22 @@ class DraftAttention(ABC):
         block_table: torch.Tensor,  # [num_reqs, blocks per window], int32
         max_seq_len: int,
     ) -> dict[str, Any]:
-        """Metadata by layer of a pass that reads whole windows (``WindowRebuild``)."""
+        """Return metadata by layer of a pass that feeds whole windows (``WindowRebuild``)."""
 
 
-def replace_impl(layer, impl_cls: type, **own: Any) -> None:
-    """Puts a subclass in the place of a layer's implementation; its settings are taken over.
+def replace_impl(layer, impl_cls: type, **attributes: Any) -> None:
+    """Replace a layer's implementation by a subclass of it, with the same settings.
 
     Args:
-        impl_cls: of the class that the layer has.
-        own: further attributes, for the subclass alone.
+        impl_cls: subclass of the layer's implementation class.
+        attributes: further attributes of the new implementation.
     """
     impl: Any = object.__new__(impl_cls)
-    impl.__dict__.update(layer.impl.__dict__, **own)
+    impl.__dict__.update(layer.impl.__dict__, **attributes)
     swaps.LAYER_IMPL.set(layer, impl)
+
+
+def metadata_of(layer) -> Any:
+    """Return a layer's attention metadata in the running pass; None where it has none."""
+    metadata = get_forward_context().attn_metadata
+    return metadata.get(layer.layer_name) if isinstance(metadata, dict) else None

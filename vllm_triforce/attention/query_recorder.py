@@ -1,4 +1,4 @@
-"""Keeps, of each full pass, the queries that the next selection may need."""
+"""Queries of the full pass, kept for the next selection."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,26 +8,26 @@ import torch
 
 
 class Recorder(Protocol):
-    """What a layer's implementation tells the queries of each full pass."""
+    """Interface by which a layer's implementation records the queries of each full pass."""
 
     paused: bool
 
     def record(
         self,
-        layer: int,  # place among the layers that retrieve
+        layer: int,  # index among the layers that retrieve
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         metadata: Any,  # the backend's own, of a full pass
     ) -> None: ...
 
 
-class _Pausable:
-    """A recorder that need not listen."""
+class _PausableRecorder:
+    """Recorder that can be paused."""
 
     paused = False
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Around passes whose queries are not the full pass's."""
+    def without_recording(self) -> Iterator[None]:
+        """Pause during passes other than the full pass."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -36,7 +36,7 @@ class _Pausable:
 
 
 class NullRecorder:
-    """Where nobody selects."""
+    """Recorder where nothing is selected: it records nothing."""
 
     paused = True
 
@@ -44,16 +44,16 @@ class NullRecorder:
         pass
 
 
-class QueryRecorder(_Pausable):
-    """The newest queries of every request and retrieving layer.
+class QueryRecorder(_PausableRecorder):
+    """Newest queries of every request and retrieving layer.
 
-    Which draft token is the last accepted one is known only after the pass, so the last
-    ``rows_per_request`` rows of each request are kept.
+    The last accepted token is determined only after the pass, so the last ``rows_per_request``
+    rows of each request are kept.
 
     Args:
         num_layers: layers that retrieve.
         rows_per_request: ``num_speculative_tokens + 1``.
-        min_context: the batch is ignored while no request is this long, in tokens.
+        min_context: tokens; nothing is kept while all requests are shorter.
     """
 
     def __init__(self, num_layers: int, rows_per_request: int, min_context: int) -> None:
@@ -64,8 +64,8 @@ class QueryRecorder(_Pausable):
         self._ends: torch.Tensor | None = None
         """[num_reqs], row after the last one of each request."""
         self._rows: torch.Tensor | None = None
-        """[num_reqs * rows_per_request], the rows that are kept; None for all, where they are no
-        more than these."""
+        """[num_reqs * rows_per_request], the rows that are kept; None for all rows of a small
+        batch."""
 
     def record(
         self,
@@ -93,7 +93,7 @@ class QueryRecorder(_Pausable):
     def last_accepted(
         self, request: int, num_rejected: int
     ) -> torch.Tensor:  # [num_layers, num_heads, head_dim]
-        """Queries of the token at ``num_rejected`` before the end of the request's rows.
+        """Return the queries of the token ``num_rejected`` before the request's last.
 
         Raises:
             RuntimeError: the pass was not recorded.
@@ -107,18 +107,18 @@ class QueryRecorder(_Pausable):
         return torch.stack([query[row] for query in self._queries])
 
 
-class StaticQueryRecorder(_Pausable):
+class StaticQueryRecorder(_PausableRecorder):
     """One query of every request and retrieving layer, at addresses that CUDA graphs rely on.
 
-    Of a request that decodes it is the query of the first token of its step: the newest token
-    that is accepted for certain, so that nothing waits for the outcome of the pass. Of one that
-    is being read, it is the last token's. Which token is the last accepted one is known when the
-    pass is over: to have its query, those of all tokens of a step would have to be kept, which is
-    ``max_decode_tokens`` times the memory and the writing in every layer, in graphs of plain
-    lengths too, for a query that is at most ``max_decode_tokens - 1`` tokens newer.
+    A decoding request keeps the query of its step's first token, a prefill that of its last. The
+    first token is already accepted, so nothing waits for the outcome of the pass. To keep the last
+    accepted token's query instead, every layer would have to keep those of all tokens of a step.
+    That is ``max_decode_tokens`` times the memory and writes, in graphs of plain lengths too, for
+    a query at most ``max_decode_tokens - 1`` tokens newer.
 
-    Nothing is kept in a step behind which nobody selects, as ``expect`` says. A captured graph does
-    not hear of it: those for plain decoding are captured without (``runner_v2/decode_graphs.py``).
+    A step after which nothing is selected keeps no queries (``expect``). A captured graph cannot
+    switch, so graphs for plain decoding are captured without recording
+    (``runner_v2/decode_graphs.py``).
 
     Args:
         query_start_loc: [max_num_reqs + 1], int32, the runner's own buffer.
@@ -151,12 +151,12 @@ class StaticQueryRecorder(_Pausable):
         self._is_long_enough = True
 
     def expect(self, selection: bool) -> None:
-        """A step begins: whether somebody selects behind it."""
+        """Begin a step; ``selection`` is True if a selection follows it."""
         self._is_wanted = selection
 
     @property
     def is_recording(self) -> bool:
-        """Whether the queries of the next pass are to be kept."""
+        """True if the queries of the next pass are kept."""
         return self._is_wanted and not self.paused
 
     def record(
@@ -170,15 +170,15 @@ class StaticQueryRecorder(_Pausable):
         num_reqs = min(len(self._rows), len(query))
         if layer == 0:
             # A captured graph always records: it is replayed for batches of any length.
-            longest = getattr(metadata, "max_seq_len", self.min_context)
-            self._is_long_enough = longest >= self.min_context
+            max_seq_len = getattr(metadata, "max_seq_len", self.min_context)
+            self._is_long_enough = max_seq_len >= self.min_context
             if self._is_long_enough:
                 first, end = self._starts[:num_reqs], self._starts[1 : num_reqs + 1]
                 rows = torch.where(end - first <= self._max_decode_tokens, first, end - 1)
                 self._rows[:num_reqs] = rows.clamp(0, len(query) - 1)
         if self._is_long_enough:
-            to, rows = self.queries[layer, :num_reqs], self._rows[:num_reqs]
-            if query.dtype == to.dtype:
-                torch.index_select(query, 0, rows, out=to)
+            kept, rows = self.queries[layer, :num_reqs], self._rows[:num_reqs]
+            if query.dtype == kept.dtype:
+                torch.index_select(query, 0, rows, out=kept)
             else:  # quantized for an fp8 KV cache
-                to.copy_(query[rows])
+                kept.copy_(query[rows])

@@ -1,6 +1,6 @@
 """Eligibility of requests for speculation and the maximum length of a proposal, for both runners.
 
-Runner V2's lengths are on the device, where ``kernels/row_state.py`` applies the same rule.
+Runner V2's lengths are on the device, where ``kernels/rows.py`` applies the same rule.
 """
 
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Triton kernels of the device-resident loop; tests/kernels holds a readable oracle for each."""
+"""Triton kernels of Runner V2 and of offload; ``tests/kernels`` has a readable oracle for each."""

@@ -1,4 +1,4 @@
-"""Places of the loop's counters in their tensor on the device: ``DeviceCounter``, for kernels."""
+"""Indices of ``DeviceCounter`` for kernels."""
 
 from vllm.triton_utils import tl
 

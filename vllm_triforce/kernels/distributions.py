@@ -1,4 +1,4 @@
-"""What a level says of the next tokens, as kernels that draw and verify are told."""
+"""Logits of a level and sampling parameters, as arguments of kernels that draw and verify."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass
 class Distributions:
-    """Distributions over the vocabulary, as logits before the temperature and their sums."""
+    """Distributions over the vocabulary, as logits before the temperature and their logsumexp."""
 
     logits: torch.Tensor  # [num_rows, num_places, vocab_size], masked by top-k, top-p and min-p
     lse: torch.Tensor  # [num_rows, num_places], float32, logsumexp of logits / temperature
@@ -15,26 +15,19 @@ class Distributions:
 
 @dataclass
 class LevelLogits:
-    """A level's logits: of level 2's ``gamma + 1`` places, or of the one at which level 1 draws,
-    and then without the dimension of places."""
+    """Logits of a level: of level 2's ``gamma + 1`` places, or of the place at which level 1 draws.
+
+    Level 1's have no dimension of places.
+    """
 
     best: torch.Tensor  # [num_rows, num_places], int64, argmax
-    top: torch.Tensor  # [num_rows, num_places], the largest; NaN where there is one
+    top: torch.Tensor  # [num_rows, num_places], the largest logit; NaN where any logit is NaN
     distributions: Distributions | None  # None where all rows are greedy
-
-
-@dataclass
-class DrawParameters:
-    """How each row's tokens are drawn."""
-
-    temperature: torch.Tensor  # [num_rows], float32; 0 is greedy
-    seeds: torch.Tensor  # [num_rows], int64
-    begins: torch.Tensor  # [num_rows], int32, tokens that were computed when the proposal began
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """What requests are sampled by: vLLM's tensors, each [max_num_reqs], by state
+    """vLLM's sampling parameters, each [max_num_reqs], by state
     (vllm/v1/worker/gpu/sample/states.py)."""
 
     temperature: torch.Tensor  # float32; 0 is greedy

@@ -1,51 +1,167 @@
-"""Drawing from a distribution over the vocabulary: the exponential race, block by block.
+"""Noise and the exponential race, by which the inner levels draw tokens on the device.
 
-Drawing level 1's tokens, without a word to the host.
+Noise is a function of the request's seed, of where its proposal begins and of the token's index.
+vLLM's outer test draws from generators keyed by the seed itself. Ours is keyed by the seed and a
+constant, so the two are independent.
+
+Where a proposal begins is part of the key, because the outer test discards tokens that were
+counted, and the counts decide about later proposals. A token that is drawn again in a later
+proposal must be drawn by other noise. A proposal begins where a discarded one began after a
+session's turn, or after output that was dropped in flight. The discarded one's counts decide
+nothing then: requests with a seed have fixed lengths, and the others come back with a new seed of
+vLLM's.
+
+vLLM gives a seed to requests without one, from numpy's generator. Its worker seeds this generator
+by the engine's seed and its data-parallel index: replicas draw apart, ranks of one engine alike.
 """
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels import noise as _noise
-from vllm_triforce.kernels.distributions import Distributions, DrawParameters, LevelLogits
-from vllm_triforce.kernels.noise import exponential
+from vllm_triforce.kernels.distributions import LevelLogits
+from vllm_triforce.kernels.row_table import (
+    COMPUTED,
+    HAS_NAN,
+    LENGTH,
+    NUM_ACCEPTED,
+    NUM_DRAFTED,
+    TEMPERATURE,
+    row_value,
+    set_row_value,
+)
 from vllm_triforce.kernels.rows import Rows
 
-_BLOCK = 4096
+_BLOCK = 4096  # tokens of a program
+# Any number except zero: it separates our streams from those of vLLM's samplers.
+_KEY = tl.constexpr(0x7419F06C3E5A2D)
+# Odd, with well mixed bits: 2**64 divided by the golden ratio, and a factor of splitmix64, both as
+# signed integers.
+_STEP = tl.constexpr(-7046029254386353131)
+_BEGIN_STEP = tl.constexpr(-4658895280553007687)
+DRAFT = tl.constexpr(0)
+RECOVER = tl.constexpr(1)
+ACCEPT = tl.constexpr(2)
 
 
-@triton.jit
+class ExponentialSampler:
+    """Scratch memory of the exponential race over the vocabulary.
+
+    Args:
+        max_rows: rows of a draw at most.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+        self.num_blocks = triton.cdiv(vocab_size, self.block)
+        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
+        shape = (max_rows, 2, self.num_blocks)
+        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def draw_drafts(
+    rows: Rows,  # column ``step`` of ``rows.drafted`` is written
+    step: int,
+    draft: LevelLogits,  # level 1's, of one place
+    sampler: ExponentialSampler,
+) -> None:
+    """Draw one token of level 1 for each row."""
+    distributions = draft.distributions
+    if distributions is not None:
+        draw_kernel[(rows.num_rows, sampler.num_blocks)](
+            distributions.logits,
+            distributions.lse,
+            distributions.logits,
+            distributions.lse,
+            rows.drafted,
+            rows.table,
+            rows.max_rows,
+            rows.floats,
+            rows.seeds,
+            sampler.values,
+            sampler.tokens,
+            step,
+            distributions.logits.shape[-1],
+            PLACES=1,
+            PURPOSE=DRAFT,
+            IS_ONE_HOT=True,
+            BLOCK=sampler.block,
+        )
+    _store_drafts_kernel[(rows.num_rows,)](
+        rows.drafted,
+        rows.table,
+        rows.max_rows,
+        rows.floats,
+        sampler.values,
+        sampler.tokens,
+        draft.best,
+        draft.top,
+        sampler.num_blocks,
+        rows.gamma,
+        step,
+        ALL_GREEDY=distributions is None,
+        PADDED_BLOCKS=sampler.padded_blocks,
+    )
+
+
+@triton.jit(do_not_specialize=["step"])
+def _store_drafts_kernel(
+    drafted_ptr,  # [max_rows, gamma], written
+    table_ptr,  # a NaN is noted
+    max_rows,
+    floats_ptr,
+    values_ptr,
+    tokens_ptr,
+    best_ptr,  # [num_rows]
+    top_ptr,  # [num_rows]
+    num_blocks,
+    gamma,
+    step,
+    ALL_GREEDY: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(best_ptr + row).to(tl.int32)
+    if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
+        if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
+            token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+    top = tl.load(top_ptr + row)
+    if top != top:
+        set_row_value(table_ptr, max_rows, row, HAS_NAN, 1)
+    tl.store(drafted_ptr + row * gamma + step, token)
+
+
+@triton.jit(do_not_specialize=["first_place"])
 def draw_kernel(
-    target_ptr,  # [num_reqs, PLACES, vocab_size]
-    target_lse_ptr,  # [num_reqs, PLACES]
-    draft_ptr,  # [num_reqs, PLACES - 1, vocab_size]
-    draft_lse_ptr,  # [num_reqs, PLACES - 1]
-    drafted_ptr,  # [num_reqs, PLACES - 1]
-    num_drafted_ptr,  # [num_reqs]
-    num_accepted_ptr,  # [num_reqs]
-    temperature_ptr,  # [num_reqs]
-    seeds_ptr,  # [num_reqs]
-    begins_ptr,  # [num_reqs]
-    token_positions_ptr,  # [num_reqs]
-    values_ptr,  # [num_reqs, 2, num_blocks]
-    tokens_ptr,  # [num_reqs, 2, num_blocks]
+    target_ptr,  # [num_rows, PLACES, vocab_size]
+    target_lse_ptr,  # [num_rows, PLACES]
+    draft_ptr,  # [num_rows, PLACES - 1, vocab_size]
+    draft_lse_ptr,  # [num_rows, PLACES - 1]
+    drafted_ptr,  # [num_rows, PLACES - 1]
+    table_ptr,
+    max_rows,
+    floats_ptr,
+    seeds_ptr,  # [num_rows]
+    values_ptr,  # [num_rows, 2, num_blocks], written
+    tokens_ptr,  # [num_rows, 2, num_blocks], written
+    first_place,  # of the places, after the proposal
     vocab_size,
     PLACES: tl.constexpr,
     PURPOSE: tl.constexpr,
-    CERTAIN: tl.constexpr,
+    IS_ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The exponential race of a block of the vocabulary: argmax of probability over noise, for
-    the residual distribution and for the target's own."""
+    """Run the exponential race over a block of the vocabulary: argmax of probability over noise,
+    for the residual distribution and for the target's own."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = row_value(floats_ptr, max_rows, row, TEMPERATURE)
     if temperature == 0.0:
         return
     place = 0
     if PLACES > 1:
-        place = tl.load(num_accepted_ptr + row)
+        place = row_value(table_ptr, max_rows, row, NUM_ACCEPTED)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
     target_row = row * PLACES + place
@@ -53,13 +169,13 @@ def draw_kernel(
     lse = tl.load(target_lse_ptr + target_row)
     probs = tl.exp(logits.to(tl.float32) / temperature - lse)
     seed = tl.load(seeds_ptr + row)
-    token_position = tl.load(token_positions_ptr + row) + place
-    delay = exponential(seed, tl.load(begins_ptr + row), token_position, PURPOSE, tokens)
+    begin, token_position = place_of_noise(table_ptr, max_rows, row, first_place + place)
+    delay = exponential(seed, begin, token_position, PURPOSE, tokens)
     rest = probs
     if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if place < tl.load(num_drafted_ptr + row):
+        if place < row_value(table_ptr, max_rows, row, NUM_DRAFTED):
             draft_row = row * (PLACES - 1) + place
-            if CERTAIN:
+            if IS_ONE_HOT:
                 rest = tl.where(tokens == tl.load(drafted_ptr + draft_row), 0.0, probs)
             else:
                 drafted = tl.load(
@@ -78,111 +194,78 @@ def draw_kernel(
 
 
 @triton.jit
-def winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
-    """The token that won a row's race; the target's own race where no residual is left (both
-    distributions are equal up to rounding, and the rejection was the rounding error)."""
+def sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
+    """Return the token that won a row's race.
+
+    Where no residual is left, the target's own race decides: both distributions are equal up to
+    rounding, and the rejection was a rounding error.
+    """
     blocks = tl.arange(0, PADDED_BLOCKS)
-    at = row * 2 * num_blocks + blocks
+    offsets = row * 2 * num_blocks + blocks
     mask = blocks < num_blocks
-    rest = tl.load(values_ptr + at, mask=mask, other=-1.0)
+    rest = tl.load(values_ptr + offsets, mask=mask, other=-1.0)
     if tl.max(rest, axis=0) > 0:
         return tl.load(tokens_ptr + row * 2 * num_blocks + tl.argmax(rest, axis=0))
-    whole = tl.load(values_ptr + at + num_blocks, mask=mask, other=-1.0)
+    whole = tl.load(values_ptr + offsets + num_blocks, mask=mask, other=-1.0)
     return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
 
 
-class ExponentialSampler:
-    """Scratch of the race over the vocabulary.
+@triton.jit
+def place_of_noise(table_ptr, max_rows, row, place):
+    """Return where a row's proposal began, and the index of the token at ``place`` after it."""
+    begin = row_value(table_ptr, max_rows, row, COMPUTED)
+    return begin, begin + row_value(table_ptr, max_rows, row, LENGTH) + 1 + place
+
+
+@triton.jit
+def uniform(seed, begin, token_position, purpose: tl.constexpr):
+    """Draw a number from (0, 1).
 
     Args:
-        max_rows: requests that can be drawn for at a time.
+        begin: computed tokens of the request when the proposal began.
     """
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-        self.num_blocks = triton.cdiv(vocab_size, self.block)
-        self.padded_blocks = triton.next_power_of_2(self.num_blocks)
-        shape = (max_rows, 2, self.num_blocks)
-        self.values = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+    return open_unit(tl.randint(_stream(seed, begin, token_position, purpose), token_position))
 
 
-_DRAFT = _noise.DRAFT
+@triton.jit
+def exponential(seed, begin, token_position, purpose: tl.constexpr, offsets):
+    """Draw an exponential number for each of ``offsets``, below 2**31; ``begin`` as above."""
+    return delay_of(open_unit(tl.randint(_stream(seed, begin, token_position, purpose), offsets)))
 
 
-@triton.jit(do_not_specialize=["step"])
-def _pick_kernel(
-    drafted_ptr,  # [num_reqs, gamma], written
-    values_ptr,
-    tokens_ptr,
-    best_ptr,  # [num_reqs]
-    top_ptr,  # [num_reqs]
-    fault_ptr,  # [num_reqs], written
-    temperature_ptr,  # [num_reqs]
-    num_blocks,
-    gamma,
-    step,
-    ALL_GREEDY: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(best_ptr + row).to(tl.int32)
-    if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if tl.load(temperature_ptr + row) > 0:
-            token = winner(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
-    top = tl.load(top_ptr + row)
-    tl.store(fault_ptr + row, 1, mask=top != top)
-    tl.store(drafted_ptr + row * gamma + step, token)
+@triton.jit
+def open_unit(random32):
+    """Convert 32 random bits n to (n + 0.5) / 2**32, rounded to float32 but not to 1.
+
+    Numbers close to 0 keep all bits. The 16-bit halves convert exactly on any GPU.
+    """
+    tl.static_assert(random32.dtype == tl.uint32)  # or shifts would extend the sign
+    high = (random32 >> 16).to(tl.int32).to(tl.float32)
+    low = (random32 & 0xFFFF).to(tl.int32).to(tl.float32)
+    unit = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+    return tl.minimum(unit, 0.99999994)
 
 
-def draw_drafts(
-    rows: Rows,  # column ``step`` of ``rows.drafted`` is written
-    step: int,
-    draft: LevelLogits,  # level 1's, of one place
-    sampling: DrawParameters,
-    race: ExponentialSampler,
-) -> None:
-    """Draws one token of level 1 for each row."""
-    if draft.distributions is not None:
-        _draw_drafts(rows, step, draft.distributions, sampling, race)
-    _pick_kernel[(rows.num_rows,)](
-        rows.drafted,
-        race.values,
-        race.tokens,
-        draft.best,
-        draft.top,
-        rows.faults.row,
-        sampling.temperature,
-        race.num_blocks,
-        rows.gamma,
-        step,
-        ALL_GREEDY=draft.distributions is None,
-        PADDED_BLOCKS=race.padded_blocks,
-    )
+@triton.jit
+def delay_of(unit):
+    """Return -log(1 - unit), so that small delays, which win races, come from small ``unit``, where
+    float32 is finest.
+
+    Below a quarter it is computed by its series, with a relative error below 3e-6.
+    """
+    series = 1.0 / 8.0
+    series = series * unit + 1.0 / 7.0
+    series = series * unit + 1.0 / 6.0
+    series = series * unit + 1.0 / 5.0
+    series = series * unit + 1.0 / 4.0
+    series = series * unit + 1.0 / 3.0
+    series = series * unit + 1.0 / 2.0
+    series = series * unit + 1.0
+    return tl.where(unit < 0.25, unit * series, -tl.log(1.0 - unit))
 
 
-def _draw_drafts(
-    rows: Rows, step: int, draft: Distributions, sampling: DrawParameters, race: ExponentialSampler
-) -> None:
-    count = rows.num_rows
-    token_positions = rows.computed[:count] + rows.length[:count] + (1 + step)
-    draw_kernel[(count, race.num_blocks)](
-        draft.logits,
-        draft.lse,
-        draft.logits,
-        draft.lse,
-        rows.drafted,
-        rows.drafted,
-        rows.drafted,
-        sampling.temperature,
-        sampling.seeds,
-        sampling.begins,
-        token_positions,
-        race.values,
-        race.tokens,
-        draft.logits.shape[-1],
-        PLACES=1,
-        PURPOSE=_DRAFT,
-        CERTAIN=True,
-        BLOCK=race.block,
-    )
+@triton.jit
+def _stream(seed, begin, token_position, purpose: tl.constexpr):
+    """Return the Philox key of one proposal, position and purpose."""
+    offset = (token_position.to(tl.int64) * 4 + purpose) * _STEP
+    return seed ^ (_KEY + offset + begin.to(tl.int64) * _BEGIN_STEP)

@@ -1,69 +1,24 @@
-"""What requests ask of their logits in numbers, where a CUDA graph finds it.
+"""Penalties and ``bad_words`` on the logits of a proposal's rows, within CUDA graphs.
 
-Penalties on the logits of a proposal's rows, as vLLM's sampler puts them on the full pass's
-(vllm/v1/worker/gpu/sample/penalties.py).
-
-``bad_words`` in the logits of a proposal's rows, as vLLM's sampler has them in the full pass's
-(vllm/v1/worker/gpu/sample/bad_words.py).
+They change the logits as vLLM's sampler changes those of the full pass
+(vllm/v1/worker/gpu/sample/penalties.py and bad_words.py).
 """
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.row_table import STATE, row_value
+from vllm_triforce.kernels.row_table import COMPUTED, LENGTH, STATE, num_rows_in_use, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _NUM_INTEGERS, _NUM_FLOATS = 7, 3
-
-
-@triton.jit
-def _keep_kernel(
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    prompt_len_ptr,  # [max_num_reqs], as all below
-    num_allowed_tokens_ptr,
-    num_biases_ptr,
-    min_len_ptr,
-    num_stop_tokens_ptr,
-    restores_stop_tokens_ptr,
-    num_bad_words_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    integers_ptr,  # [_NUM_INTEGERS, max_num_reqs], written
-    floats_ptr,  # [_NUM_FLOATS, max_num_reqs], written
-    max_num_reqs,
-):
-    state = row_value(row_metadata_ptr, tl.program_id(0), STATE).to(tl.int64)
-    # Of host memory, all of it asked for before the first store, which might be to the same place.
-    prompt_len = tl.load(prompt_len_ptr + state)
-    num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
-    num_biases = tl.load(num_biases_ptr + state)
-    min_len = tl.load(min_len_ptr + state)
-    num_stop_tokens = tl.load(num_stop_tokens_ptr + state)
-    restores_stop_tokens = tl.load(restores_stop_tokens_ptr + state)
-    num_bad_words = tl.load(num_bad_words_ptr + state)
-    repetition = tl.load(repetition_ptr + state)
-    frequency = tl.load(frequency_ptr + state)
-    presence = tl.load(presence_ptr + state)
-    to = integers_ptr + state
-    tl.store(to, prompt_len)
-    tl.store(to + max_num_reqs, num_allowed_tokens)
-    tl.store(to + 2 * max_num_reqs, num_biases)
-    tl.store(to + 3 * max_num_reqs, min_len)
-    tl.store(to + 4 * max_num_reqs, num_stop_tokens)
-    tl.store(to + 5 * max_num_reqs, restores_stop_tokens)
-    tl.store(to + 6 * max_num_reqs, num_bad_words)
-    to = floats_ptr + state
-    tl.store(to, repetition)
-    tl.store(to + max_num_reqs, frequency)
-    tl.store(to + 2 * max_num_reqs, presence)
+_BLOCK = 4096  # tokens of a program
 
 
 class LogitParams:
-    """By state, each [max_num_reqs]: int32, and float32 for the penalties.
+    """Parameters of logits processing by state, each [max_num_reqs].
 
-    vLLM keeps the same in buffers of which it takes another at every step
-    (vllm/v1/worker/gpu/buffer_utils.py); these stay where they are.
+    They are int32, and float32 for the penalties. vLLM's own move from buffer to buffer with each
+    step (vllm/v1/worker/gpu/buffer_utils.py); these have the fixed addresses that graphs need.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
@@ -79,80 +34,68 @@ class LogitParams:
             self.num_bad_words,
         ) = self._integers
         self.repetition, self.frequency, self.presence = self._floats
-        # Of a state that nobody has had yet: nothing, of which 0 is another thing.
+        # The neutral value, for states that no request has had yet.
         self.repetition.fill_(1.0)
 
-    def keep(self, rows: Rows, *of_vllm: torch.Tensor) -> None:
-        """Reads what the requests of a proposal's rows ask.
+    def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
+        """Copy the parameters of the rows' requests.
 
         Args:
-            of_vllm: its own tensors, by state, in the order of the fields above.
+            vllm_params: vLLM's tensors, by state, in the order of the fields above.
         """
         _keep_kernel[(rows.num_rows,)](
-            rows.row_metadata,
-            *of_vllm,
+            rows.table,
+            rows.max_rows,
+            *vllm_params,
             self._integers,
             self._floats,
             self._integers.shape[1],
         )
 
 
-_BLOCK = 4096
-
-
-@triton.jit(do_not_specialize=["first_place"])
-def _penalties_kernel(
-    logits_ptr,  # [num_rows * query_len, vocab_size], changed
-    logits_stride,
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    num_rows_ptr,  # [1]
-    repetition_ptr,  # [max_num_reqs], as the two below
+@triton.jit
+def _keep_kernel(
+    table_ptr,
+    max_rows,
+    prompt_len_ptr,  # [max_num_reqs], as all below
+    num_allowed_tokens_ptr,
+    num_biases_ptr,
+    min_len_ptr,
+    num_stop_tokens_ptr,
+    restores_stop_tokens_ptr,
+    num_bad_words_ptr,
+    repetition_ptr,
     frequency_ptr,
     presence_ptr,
-    in_prompt_ptr,  # [max_num_reqs, vocab_size / 32], a bit for each token
-    in_prompt_stride,
-    counts_ptr,  # [max_num_reqs, vocab_size], of the output
-    counts_stride,
-    proposal_ptr,  # [num_rows, num_speculative_tokens]
-    num_speculative_tokens,
-    length_ptr,  # [num_rows]
-    drafted_ptr,  # [num_rows, gamma]
-    gamma,
-    first_place,
-    query_len,
-    vocab_size,
-    BLOCK: tl.constexpr,
+    integers_ptr,  # [_NUM_INTEGERS, max_num_reqs], written
+    floats_ptr,  # [_NUM_FLOATS, max_num_reqs], written
+    max_num_reqs,
 ):
-    of_logits = tl.program_id(0).to(tl.int64)
-    row = of_logits // query_len
-    if row >= tl.load(num_rows_ptr):
-        return
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, tl.program_id(0), STATE).to(tl.int64)
+    # Load everything before storing: inputs in host memory may alias the outputs, and a load after
+    # a store would wait for the loads before it.
+    prompt_len = tl.load(prompt_len_ptr + state)
+    num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
+    num_biases = tl.load(num_biases_ptr + state)
+    min_len = tl.load(min_len_ptr + state)
+    num_stop_tokens = tl.load(num_stop_tokens_ptr + state)
+    restores_stop_tokens = tl.load(restores_stop_tokens_ptr + state)
+    num_bad_words = tl.load(num_bad_words_ptr + state)
     repetition = tl.load(repetition_ptr + state)
     frequency = tl.load(frequency_ptr + state)
     presence = tl.load(presence_ptr + state)
-    if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
-        return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < vocab_size
-    counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
-    for i in range(tl.load(length_ptr + row)):
-        proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
-        counts += (token == proposed.to(tl.int32)).to(tl.int32)
-    for i in range(first_place + of_logits % query_len):
-        counts += (token == tl.load(drafted_ptr + row * gamma + i)).to(tl.int32)
-    in_output = counts > 0
-    values = tl.load(logits_ptr + of_logits * logits_stride + token, mask=mask, other=0.0)
-    # Rounded where vLLM rounds, so that both find the same numbers: a product with the reciprocal,
-    # in a branch, or a compiler would make one operation of it and the frequency's.
-    if repetition != 1.0:
-        bits = tl.load(in_prompt_ptr + state * in_prompt_stride + token // 32, mask=mask, other=0)
-        in_prompt = ((bits >> (token % 32)) & 1) != 0
-        scale = tl.where(in_prompt | in_output, repetition, 1.0)
-        values *= tl.where(values > 0, 1.0 / scale, scale)
-    values -= frequency * counts
-    values -= presence * in_output.to(tl.float32)
-    tl.store(logits_ptr + of_logits * logits_stride + token, values, mask=mask)
+    out = integers_ptr + state
+    tl.store(out, prompt_len)
+    tl.store(out + max_num_reqs, num_allowed_tokens)
+    tl.store(out + 2 * max_num_reqs, num_biases)
+    tl.store(out + 3 * max_num_reqs, min_len)
+    tl.store(out + 4 * max_num_reqs, num_stop_tokens)
+    tl.store(out + 5 * max_num_reqs, restores_stop_tokens)
+    tl.store(out + 6 * max_num_reqs, num_bad_words)
+    out = floats_ptr + state
+    tl.store(out, repetition)
+    tl.store(out + max_num_reqs, frequency)
+    tl.store(out + 2 * max_num_reqs, presence)
 
 
 def apply_penalties(
@@ -160,32 +103,32 @@ def apply_penalties(
     query_len: int,
     first_place: int,
     rows: Rows,
-    asked: LogitParams,
+    params: LogitParams,
     in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
     output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
 ) -> None:
-    """Of each row's places ``first_place`` and on: what follows the proposal and as many drafts.
+    """Apply penalties to the logits of ``query_len`` places of each row.
 
     Args:
+        first_place: drafts before the first of these places, after the proposal.
         in_prompt: a bit for each token, by state.
-        output_counts: how often the request's output has each, by state.
+        output_counts: occurrences of each token in the request's output, by state.
     """
     num_tokens, vocab_size = logits.shape
     _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
         logits,
         logits.stride(0),
-        rows.row_metadata,
-        rows.count,
-        asked.repetition,
-        asked.frequency,
-        asked.presence,
+        rows.table,
+        rows.max_rows,
+        params.repetition,
+        params.frequency,
+        params.presence,
         in_prompt,
         in_prompt.stride(0),
         output_counts,
         output_counts.stride(0),
         rows.proposal,
         rows.num_speculative_tokens,
-        rows.length,
         rows.drafted,
         rows.gamma,
         first_place,
@@ -196,11 +139,104 @@ def apply_penalties(
 
 
 @triton.jit(do_not_specialize=["first_place"])
+def _penalties_kernel(
+    logits_ptr,  # [num_rows * query_len, vocab_size], changed
+    logits_stride,
+    table_ptr,
+    max_rows,
+    repetition_ptr,  # [max_num_reqs], as the two below
+    frequency_ptr,
+    presence_ptr,
+    in_prompt_ptr,  # [max_num_reqs, vocab_size / 32], a bit for each token
+    in_prompt_stride,
+    counts_ptr,  # [max_num_reqs, vocab_size], of the output
+    counts_stride,
+    proposal_ptr,  # [num_rows, num_speculative_tokens]
+    num_speculative_tokens,
+    drafted_ptr,  # [num_rows, gamma]
+    gamma,
+    first_place,
+    query_len,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    logits_row = tl.program_id(0).to(tl.int64)
+    row = logits_row // query_len
+    if row >= num_rows_in_use(table_ptr, max_rows):
+        return
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
+    repetition = tl.load(repetition_ptr + state)
+    frequency = tl.load(frequency_ptr + state)
+    presence = tl.load(presence_ptr + state)
+    if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
+        return
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < vocab_size
+    counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
+    for i in range(row_value(table_ptr, max_rows, row, LENGTH)):
+        proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
+        counts += (token == proposed.to(tl.int32)).to(tl.int32)
+    for i in range(first_place + logits_row % query_len):
+        counts += (token == tl.load(drafted_ptr + row * gamma + i)).to(tl.int32)
+    in_output = counts > 0
+    values = tl.load(logits_ptr + logits_row * logits_stride + token, mask=mask, other=0.0)
+    # Rounded as in vLLM, so that both give the same numbers: by a product with the reciprocal, in a
+    # branch, or the compiler would fuse it with the frequency's subtraction.
+    if repetition != 1.0:
+        bits = tl.load(in_prompt_ptr + state * in_prompt_stride + token // 32, mask=mask, other=0)
+        in_prompt = ((bits >> (token % 32)) & 1) != 0
+        scale = tl.where(in_prompt | in_output, repetition, 1.0)
+        values *= tl.where(values > 0, 1.0 / scale, scale)
+    values -= frequency * counts
+    values -= presence * in_output.to(tl.float32)
+    tl.store(logits_ptr + logits_row * logits_stride + token, values, mask=mask)
+
+
+def forbid_bad_words(
+    logits: torch.Tensor,  # [num_rows * query_len, vocab_size], float32, changed
+    query_len: int,
+    first_place: int,
+    rows: Rows,
+    params: LogitParams,
+    word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
+    word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
+    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
+) -> None:
+    """Mask the last token of each bad word whose other tokens are the request's newest.
+
+    Args:
+        first_place: drafts before the first of the ``query_len`` places, after the proposal.
+    """
+    _bad_words_kernel[(len(logits),)](
+        logits,
+        logits.stride(0),
+        rows.table,
+        rows.max_rows,
+        params.num_bad_words,
+        word_tokens,
+        word_tokens.stride(0),
+        word_starts,
+        word_starts.stride(0),
+        params.prompt_len,
+        all_token_ids,
+        all_token_ids.stride(0),
+        rows.proposal,
+        rows.num_speculative_tokens,
+        rows.drafted,
+        rows.gamma,
+        first_place,
+        query_len,
+        logits.shape[1],
+        PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
+    )
+
+
+@triton.jit(do_not_specialize=["first_place"])
 def _bad_words_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
-    row_metadata_ptr,  # [num_rows, NUM_COLUMNS]
-    num_rows_ptr,  # [1]
+    table_ptr,
+    max_rows,
     num_words_ptr,  # [max_num_reqs]
     word_tokens_ptr,  # [max_num_reqs, tokens of all words]
     word_tokens_stride,
@@ -209,10 +245,8 @@ def _bad_words_kernel(
     prompt_len_ptr,  # [max_num_reqs]
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     all_token_ids_stride,
-    computed_ptr,  # [num_rows]
     proposal_ptr,  # [num_rows, num_speculative_tokens]
     num_speculative_tokens,
-    length_ptr,  # [num_rows]
     drafted_ptr,  # [num_rows, gamma]
     gamma,
     first_place,
@@ -220,18 +254,18 @@ def _bad_words_kernel(
     vocab_size,
     PADDED_WORDS: tl.constexpr,
 ):
-    of_logits = tl.program_id(0).to(tl.int64)
-    row = of_logits // query_len
-    if row >= tl.load(num_rows_ptr):
+    logits_row = tl.program_id(0).to(tl.int64)
+    row = logits_row // query_len
+    if row >= num_rows_in_use(table_ptr, max_rows):
         return
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     num_words = tl.load(num_words_ptr + state)
     if num_words == 0:
         return
-    # The request's tokens, of which so many are known to vLLM, so many proposed, the rest drafts.
-    num_known = tl.load(computed_ptr + row) + 1
-    num_settled = num_known + tl.load(length_ptr + row)
-    num_tokens = num_settled + first_place + (of_logits % query_len).to(tl.int32)
+    # The request's tokens: first those that vLLM has, then the proposal, then the drafts.
+    num_known = row_value(table_ptr, max_rows, row, COMPUTED) + 1
+    num_settled = num_known + row_value(table_ptr, max_rows, row, LENGTH)
+    num_tokens = num_settled + first_place + (logits_row % query_len).to(tl.int32)
 
     word = tl.arange(0, PADDED_WORDS)
     exists = word < num_words
@@ -239,68 +273,31 @@ def _bad_words_kernel(
     start = tl.load(starts, mask=exists, other=0)
     last = tl.load(starts + 1, mask=exists, other=1) - 1
     prefix_len = last - start
-    # Of a word whose other tokens were the output's newest, the last one may not come.
+    # A word's last token is forbidden where its other tokens are the output's newest.
     begin = num_tokens - prefix_len
     is_bad = exists & (begin >= tl.load(prompt_len_ptr + state))
     words = word_tokens_ptr + state * word_tokens_stride
     for i in range(tl.max(prefix_len, 0)):
-        looks = is_bad & (i < prefix_len)
+        is_compared = is_bad & (i < prefix_len)
         index = begin + i
         known = tl.load(
             all_token_ids_ptr + state * all_token_ids_stride + index,
-            mask=looks & (index < num_known),
+            mask=is_compared & (index < num_known),
             other=0,
         )
         proposed = tl.load(
             proposal_ptr + row * num_speculative_tokens + index - num_known,
-            mask=looks & (index >= num_known) & (index < num_settled),
+            mask=is_compared & (index >= num_known) & (index < num_settled),
             other=0,
         )
         drafted = tl.load(
             drafted_ptr + row * gamma + index - num_settled,
-            mask=looks & (index >= num_settled),
+            mask=is_compared & (index >= num_settled),
             other=0,
         )
-        # Where it was not looked for, both are 0.
-        found = known + proposed.to(tl.int32) + drafted
-        is_bad &= tl.load(words + start + i, mask=looks, other=0) == found
-    token = tl.load(words + last, mask=is_bad, other=0)
-    is_bad &= token < vocab_size  # a tokenizer may have more
-    tl.store(logits_ptr + of_logits * logits_stride + token, float("-inf"), mask=is_bad)
-
-
-def forbid_bad_words(
-    logits: torch.Tensor,  # [num_rows * query_len, vocab_size], float32, changed
-    query_len: int,
-    first_place: int,
-    rows: Rows,
-    asked: LogitParams,
-    word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
-    word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
-    all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
-) -> None:
-    """Of each row's places ``first_place`` and on: what follows the proposal and as many drafts."""
-    _bad_words_kernel[(len(logits),)](
-        logits,
-        logits.stride(0),
-        rows.row_metadata,
-        rows.count,
-        asked.num_bad_words,
-        word_tokens,
-        word_tokens.stride(0),
-        word_starts,
-        word_starts.stride(0),
-        asked.prompt_len,
-        all_token_ids,
-        all_token_ids.stride(0),
-        rows.computed,
-        rows.proposal,
-        rows.num_speculative_tokens,
-        rows.length,
-        rows.drafted,
-        rows.gamma,
-        first_place,
-        query_len,
-        logits.shape[1],
-        PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
-    )
+        # At most one of the three is loaded, the others are 0.
+        token = known + proposed.to(tl.int32) + drafted
+        is_bad &= tl.load(words + start + i, mask=is_compared, other=0) == token
+    forbidden = tl.load(words + last, mask=is_bad, other=0)
+    is_bad &= forbidden < vocab_size  # a tokenizer may have more
+    tl.store(logits_ptr + logits_row * logits_stride + forbidden, float("-inf"), mask=is_bad)

@@ -7,7 +7,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.pass_inputs import token_at
-from vllm_triforce.kernels.row_table import STATE, row_value
+from vllm_triforce.kernels.row_table import COMPUTED, STATE, row_value
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = 1024
@@ -15,18 +15,19 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
-    row_metadata_ptr,
+    table_ptr,  # of the rows
+    max_rows,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len], by state
     token_stride,
-    computed_ptr,
     tokens_ptr,  # [num_rows, num_tokens], written
     num_tokens,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    state = row_value(row_metadata_ptr, row, STATE).to(tl.int64)
+    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
     indices = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (indices <= tl.load(computed_ptr + row)) & (indices < num_tokens)
+    computed = row_value(table_ptr, max_rows, row, COMPUTED)
+    mask = (indices <= computed) & (indices < num_tokens)
     tokens = tl.load(all_token_ids_ptr + state * token_stride + indices, mask=mask)
     tl.store(tokens_ptr + row.to(tl.int64) * num_tokens + indices, tokens, mask=mask)
 
@@ -109,14 +110,12 @@ def gather_tokens(
 
     On a GPU vLLM keeps them in host memory.
     """
-    tokens = torch.empty(
-        (rows.num_rows, num_tokens), dtype=torch.int32, device=rows.row_metadata.device
-    )
+    tokens = torch.empty((rows.num_rows, num_tokens), dtype=torch.int32, device=rows.table.device)
     _gather_kernel[(rows.num_rows, triton.cdiv(num_tokens, _BLOCK))](
-        rows.row_metadata,
+        rows.table,
+        rows.max_rows,
         all_token_ids,
         all_token_ids.stride(0),
-        rows.computed,
         tokens,
         num_tokens,
         BLOCK=_BLOCK,

@@ -1,8 +1,7 @@
-"""Summaries of blocks that became full, for all layers, heads and requests in one launch.
+"""Retrieval: summaries of full blocks, scores of chunks, and level 2's block tables.
 
-Scores of every retrieval chunk, for all layers at once, without gathering mean keys.
-
-Block tables of level 2's one-head sequences, for all layers, heads and requests.
+Each is one launch for all layers, heads and requests. Summaries are kept by block id, so scoring
+gathers no keys.
 """
 
 from collections.abc import Mapping
@@ -12,6 +11,67 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
+
+_CHUNKS_PER_PROGRAM = 64
+
+
+class KeyPointers:
+    """Addresses of each layer's keys; all layers have the same strides.
+
+    Args:
+        keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], a view of its KV cache.
+        scales: per layer, the factor of stored keys (1 unless the cache is quantized).
+    """
+
+    def __init__(self, keys: list[torch.Tensor], scales: list[float]) -> None:
+        if len({(k.stride(), k.shape, k.dtype) for k in keys}) != 1:
+            raise ValueError("the layers that retrieve have KV caches of different layouts")
+        self.like = keys[0]
+        self.device = device = keys[0].device
+        self.pointers = torch.tensor(
+            [k.data_ptr() for k in keys], dtype=torch.uint64, device=device
+        )
+        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
+        _, self.block_size, self.num_heads, self.head_dim = keys[0].shape
+        self.strides = keys[0].stride()[:3]
+
+
+def update_chunk_summaries(
+    keys: KeyPointers,
+    kind: Summary,
+    summaries: QuantizedSummaries,
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
+    last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+    max_blocks: int,  # upper bound of last - first
+) -> None:
+    """Summarize the blocks of each request from ``first`` to before ``last``."""
+    if max_blocks <= 0:
+        return
+    block_stride, token_stride, head_stride = keys.strides
+    num_layers = len(keys.pointers)
+    _chunk_summaries_kernel[(len(tables) * max_blocks, keys.num_heads, num_layers)](
+        keys.pointers,
+        keys.like,
+        keys.scales,
+        summaries.values,
+        summaries.scales,
+        tables,
+        tables.stride(0),
+        first,
+        last,
+        max_blocks,
+        block_stride,
+        token_stride,
+        head_stride,
+        summaries.scales.stride(0),
+        summaries.scales.stride(1),
+        KIND=kind.value,
+        BLOCK_SIZE=keys.block_size,
+        HEAD_DIM=keys.head_dim,
+        PADDED_DIM=triton.next_power_of_2(keys.head_dim),
+        PADDED_BLOCK=triton.next_power_of_2(keys.block_size),
+    )
 
 
 @triton.jit(do_not_specialize=["max_blocks"])
@@ -54,136 +114,19 @@ def _chunk_summaries_kernel(
     key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
     key = key.to(tl.float32)
     if KIND == "mean":
-        found = tl.sum(key, axis=0) / BLOCK_SIZE
+        summary = tl.sum(key, axis=0) / BLOCK_SIZE
     elif KIND == "min":
-        found = tl.min(tl.where(is_token, key, float("inf")), axis=0)
+        summary = tl.min(tl.where(is_token, key, float("inf")), axis=0)
     else:
-        found = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
-    found = found * tl.load(key_scales + layer)
-    found = tl.where(dims < HEAD_DIM, found, 0.0)
-    scale = tl.max(tl.abs(found), axis=0) / 127
-    steps = tl.floor(found / tl.where(scale > 0, scale, 1.0) + 0.5)
+        summary = tl.max(tl.where(is_token, key, float("-inf")), axis=0)
+    summary = summary * tl.load(key_scales + layer)
+    summary = tl.where(dims < HEAD_DIM, summary, 0.0)
+    scale = tl.max(tl.abs(summary), axis=0) / 127
+    steps = tl.floor(summary / tl.where(scale > 0, scale, 1.0) + 0.5)
     place = layer * scales_layer_stride + head * scales_head_stride + block
     tl.store(scales_ptr + place, scale)
     out = values_ptr + place * HEAD_DIM + dims
     tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
-
-
-class KeyPointers:
-    """Where the keys of each layer are; all layers have the same strides.
-
-    Args:
-        keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], a view of its KV cache.
-        scales: per layer, what a stored number is multiplied by (1 unless the cache is quantized).
-    """
-
-    def __init__(self, keys: list[torch.Tensor], scales: list[float]) -> None:
-        if len({(k.stride(), k.shape, k.dtype) for k in keys}) != 1:
-            raise ValueError("the layers that retrieve have KV caches of different layouts")
-        self.like = keys[0]
-        self.device = device = keys[0].device
-        self.pointers = torch.tensor(
-            [k.data_ptr() for k in keys], dtype=torch.uint64, device=device
-        )
-        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
-        _, self.block_size, self.num_heads, self.head_dim = keys[0].shape
-        self.strides = keys[0].stride()[:3]
-
-
-def update_chunk_summaries(
-    keys: KeyPointers,
-    kind: Summary,
-    summaries: QuantizedSummaries,
-    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
-    first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
-    last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
-    max_blocks: int,  # upper bound of last - first
-) -> None:
-    if max_blocks <= 0:
-        return
-    block_stride, token_stride, head_stride = keys.strides
-    num_layers = len(keys.pointers)
-    _chunk_summaries_kernel[(len(tables) * max_blocks, keys.num_heads, num_layers)](
-        keys.pointers,
-        keys.like,
-        keys.scales,
-        summaries.values,
-        summaries.scales,
-        tables,
-        tables.stride(0),
-        first,
-        last,
-        max_blocks,
-        block_stride,
-        token_stride,
-        head_stride,
-        summaries.scales.stride(0),
-        summaries.scales.stride(1),
-        KIND=kind.value,
-        BLOCK_SIZE=keys.block_size,
-        HEAD_DIM=keys.head_dim,
-        PADDED_DIM=triton.next_power_of_2(keys.head_dim),
-        PADDED_BLOCK=triton.next_power_of_2(keys.block_size),
-    )
-
-
-_CHUNKS_PER_PROGRAM = 64
-
-
-@triton.jit(do_not_specialize=["max_chunks"])
-def _chunk_scores_kernel(
-    queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
-    query_layer_stride,
-    query_row_stride,
-    query_rows_ptr,  # [num_reqs]
-    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
-    mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
-    means_layer_stride,
-    means_head_stride,
-    tables_ptr,  # [num_reqs, width]
-    table_stride,
-    num_chunks_ptr,  # [num_reqs]
-    scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
-    num_layers,
-    max_chunks,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    layer = (tl.program_id(1) % num_layers).to(tl.int64)
-    kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
-    num_kv_heads = tl.num_programs(1) // num_layers
-    chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
-    # The first chunk is kept without a vote.
-    is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
-    blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
-    dims = tl.arange(0, PADDED_DIM)
-    places = layer * means_layer_stride + kv_head * means_head_stride + blocks.to(tl.int64)
-    means = tl.load(
-        means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
-        other=0,
-    ).to(tl.float32)
-    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0) * scale
-    query_row = tl.load(query_rows_ptr + row).to(tl.int64)
-    for member in tl.static_range(GROUP):
-        head = kv_head * GROUP + member
-        query = tl.load(
-            queries_ptr
-            + layer * query_layer_stride
-            + query_row * query_row_stride
-            + head * HEAD_DIM
-            + dims,
-            mask=dims < HEAD_DIM,
-            other=0.0,
-        ).to(tl.float32)
-        score = tl.sum(means * query[None, :], axis=1) * scales
-        score = tl.where(is_candidate, score, float("-inf"))
-        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
-        tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
 
 
 def score_chunks(
@@ -194,10 +137,10 @@ def score_chunks(
     num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
     max_chunks: int,  # columns of the result
 ) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
-    """Votes of ``selection/retrieval.py``, products of queries and mean keys: with several
-    query heads to a KV head, each votes with its softmax over the candidates.
+    """Score chunks by products of queries and mean keys, as ``selection/retrieval.py`` does.
 
-    Chunks that are no candidates (the first, and all from the tail on) have -inf.
+    With several query heads to a KV head, each votes with its softmax over the candidates. Chunks
+    that are no candidates (the first, and all from the tail on) have -inf.
     """
     means = summaries[Summary.MEAN]
     num_layers, _, num_heads, head_dim = queries.shape
@@ -236,6 +179,92 @@ def score_chunks(
     return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
 
 
+@triton.jit(do_not_specialize=["max_chunks"])
+def _chunk_scores_kernel(
+    queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
+    query_layer_stride,
+    query_row_stride,
+    query_rows_ptr,  # [num_reqs]
+    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
+    mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
+    means_layer_stride,
+    means_head_stride,
+    tables_ptr,  # [num_reqs, width]
+    table_stride,
+    num_chunks_ptr,  # [num_reqs]
+    scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
+    num_layers,
+    max_chunks,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    layer = (tl.program_id(1) % num_layers).to(tl.int64)
+    kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
+    num_kv_heads = tl.num_programs(1) // num_layers
+    chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
+    # The first chunk is always read, and needs no score.
+    is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
+    blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
+    dims = tl.arange(0, PADDED_DIM)
+    places = layer * means_layer_stride + kv_head * means_head_stride + blocks.to(tl.int64)
+    means = tl.load(
+        means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
+        other=0,
+    ).to(tl.float32)
+    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0) * scale
+    query_row = tl.load(query_rows_ptr + row).to(tl.int64)
+    for member in tl.static_range(GROUP):
+        head = kv_head * GROUP + member
+        query = tl.load(
+            queries_ptr
+            + layer * query_layer_stride
+            + query_row * query_row_stride
+            + head * HEAD_DIM
+            + dims,
+            mask=dims < HEAD_DIM,
+            other=0.0,
+        ).to(tl.float32)
+        score = tl.sum(means * query[None, :], axis=1) * scales
+        score = tl.where(is_candidate, score, float("-inf"))
+        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
+        tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
+
+
+def build_sparse_tables(
+    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
+    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
+    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
+    num_selected: torch.Tensor,  # [num_reqs], int32
+    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
+    num_blocks: torch.Tensor,  # [num_reqs], int32, allocated blocks
+    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
+    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
+) -> None:
+    """Build each table from the selected blocks and the tail: recent blocks and all after them."""
+    num_layers, num_heads = selected.shape[1:3]
+    width = out.shape[2]
+    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
+        out,
+        out.stride(0),
+        selected,
+        selected.shape[3],
+        slots,
+        num_selected,
+        tail_start,
+        num_blocks,
+        tables,
+        tables.stride(0),
+        width,
+        *head_strides,
+        BLOCK=min(1024, triton.next_power_of_2(width)),
+    )
+
+
 @triton.jit
 def _sparse_tables_kernel(
     out_ptr,  # [num_layers, max_reqs * num_kv_heads, width]
@@ -270,35 +299,5 @@ def _sparse_tables_kernel(
         in_tail = (column >= num_selected) & (logical < num_blocks)
         block = tl.load(selected + column, mask=is_selected, other=0)
         block += tl.load(tables_ptr + row * table_stride + logical, mask=in_tail, other=0)
-        # Beyond what is allocated stands vLLM's null block; no sequence reaches it.
+        # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
         tl.store(out + column, block * per_block + head * per_head, mask=column < width)
-
-
-def build_sparse_tables(
-    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
-    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
-    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
-    num_selected: torch.Tensor,  # [num_reqs], int32
-    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
-    num_blocks: torch.Tensor,  # [num_reqs], int32, blocks that are allocated
-    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
-    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
-) -> None:
-    """Each table is the selected blocks and then the tail: recent blocks and all after them."""
-    num_layers, num_heads = selected.shape[1:3]
-    width = out.shape[2]
-    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
-        out,
-        out.stride(0),
-        selected,
-        selected.shape[3],
-        slots,
-        num_selected,
-        tail_start,
-        num_blocks,
-        tables,
-        tables.stride(0),
-        width,
-        *head_strides,
-        BLOCK=min(1024, triton.next_power_of_2(width)),
-    )

@@ -1,21 +1,68 @@
-"""The requests of one proposal, as buffers on the device, and what fills them."""
+"""State of the requests in a proposal, on the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from vllm.triton_utils import triton
+from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.distributions import DrawParameters, SamplingParameters
-from vllm_triforce.kernels.nan_guard import NanFlags
-from vllm_triforce.kernels.pass_inputs import (
-    PassInputs,
-    prepare_draft_inputs_kernel,
-    prepare_target_inputs_kernel,
-    prepare_window_inputs_kernel,
+from vllm_triforce.kernels.distributions import SamplingParameters
+from vllm_triforce.kernels.row_table import (
+    BATCH_ROW,
+    COMPUTED,
+    DISABLED,
+    DIVISOR,
+    FIRST_NEWLY_FULL,
+    HAS_NAN,
+    KEPT_FULL,
+    KEPT_TAIL,
+    LAST_NEWLY_FULL,
+    LAST_TOKEN,
+    LENGTH,
+    LIMIT,
+    MAX_ROUNDS,
+    MAX_TOKENS,
+    MIN_P,
+    NEW_OWNER,
+    NOT_DUE,
+    NUM_BLOCKS,
+    NUM_OUTCOMES,
+    NUM_ROW_COLUMNS,
+    NUM_ROWS,
+    NUM_SELECTED,
+    NUM_SLOT_COLUMNS,
+    REFRESH,
+    RESERVED,
+    ROOM,
+    ROUNDS_LEFT,
+    SKIPPED,
+    SLOT,
+    STATE,
+    TAIL,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    UNUSED,
+    FloatColumn,
+    OutcomeColumn,
+    RowColumn,
+    SlotColumn,
+    StateColumn,
+    row_value,
+    set_row_value,
 )
-from vllm_triforce.kernels.row_state import commit_rows_kernel, init_rows_kernel
-from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """Configuration that bounds the proposal of every row."""
+
+    min_context: int  # tokens
+    block_size: int  # tokens
+    recent_blocks: int
+    max_selected: int  # blocks
+    width: int  # blocks, of the sparse block tables
 
 
 class Rows:
@@ -43,83 +90,73 @@ class Rows:
         self.num_speculative_tokens = num_speculative_tokens
         self.gamma = gamma
         self.vocab_size = vocab_size
-        self.row_metadata = integers(max_rows, len(RowColumn))
         self.num_rows = 0
-        # The same for kernels, which may be in a CUDA graph for more rows.
-        self.count = integers(1)
-        # Kept from proposal to proposal, [num_slots]: the first block of the tail, and the blocks
-        # that were full, when the selection was made.
-        self.slot_tail = integers(num_slots)
-        self.slot_known = integers(num_slots)
-        self.faults = NanFlags(
-            row=integers(max_rows),
-            slot=integers(num_slots),
-            row_metadata=self.row_metadata,
-        )
-        # All below by row. Tokens with KV, the newest token, the length that the proposal may
-        # reach, the rounds that may still be taken for it, and the length that it has; each
-        # [max_rows].
-        self.computed, self.last_token, self.room, self.rounds_left, self.length = integers(
-            5, max_rows
-        )
-        # Of level 2's cache: first block of the tail, selected blocks, tokens left out before the
-        # tail, allocated blocks.
-        self.tail, self.num_selected, self.skipped, self.num_blocks = integers(4, max_rows)
-        # Blocks that became full since the last selection; the second is the end, exclusive.
-        self.first_newly_full, self.last_newly_full = integers(2, max_rows)
-        # Of the round: what level 1 drafted, what of it was accepted, what the proposal grew by.
-        self.num_drafted, self.num_accepted, self.num_emitted = integers(3, max_rows)
-        self.temperature = integers(max_rows, dtype=torch.float32)
-        self.divisor = integers(max_rows, dtype=torch.float32)  # the same, 1 where a row is greedy
+        self.table = table = integers(NUM_ROW_COLUMNS, max_rows)
+        self.row_metadata = table[: len(RowColumn)].T
+        """[max_rows, len(RowColumn)], the host's columns."""
+        self.count = table[StateColumn.NUM_ROWS, :1]
+        """``num_rows`` for kernels, which may be in a CUDA graph for more rows."""
+        self.computed = table[StateColumn.COMPUTED]
+        self.last_token = table[StateColumn.LAST_TOKEN]
+        self.length = table[StateColumn.LENGTH]
+        self.room = table[StateColumn.ROOM]
+        self.rounds_left = table[StateColumn.ROUNDS_LEFT]
+        self.tail = table[StateColumn.TAIL]
+        self.num_selected = table[StateColumn.NUM_SELECTED]
+        self.skipped = table[StateColumn.SKIPPED]
+        self.num_blocks = table[StateColumn.NUM_BLOCKS]
+        self.first_newly_full = table[StateColumn.FIRST_NEWLY_FULL]
+        self.last_newly_full = table[StateColumn.LAST_NEWLY_FULL]
+        self.num_drafted = table[StateColumn.NUM_DRAFTED]
+        self.num_accepted = table[StateColumn.NUM_ACCEPTED]
+        self.num_emitted = table[StateColumn.NUM_EMITTED]
+        self.has_nan = table[StateColumn.HAS_NAN]
+        self.top_k = table[StateColumn.TOP_K].fill_(vocab_size)
+        self.floats = integers(len(FloatColumn), max_rows, dtype=torch.float32)
+        self.temperature = self.floats[FloatColumn.TEMPERATURE]
+        self.divisor = self.floats[FloatColumn.DIVISOR]
+        self.top_p = self.floats[FloatColumn.TOP_P].fill_(1.0)
+        self.min_p = self.floats[FloatColumn.MIN_P]
         self.seeds = integers(max_rows, dtype=torch.int64)
-        # Which tokens are drawn of at all; what masks nothing where a row asks for nothing.
-        self.top_k = torch.full_like(self.computed, vocab_size)
-        self.top_p = torch.ones_like(self.divisor)
-        self.min_p = torch.zeros_like(self.divisor)
+        self.slots = integers(num_slots, len(SlotColumn))
+        self.slot_disabled = self.slots[:, SlotColumn.DISABLED]
         self.outcomes = integers(max_rows, len(OutcomeColumn))
-        self.token_positions = integers(max_rows)  # index of the first drafted token
         self.drafted = integers(max_rows, gamma)
         self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
 
     @contextmanager
     def with_num_rows(self, num_rows: int) -> Iterator[None]:
-        """While work is captured for so many rows."""
+        """Set ``num_rows`` while work is captured for this many rows."""
         before, self.num_rows = self.num_rows, num_rows
         try:
             yield
         finally:
             self.num_rows = before
 
-    @property
-    def drawing(self) -> DrawParameters:
-        """How the rows' tokens are drawn."""
-        its = (self.temperature, self.seeds, self.computed)
-        return DrawParameters(*(values[: self.num_rows] for values in its))
-
     def column(self, column: RowColumn) -> torch.Tensor:  # [num_rows], int32
-        """A column of the rows' table."""
-        return self.row_metadata[: self.num_rows, column].contiguous()
+        """Return a column of the rows in use, as a view."""
+        return self.table[column, : self.num_rows]
 
-    def begin(
+    def init(
         self,
         row_metadata: torch.Tensor,  # [num_rows, len(RowColumn)], int32
         num_computed: torch.Tensor,  # [max_num_reqs], int32, by state
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
         parameters: SamplingParameters,
-        min_context: int,
-        block_size: int,
-        recent_blocks: int,
-        max_selected: int,
-        width: int,  # of the sparse block tables
+        limits: RowLimits,
     ) -> None:
-        """Reads each row's lengths and says how much it may propose."""
+        """Read each row's lengths and sampling parameters, and find its room."""
         self.num_rows = len(row_metadata)
         self.row_metadata[: self.num_rows].copy_(row_metadata)
-        init_rows_kernel[(self.max_rows,)](
-            self.row_metadata,
+        _init_rows_kernel[(self.max_rows,)](
+            self.table,
+            self.max_rows,
             self.num_rows,
-            self.count,
+            self.floats,
+            self.seeds,
+            self.slots,
+            self.outcomes,
             num_computed,
             num_sampled,
             last_sampled,
@@ -128,170 +165,115 @@ class Rows:
             parameters.top_k,
             parameters.top_p,
             parameters.min_p,
-            self.slot_tail,
-            self.slot_known,
-            self.faults.slot,
-            self.faults.row,
-            self.computed,
-            self.last_token,
-            self.room,
-            self.rounds_left,
-            self.length,
-            self.tail,
-            self.num_selected,
-            self.skipped,
-            self.num_blocks,
-            self.first_newly_full,
-            self.last_newly_full,
-            self.temperature,
-            self.divisor,
-            self.seeds,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.outcomes,
             self.vocab_size,
             self.num_speculative_tokens,
-            min_context,
-            self.num_speculative_tokens,
-            block_size,
-            recent_blocks,
-            max_selected,
-            width,
+            limits.min_context,
+            limits.block_size,
+            limits.recent_blocks,
+            limits.max_selected,
+            limits.width,
         )
 
-    def feed_window(
-        self,
-        inputs: PassInputs,
-        padded_rows: int,
-        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
-        num_sinks: int,
-        capacity: int,
-        block_size: int,
-        blocks_per_slot: int,
-    ) -> None:
-        """The newest ``inputs.query_len`` tokens of each row, at their places in its window."""
-        prepare_window_inputs_kernel[(padded_rows,)](
-            self.row_metadata,
-            self.count,
-            all_token_ids,
-            all_token_ids.stride(0),
-            self.proposal,
-            self.num_speculative_tokens,
-            self.computed,
-            self.length,
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slot_mapping,
-            inputs.seq_lens,
-            num_sinks,
-            capacity,
-            block_size,
-            blocks_per_slot,
-            inputs.query_len,
-            PADDED_LEN=triton.next_power_of_2(inputs.query_len),
-        )
 
-    def feed_draft(
-        self,
-        inputs: PassInputs,
-        padded_rows: int,
-        step: int,
-        capacity: int,
-        block_size: int,
-        blocks_per_slot: int,
-    ) -> None:
-        """Level 1's newest token of each row, behind what the pass before it fed."""
-        prepare_draft_inputs_kernel[(padded_rows,)](
-            self.row_metadata,
-            self.count,
-            self.drafted,
-            self.gamma,
-            step,
-            inputs.seq_lens,
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slot_mapping,
-            capacity,
-            block_size,
-            blocks_per_slot,
-        )
-
-    def feed_target(
-        self,
-        inputs: PassInputs,
-        padded_rows: int,
-        tables: torch.Tensor,  # [num_rows, table_width], int32
-        dense_seq_lens: torch.Tensor,  # [max_rows], int32, written
-        block_size: int,
-        max_position: int,
-        num_kv_heads: int,
-        pool_mapping: torch.Tensor | None = None,
-        pool_width: int = 0,
-    ) -> None:
-        """The newest token of each row and its drafts; ``inputs.seq_lens`` has one per KV head.
-
-        Args:
-            pool_mapping: [max_rows * (gamma + 1)], int64, written: where the tokens go in the pool
-                of layers in host memory.
-            pool_width: blocks that a slot has there.
-        """
-        prepare_target_inputs_kernel[(padded_rows,)](
-            self.row_metadata,
-            self.count,
-            tables,
-            tables.stride(0),
-            self.proposal,
-            self.num_speculative_tokens,
-            self.drafted,
-            self.num_drafted,
-            self.computed,
-            self.length,
-            self.room,
-            self.last_token,
-            self.skipped,
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slot_mapping,
-            inputs.seq_lens,
-            dense_seq_lens,
-            self.token_positions,
-            inputs.slot_mapping if pool_mapping is None else pool_mapping,
-            self.tail,
-            self.num_selected,
-            pool_width,
-            block_size,
-            max_position,
-            num_kv_heads,
-            self.gamma,
-            HAS_POOL=pool_mapping is not None,
-            PADDED_LEN=triton.next_power_of_2(self.gamma + 1),
-            PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
-        )
-
-    def finish(
-        self,
-        draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
-        handed_up,  # kernels/proposals.py, written
-        counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
-        is_direct: bool,
-    ) -> None:
-        """Hands the proposals to the batch, whose other places stay as they are.
-
-        Args:
-            is_direct: whether they are level 1's alone.
-        """
-        commit_rows_kernel[(self.num_rows,)](
-            draft_tokens,
-            self.row_metadata,
-            self.proposal,
-            self.length,
-            handed_up.num_proposed,
-            handed_up.slot_of_state,
-            handed_up.state_of_slot,
-            self.outcomes,
-            counters,
-            self.num_speculative_tokens,
-            IS_DIRECT=is_direct,
-            PADDED_LEN=triton.next_power_of_2(self.num_speculative_tokens),
-        )
+@triton.jit(do_not_specialize=["num_rows"])
+def _init_rows_kernel(
+    table_ptr,  # [NUM_ROW_COLUMNS, max_rows], written after the host's columns
+    max_rows,
+    num_rows,
+    floats_ptr,  # [NUM_FLOAT_COLUMNS, max_rows], written
+    seeds_ptr,  # [max_rows], written
+    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
+    outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
+    num_computed_ptr,  # [max_num_reqs], by state
+    num_sampled_ptr,  # [batch size]
+    last_sampled_ptr,  # [max_num_reqs, 1], by state
+    state_temperature_ptr,  # [max_num_reqs], by state, and so are the four below
+    state_seeds_ptr,
+    state_top_k_ptr,
+    state_top_p_ptr,
+    state_min_p_ptr,
+    vocab_size,
+    num_speculative_tokens,
+    min_context,
+    block_size,
+    recent_blocks,
+    max_selected,
+    width,
+):
+    row = tl.program_id(0)
+    computed = 0
+    room = 0
+    rounds = 0
+    tail = 0
+    selected = 0
+    num_blocks = 0
+    first = 0
+    last = 0
+    token = 0
+    temperature = 0.0
+    top_k = vocab_size
+    top_p = 1.0
+    min_p = 0.0
+    tl.store(table_ptr + NUM_ROWS * max_rows, num_rows, mask=row == 0)
+    if row < num_rows:
+        state = row_value(table_ptr, max_rows, row, STATE)
+        slot = slots_ptr + row_value(table_ptr, max_rows, row, SLOT) * NUM_SLOT_COLUMNS
+        refresh = row_value(table_ptr, max_rows, row, REFRESH)
+        reserved = row_value(table_ptr, max_rows, row, RESERVED)
+        limit = row_value(table_ptr, max_rows, row, LIMIT)
+        computed = tl.load(num_computed_ptr + state).to(tl.int32)
+        token = tl.load(last_sampled_ptr + state).to(tl.int32)
+        temperature = tl.load(state_temperature_ptr + state)
+        top_k = tl.load(state_top_k_ptr + state)
+        top_p = tl.load(state_top_p_ptr + state)
+        min_p = tl.load(state_min_p_ptr + state)
+        tl.store(seeds_ptr + row, tl.load(state_seeds_ptr + state))
+        num_full = computed // block_size
+        num_blocks = reserved // block_size
+        if refresh == UNUSED:
+            tail = num_full
+        elif refresh != NOT_DUE:
+            tail = tl.maximum(num_full - recent_blocks, 0)
+            first = tl.where(refresh == NEW_OWNER, 0, tl.load(slot + KEPT_FULL))
+            last = num_full
+            tl.store(slot + KEPT_TAIL, tail)
+            tl.store(slot + KEPT_FULL, num_full)
+        else:
+            tail = tl.load(slot + KEPT_TAIL)
+        selected = tl.minimum(tail, max_selected)
+        rounds = row_value(table_ptr, max_rows, row, MAX_ROUNDS)
+        max_tokens = row_value(table_ptr, max_rows, row, MAX_TOKENS)
+        room = tl.minimum(max_tokens, reserved - computed)
+        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
+        # full pass adds a token.
+        room = tl.minimum(room, limit - 2 - computed)
+        # Blocks of the sparse table that the row needs until its proposal ends.
+        reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
+        batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
+        is_ready = tl.load(num_sampled_ptr + batch_row) > 0
+        is_ready = is_ready & (computed >= min_context)
+        is_ready = is_ready & (computed >= num_speculative_tokens)
+        is_ready = is_ready & ((reach <= width) | (refresh == UNUSED))
+        is_ready = is_ready & (tl.load(slot + DISABLED) == 0)
+        room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
+    set_row_value(table_ptr, max_rows, row, COMPUTED, computed)
+    set_row_value(table_ptr, max_rows, row, LAST_TOKEN, token)
+    set_row_value(table_ptr, max_rows, row, LENGTH, 0)
+    set_row_value(table_ptr, max_rows, row, ROOM, room)
+    set_row_value(table_ptr, max_rows, row, ROUNDS_LEFT, rounds)
+    set_row_value(table_ptr, max_rows, row, TAIL, tail)
+    set_row_value(table_ptr, max_rows, row, NUM_SELECTED, selected)
+    set_row_value(table_ptr, max_rows, row, SKIPPED, (tail - selected) * block_size)
+    set_row_value(table_ptr, max_rows, row, NUM_BLOCKS, num_blocks)
+    set_row_value(table_ptr, max_rows, row, FIRST_NEWLY_FULL, first)
+    set_row_value(table_ptr, max_rows, row, LAST_NEWLY_FULL, last)
+    set_row_value(table_ptr, max_rows, row, HAS_NAN, 0)
+    # Padding is greedy and masks nothing.
+    set_row_value(table_ptr, max_rows, row, TOP_K, top_k)
+    set_row_value(floats_ptr, max_rows, row, TEMPERATURE, temperature)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    set_row_value(floats_ptr, max_rows, row, DIVISOR, divisor)
+    set_row_value(floats_ptr, max_rows, row, TOP_P, top_p)
+    set_row_value(floats_ptr, max_rows, row, MIN_P, min_p)
+    for column in tl.static_range(NUM_OUTCOMES):
+        tl.store(outcomes_ptr + row * NUM_OUTCOMES + column, 0)

@@ -1,11 +1,11 @@
-"""One layer's KV blocks from host memory to the device, as many as a step's requests read."""
+"""Staging of one layer's KV blocks from host memory, for the requests of a step."""
 
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels.counters import NUM_STAGED_BYTES
 
-# PCIe is filled by few programs, and others need the rest of the device.
+# A few programs fill PCIe, and other kernels need the rest of the device.
 _NUM_PROGRAMS = 32
 _BLOCK = 4096
 
@@ -29,14 +29,14 @@ def _stage_blocks_kernel(
     for row in range(0, num_reqs):
         num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
         staged_bytes += num_blocks.to(tl.int64) * page_size * 4
-        # Programs take the blocks of all requests in turn: a request may have but one.
+        # Programs take the blocks of all requests in turn, because a request may have only one.
         for index in range((first + step - total % step) % step, num_blocks, step):
             block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
             for start in range(0, page_size, BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 mask = places < page_size
-                found = tl.load(host_ptr + block + places, mask=mask)
-                tl.store(staging_ptr + block + places, found, mask=mask)
+                words = tl.load(host_ptr + block + places, mask=mask)
+                tl.store(staging_ptr + block + places, words, mask=mask)
         total += num_blocks
     if first == 0:
         tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
@@ -50,12 +50,12 @@ def stage_blocks(
     block_size: int,
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
 ) -> None:
-    """Copies each block that a table names below its request's length to the same place.
+    """Copy each request's blocks, up to its length, to the same block ids of the staging buffer.
 
-    No length is known to the host, so a CUDA graph may have it.
+    The device reads the lengths, so a CUDA graph may hold the launch.
     """
     page = host.stride(0)
-    # Numbers of 4 bytes, whatever the cache's are.
+    # In words of 4 bytes, whatever the cache's dtype.
     size = page * host.element_size() // 4
     _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
         _as_words(host),
@@ -72,6 +72,6 @@ def stage_blocks(
 
 
 def _as_words(cache: torch.Tensor) -> torch.Tensor:
-    """The cache's memory from its first block on, as int32."""
+    """View the cache's memory from its first block on as int32."""
     flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
     return flat.view(torch.int32)

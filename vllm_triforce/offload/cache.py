@@ -20,7 +20,7 @@ from vllm_triforce.offload.placement import Placement
 
 
 class HostLayer:
-    """One layer's KV cache in host memory, as attention reads it (``attention/layer_offload.py``).
+    """One layer's KV cache in host memory, as attention reads it (``attention/base.py``).
 
     Args:
         host: [num_blocks, num_kv_heads, block_size, size], as the device sees it.

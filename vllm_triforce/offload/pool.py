@@ -46,11 +46,9 @@ class RetrievalPool:
             first_layer,
             num_slots,
             rows.max_rows,
-            width,
             head_strides,
             max_selected,
             counters,
-            device,
         )
         _, heads, block_size, _ = pools[0].shape
         per_block, per_head = head_strides
@@ -85,4 +83,4 @@ class RetrievalPool:
         """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
         rows = self._rows
         tables = self._block_tables[rows.column(RowColumn.SLOT).long()]
-        self._scrubber(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._scrubber(rows, tables, None)

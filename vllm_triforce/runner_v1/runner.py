@@ -138,7 +138,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self.device,
             broadcast_from_first_rank,
         )
-        with self._built.recorder.pausing(), torch.inference_mode():
+        with self._built.recorder.without_recording(), torch.inference_mode():
             return calibration.run()
 
     @property
@@ -234,7 +234,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 rows, computed, max_lens, num_rejected, sampled, counts, sampling
             )
             try:
-                with self._built.recorder.pausing():
+                with self._built.recorder.without_recording():
                     proposal = self._built.speculator.propose(batch)
             finally:
                 if self._adapters is not None:

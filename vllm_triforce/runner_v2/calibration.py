@@ -337,7 +337,7 @@ def warm_up_proposals(
     for request_id in built.slots.request_ids():
         built.slots.release(request_id)
     adapters = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
-    with built.recorder.pausing(), adapters:
+    with built.recorder.without_recording(), adapters:
         if is_gpu:
             calibration.warm_up()
         measurements = calibration.run() if measures else None

@@ -158,11 +158,11 @@ class _WithoutRecording(CudaGraphManager):
             if desc.uniform_token_count != 1:
                 return forward
 
-            def without_recording(mode) -> None:
-                with self.recorder.pausing():
+            def forward_unrecorded(mode) -> None:
+                with self.recorder.without_recording():
                     forward(mode)
 
-            return without_recording
+            return forward_unrecorded
 
         super().capture(create, *args, **kwargs)
 

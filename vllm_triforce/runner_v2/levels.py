@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -37,8 +37,8 @@ def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
     slots = [parts.slots.take(request_id) for request_id in batch.request_ids]
     if new_ids:
         indices = [parts.slots.take(request_id).index for request_id in new_ids]
-        nan_flags = parts.context.rows.faults.slot
-        nan_flags.index_fill_(0, async_tensor_h2d(np.array(indices), device=nan_flags.device), 0)
+        disabled = parts.context.rows.slot_disabled
+        disabled.index_fill_(0, async_tensor_h2d(np.array(indices), device=disabled.device), 0)
     return slots
 
 
@@ -61,17 +61,19 @@ def init_rows(
             RowColumn.ONE_HOT: batch.is_one_hot,
         }
     )
-    rows.begin(
+    rows.init(
         async_tensor_h2d(row_metadata, rows.row_metadata.device),
         batch.num_computed,
         batch.num_sampled,
         batch.last_sampled,
         batch.parameters,
-        parts.context.config.min_context,
-        selections.block_size,
-        selections.recent_blocks,
-        selections.max_selected,
-        selections.width,
+        RowLimits(
+            parts.context.config.min_context,
+            selections.block_size,
+            selections.recent_blocks,
+            selections.max_selected,
+            selections.width,
+        ),
     )
     if batch.sampling.kind != "greedy":  # a graph of any other kind applies processors
         parts.context.logits_processing.begin()
@@ -123,7 +125,7 @@ class LevelsV2:
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
         context = parts.context
-        verify_drafts(rows, logits, drafted, rows.drawing, context.sampler, context.counters.sums)
+        verify_drafts(rows, logits, drafted, context.sampler, context.counters.sums)
         if logits.distributions is not None:
             export_distributions(parts.draft_logits, rows, logits.distributions.logits)
 

@@ -5,8 +5,14 @@ from contextlib import AbstractContextManager
 import torch
 
 from vllm_triforce.core.loop import Observer, propose
-from vllm_triforce.kernels.proposals import DraftLogits, export_distributions, extend_proposals
-from vllm_triforce.kernels.row_state import PAD_TOKEN, count_full_pass
+from vllm_triforce.kernels.proposals import (
+    PAD_TOKEN,
+    DraftLogits,
+    commit_proposals,
+    count_full_pass,
+    export_distributions,
+    extend_proposals,
+)
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.metrics.counters import LevelCounters, PartTimes
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
@@ -121,9 +127,8 @@ class ProposerV2:
         self._finish(draft_tokens, is_direct=True)
 
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        self._parts.context.rows.finish(
-            draft_tokens, self.draft_logits, self._counters.sums, is_direct
-        )
+        rows = self._parts.context.rows
+        commit_proposals(rows, draft_tokens, self.draft_logits, self._counters.sums, is_direct)
 
     def count_full_pass(
         self,

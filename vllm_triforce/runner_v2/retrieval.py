@@ -9,7 +9,7 @@ from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
-from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, PassAdapters
@@ -207,15 +207,15 @@ class RetrievalLevelV2:
         """Return the fields of ``LevelLogits``, and of its distributions unless all are greedy."""
         rows = self._rows
         group = self._groups[self._sparse_group]
-        rows.feed_target(
+        prepare_target_inputs(
+            rows,
             self._pass.inputs,
             self._pass.padded_rows(rows.num_rows),
             self._table,
             self._dense_seq_lens,
             group.block_size,
             self._max_position,
-            self._num_kv_heads,
-            *(() if self._pool is None else (self._pool.slot_mapping, self._pool.width)),
+            self._pool,
         )
         hidden = self._pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
@@ -235,7 +235,7 @@ class RetrievalLevelV2:
         max_written = rows.num_speculative_tokens + rows.gamma
         for scrubber, table in zip(self._scrubbers, batch.tables):
             if scrubber is not None:
-                scrubber(rows.faults, rows.num_rows, rows.computed, table, max_written)
+                scrubber(rows, table, max_written)
         if self._pool is not None:
             self._pool.clean()
 

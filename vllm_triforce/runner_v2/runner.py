@@ -199,7 +199,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._has_proposal[states_np] = False
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
-            with self._built.recorder.pausing():
+            with self._built.recorder.without_recording():
                 if route == LEVELS:
                     proposer.propose(batch, draft_tokens)
                 else:
@@ -221,7 +221,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         """
         self._num_nan_requests = num_nan_requests
         slots = self._built.slots
-        owners = slots.owners(self._built.rows.faults.slot.nonzero()[:, 0].tolist())
+        owners = slots.owners(self._built.rows.slot_disabled.nonzero()[:, 0].tolist())
         if not owners:  # the request finished before the host read the counter
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:

@@ -20,7 +20,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
-from vllm_triforce.kernels.row_state import PAD_TOKEN
+from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.scheduler.lookahead import blocks_kept

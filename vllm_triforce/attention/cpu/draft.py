@@ -1,4 +1,4 @@
-"""Level 1's draft on the CPU: metadata from vLLM's own builder."""
+"""Attention of level 1's draft on the CPU, with metadata of vLLM's own builder."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm_triforce.attention.base import DraftAttention
 
 
 class CPUDraftAttention(DraftAttention):
-    """Over vLLM's CPU kernel. The CPU runs Runner V2, which asks for this, in tests."""
+    """Attention over vLLM's CPU kernel; the CPU runs Runner V2 in tests."""
 
     def ragged(
         self,

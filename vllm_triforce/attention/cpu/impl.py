@@ -1,4 +1,4 @@
-"""What takes the place of a layer's implementation on the CPU: a subclass of vLLM's own."""
+"""Implementation of a retrieving layer on the CPU: a subclass of vLLM's own."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,10 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_triforce.attention.layer_offload import LayerOffload, metadata_of
+from vllm_triforce.attention.base import LayerOffload, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
 
-# Numbers that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
+# Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -19,22 +19,22 @@ FP8 = {
 
 @dataclass
 class SparseCPUMetadata:
-    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
+    """One layer's metadata of a level 2 pass: a request is ``num_kv_heads`` one-head sequences."""
 
     query_start_loc: torch.Tensor  # [num_seqs + 1], int32
     seq_lens: torch.Tensor  # [num_seqs], int32
     block_table: torch.Tensor | None  # [num_seqs, width], int32, in one-head blocks
     scheduler_metadata: torch.Tensor
     rows: torch.Tensor | None
-    """[num_tokens * num_kv_heads], rows of the query in the order of the sequences;
-    None where that is the order they have."""
+    """[num_tokens * num_kv_heads], rows of the query in the order of the sequences; None where the
+    rows have this order."""
     one_head: "SparseCPUMetadata | None" = None
-    """The same for one KV head of each request: attention sinks differ by head, and the kernel
-    takes the same for all of its sequences. Its ``block_table`` is the whole one."""
+    """Metadata for one KV head of each request, where attention sinks differ by head: the kernel
+    takes the same sinks for all sequences. Its ``block_table`` has the rows of all heads."""
 
 
 class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's implementation, which also records queries and understands sparse metadata."""
+    """vLLM's implementation, which also records queries and takes sparse metadata."""
 
     layer_index: int
     recorder: Recorder

@@ -1,7 +1,4 @@
-"""The order of a query's rows when every KV head of a request is a sequence of its own.
-
-Level 2's attention on the CPU: one call of vLLM's kernel per layer.
-"""
+"""Level 2's attention on the CPU: one call of vLLM's kernel per layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +23,11 @@ def sequence_rows(
     query_lens: torch.Tensor,  # [num_reqs]
     num_kv_heads: int,
 ) -> torch.Tensor | None:  # [num_tokens * num_kv_heads]
-    """Rows of ``query.view(num_tokens * num_kv_heads, ...)`` in the order of one-head sequences.
+    """Return rows of ``query.view(num_tokens * num_kv_heads, ...)`` in the order of one-head
+    sequences.
 
-    None where every request has one token: the order is then unchanged.
+    Returns:
+        None where every request has one token, which leaves the order unchanged.
     """
     lens = query_lens.tolist()
     if all(n == 1 for n in lens):
@@ -43,7 +42,7 @@ def sequence_rows(
 
 
 class CPURetrievalAttention(RaggedRetrievalAttention):
-    """Over vLLM's CPU kernel, on both runners."""
+    """Attention over vLLM's CPU kernel, on both runners."""
 
     def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
         super().__init__(layers, builder, recorder, offloads)
@@ -72,7 +71,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         )
 
     def head_strides(self) -> tuple[int, int]:
-        """The CPU's blocks are head-major (``cache/one_head_blocks.py``)."""
+        """Return the strides of head-major blocks (``cache/one_head_blocks.py``)."""
         return self.num_kv_heads, 1
 
     def build(
@@ -81,7 +80,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
     ) -> list[SparseCPUMetadata]:
-        """Only the block tables differ by layer."""
+        """Build the metadata once; layers differ in their block tables alone."""
         heads = self.num_kv_heads
         split = self._metadata(
             query_lens.repeat_interleave(heads),
@@ -96,7 +95,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         ]
 
     def _metadata(self, query_lens, seq_lens, rows) -> SparseCPUMetadata:
-        """Of sequences of one KV head; the block table is still to come."""
+        """Build metadata of sequences of one KV head, without a block table."""
         starts = list(accumulate(query_lens.tolist(), initial=0))
         query_start_loc = torch.tensor(starts, dtype=torch.int32)
         scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
@@ -137,7 +136,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         return self._layout.summarize(keys.view(fp8).float(), kind) * layer._k_scale_float
 
     def _probe_layout(self, layer) -> KeyLayout:
-        """Lets the kernel write one block of known keys into a scratch cache."""
+        """Find the key layout: the kernel writes a block of given keys into a scratch cache."""
         _, _, block_size, width = layer.kv_cache.shape
         head_dim, cache_dtype = width // 2, layer.kv_cache.dtype
         fp8 = FP8.get(layer.impl.kv_cache_dtype)

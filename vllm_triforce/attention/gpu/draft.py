@@ -1,4 +1,4 @@
-"""Level 1's draft on a GPU: all heads of a request are one sequence."""
+"""Attention of level 1's draft on a GPU: all heads of a request are one sequence."""
 
 import torch
 
@@ -8,7 +8,7 @@ from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformSta
 
 
 class GPUDraftAttention(DraftAttention):
-    """Over vLLM's paged kernels, which are called without a backend's metadata."""
+    """Attention over vLLM's paged kernels, called without a backend's metadata."""
 
     def __init__(self, layers: dict, builder) -> None:
         super().__init__(layers, builder)
@@ -31,7 +31,7 @@ class GPUDraftAttention(DraftAttention):
         max_seq_len: int,
     ) -> dict[str, DirectMetadata]:
         starts = self._starts(num_rows, query_len, seq_lens.device)
-        return self._of(PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len))
+        return self._metadata(PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len))
 
     def ragged(
         self,
@@ -40,9 +40,9 @@ class GPUDraftAttention(DraftAttention):
         block_table: torch.Tensor,  # [num_reqs, blocks per window], int32
         max_seq_len: int,
     ) -> dict[str, DirectMetadata]:
-        """Each request feeds its whole window, so that no query is longer than a sequence."""
-        longest = max_seq_len, max_seq_len
-        return self._of(PagedSequences(query_start_loc, seq_lens, block_table, *longest))
+        """Each request feeds its whole window, so ``max_seq_len`` bounds the queries too."""
+        max_lens = max_seq_len, max_seq_len
+        return self._metadata(PagedSequences(query_start_loc, seq_lens, block_table, *max_lens))
 
-    def _of(self, sequences: PagedSequences) -> dict[str, DirectMetadata]:
+    def _metadata(self, sequences: PagedSequences) -> dict[str, DirectMetadata]:
         return dict.fromkeys(self.layer_names, DirectMetadata(sequences))

@@ -1,26 +1,19 @@
-"""What takes the place of a layer's implementation on a GPU: a subclass of the backend's own."""
+"""Implementation of a layer on a GPU: a subclass of the backend's own."""
 
 from dataclasses import dataclass
 
 import torch
-from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_triforce.attention.base import replace_impl
-from vllm_triforce.attention.gpu.paged_kernels import (
-    FlashAttention,
-    PagedKernel,
-    PagedSequences,
-    triton_attention,
-)
-from vllm_triforce.attention.layer_offload import LayerOffload, metadata_of
+from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
+from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and_value
+from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 
 @dataclass
 class SparseMetadata:
-    """One layer's view of a level 2 pass: every request is ``num_kv_heads`` one-head sequences."""
+    """One layer's metadata of a level 2 pass: a request is ``num_kv_heads`` one-head sequences."""
 
     sequences: PagedSequences
     query_len: int
@@ -29,19 +22,19 @@ class SparseMetadata:
 
 @dataclass
 class DirectMetadata:
-    """A pass of the draft over its private cache: a sequence per request, all heads together."""
+    """Metadata of a pass of the draft over its private cache: a sequence per request."""
 
     sequences: PagedSequences
 
 
 class _RetrievalImpl:
-    """Goes over a backend's implementation; ``attach`` makes the subclass."""
+    """Mixin over a backend's implementation; ``attach`` makes the subclass."""
 
     layer_index: int | None
     recorder: Recorder | None
     offload: LayerOffload | None
     kernel: PagedKernel
-    num_heads: int  # these three are the backend's
+    num_heads: int  # this and the two below are the backend's
     num_kv_heads: int
     head_size: int
 
@@ -63,17 +56,17 @@ class _RetrievalImpl:
         output_block_scale=None,
     ):
         if self.offload is not None:
-            kv_cache = self._on_device(kv_cache, attn_metadata)
+            kv_cache = self._device_cache(kv_cache, attn_metadata)
         if isinstance(attn_metadata, SparseMetadata | DirectMetadata):
             if output_scale is None:
-                return self._forward_ours(layer, query, kv_cache, attn_metadata, output)
+                return self._forward_paged(layer, query, kv_cache, attn_metadata, output)
             if output_block_scale is not None:
                 raise ValueError(
                     "fuse_attn_quant with block scales (NVFP4): level 2's attention writes one "
                     'scale; set compilation_config={"pass_config": {"fuse_attn_quant": false}}'
                 )
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
-            self._forward_ours(layer, query, kv_cache, attn_metadata, exact)
+            self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
         if attn_metadata is not None and self.layer_index is not None:
             self.recorder.record(self.layer_index, query, attn_metadata)
@@ -89,16 +82,16 @@ class _RetrievalImpl:
             output_block_scale,
         )
 
-    def _on_device(self, kv_cache, metadata):
-        """In the place of a KV cache that lies in host memory."""
+    def _device_cache(self, kv_cache, metadata):
+        """Return the device copy of a KV cache in host memory."""
         assert self.offload is not None
         if isinstance(metadata, SparseMetadata):
             return self.offload.pool
-        if metadata is None:  # a pass that reads nothing, at start
+        if metadata is None:  # a profiling pass at start reads no KV cache
             return kv_cache
         return self.offload.stage(metadata.block_table, metadata.seq_lens)
 
-    def _forward_ours(self, layer, query, kv_cache, metadata, output):
+    def _forward_paged(self, layer, query, kv_cache, metadata, output):
         if isinstance(metadata, SparseMetadata):
             return self._forward_sparse(layer, query, kv_cache, metadata, output)
         keys, values = key_and_value(kv_cache, self)
@@ -123,8 +116,8 @@ class _RetrievalImpl:
             layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
         )
         if length > 1:
-            back = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
-            result.unflatten(0, (-1, length, heads)).copy_(back)
+            by_token = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
+            result.unflatten(0, (-1, length, heads)).copy_(by_token)
         return output
 
 
@@ -133,65 +126,9 @@ def _quantize(
     scale: torch.Tensor,  # [1], float32
     output: torch.Tensor,  # the same shape, of 8 bits, written
 ) -> torch.Tensor:
-    """As vLLM's kernels do where they quantize what attention gives (``fuse_attn_quant``)."""
+    """Quantize attention's output as vLLM's kernels do (``fuse_attn_quant``)."""
     bounds = torch.finfo(output.dtype)
     return output.copy_((exact.float() / scale).clamp(bounds.min, bounds.max))
-
-
-def key_and_value(
-    kv_cache: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_dim]
-    impl,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [num_blocks, block_size, num_kv_heads, head_dim]
-    """Keys and values of a layer, as all three backends pack them (vllm/v1/kv_cache_layout.py)."""
-    if is_quantized_kv_cache(impl.kv_cache_dtype):
-        kv_cache = kv_cache.view(current_platform.fp8_dtype())
-    return kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-
-
-def known_backends() -> set[type]:
-    """Implementations that TriForce knows."""
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
-    known: set[type] = {FlashAttentionImpl, TritonAttentionImpl}
-    try:
-        from vllm.v1.attention.backends.flashinfer import FlashInferImpl
-    except ImportError:
-        return known
-    return known | {FlashInferImpl}
-
-
-def kernel_for(impl, dtype: torch.dtype) -> PagedKernel | None:
-    """FlashAttention wherever it takes what is stored, whatever backend the full pass has: it
-    splits a short query's keys over the GPU, and vLLM's Triton kernel does so for single tokens
-    only.
-
-    Args:
-        dtype: of the KV cache.
-
-    Returns:
-        None where the backend is not one that TriForce knows.
-    """
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-
-    if type(impl) not in known_backends():
-        return None
-    version = None
-    if isinstance(impl, FlashAttentionImpl):
-        version = impl.vllm_flash_attn_version
-    elif dtype in (torch.float16, torch.bfloat16):
-        version = _flash_version(impl.head_size)
-    return FlashAttention(version) if version in (2, 3) else triton_attention
-
-
-def _flash_version(head_size: int) -> int | None:
-    """Of the FlashAttention that vLLM would use here; None where there is none for such heads."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    if not FlashAttentionBackend.supports_head_size(head_size):
-        return None
-    return get_flash_attn_version(head_size=head_size)
 
 
 def attach(
@@ -200,29 +137,31 @@ def attach(
     recorder: Recorder | None,
     offload: LayerOffload | None = None,
 ) -> None:
-    """Replaces a layer's implementation by a subclass of it; its settings stay as they are.
+    """Replace a layer's implementation by a subclass of it, with the same settings.
 
     Args:
-        layer_index: place among the layers that retrieve; None for a draft's layer, of which
-            nothing is recorded.
-        offload: where its KV cache lies in host memory.
+        layer_index: index among the layers that retrieve; None for a draft's layer, whose queries
+            are not recorded.
+        offload: the layer's KV cache, where it lies in host memory.
 
     Raises:
-        ValueError: the attention backend is not one that TriForce knows.
+        ValueError: the attention backend is not supported.
     """
-    kernel = kernel_for(layer.impl, layer.kv_cache.dtype)
-    if kernel is None:
+    impl_cls = type(layer.impl)
+    backend, kernel = backend_of(layer.impl), kernel_for(layer.impl, layer.kv_cache.dtype)
+    if backend is None or kernel is None:
         raise ValueError(
-            f"attention backend with {type(layer.impl).__name__} is not one that TriForce knows; "
+            f"attention backend with {impl_cls.__name__} is not one that TriForce knows; "
             "use --attention-backend FLASH_ATTN, FLASHINFER or TRITON_ATTN"
         )
-    base = type(layer.impl)
-    if offload is not None and base.__name__ == "FlashInferImpl":
+    if offload is not None and backend.plans_on_host:
         raise ValueError(
             "kv_offload_gib with FLASHINFER, which vLLM chose here: its plans are not told of "
             "staged layers yet; use --attention-backend FLASH_ATTN or TRITON_ATTN"
         )
     subclass = type(
-        f"Retrieval{base.__name__}", (_RetrievalImpl, base), {"kernel": staticmethod(kernel)}
+        f"Retrieval{impl_cls.__name__}",
+        (_RetrievalImpl, impl_cls),
+        {"kernel": staticmethod(kernel)},
     )
     replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder, offload=offload)

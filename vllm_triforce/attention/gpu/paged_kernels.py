@@ -1,7 +1,7 @@
 """vLLM's own paged attention kernels for GPUs, as level 2 and level 1 call them.
 
-They are called directly rather than through a backend's metadata: what a pass needs (lengths and
-block tables on the device, upper bounds on the host) is fixed when its CUDA graph is captured.
+They are called directly rather than through a backend's metadata. The arguments of a pass are fixed
+when its CUDA graph is captured: lengths and block tables on the device, upper bounds on the host.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class PagedSequences:
-    """Sequences that a kernel attends over; the tensors may change between replays of a graph."""
+    """Sequences that a kernel attends over; tensors' contents change between replays of a graph."""
 
     query_start_loc: torch.Tensor  # [num_seqs + 1], int32
     seq_lens: torch.Tensor  # [num_seqs], int32
@@ -22,21 +22,21 @@ class PagedSequences:
 
 
 class UniformStarts:
-    """Query start locations of equally long sequences: buffers that graphs can rely on."""
+    """Query start locations of equally long sequences, in buffers that graphs can rely on."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, num_seqs: int, query_len: int, device) -> torch.Tensor:  # [num_seqs + 1]
         key = (num_seqs, query_len)
-        if key not in self._kept:
+        if key not in self._starts:
             starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-            self._kept[key] = starts * query_len
-        return self._kept[key]
+            self._starts[key] = starts * query_len
+        return self._starts[key]
 
 
 class PagedKernel(Protocol):
-    """Attention of a layer over the paged cache, as vLLM's own kernels compute it."""
+    """Kernel that computes a layer's attention over the paged cache."""
 
     def __call__(
         self,
@@ -52,8 +52,10 @@ class PagedKernel(Protocol):
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """FlashAttention, as vLLM ships it. It schedules itself on the device: metadata computed
-    ahead of time would be stale when a graph is replayed.
+    """FlashAttention, as vLLM ships it.
+
+    It schedules itself on the device: metadata computed ahead of time would be stale when a graph
+    is replayed.
 
     Args:
         version: 2 or 3.
@@ -89,7 +91,7 @@ class FlashAttention:
 
 
 def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
-    """vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included."""
+    """Run vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
@@ -116,7 +118,7 @@ def triton_attention(layer, impl, query, key_cache, value_cache, sequences, outp
 
 
 def _window(impl) -> tuple[int, int]:
-    """(tokens before, tokens after) that a query sees; FlashInfer keeps only the first."""
+    """Return (tokens before, tokens after) that a query sees; FlashInfer keeps only the first."""
     if hasattr(impl, "sliding_window"):
         return impl.sliding_window
     return (impl.window_left, 0 if impl.window_left >= 0 else -1)

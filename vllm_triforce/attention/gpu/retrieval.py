@@ -1,16 +1,16 @@
-"""Level 2's attention on a GPU, on the buffers of a pass of a fixed shape."""
+"""Level 2's attention on a GPU, over the buffers of a pass of a fixed shape."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
-from vllm_triforce.attention.gpu.impl import (
-    SparseMetadata,
-    attach,
+from vllm_triforce.attention.gpu.backends import (
+    backend_of,
     key_and_value,
-    known_backends,
+    supported_backends,
 )
+from vllm_triforce.attention.gpu.impl import SparseMetadata, attach
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
@@ -23,7 +23,7 @@ _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 
 
 class GPURetrievalAttention(RetrievalAttention):
-    """Over vLLM's paged kernels, which are called without a backend's metadata."""
+    """Attention over vLLM's paged kernels, called without a backend's metadata."""
 
     def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
         super().__init__(layers, builder, recorder, offloads)
@@ -34,7 +34,7 @@ class GPURetrievalAttention(RetrievalAttention):
     def can_retrieve(layer) -> bool:
         impl = layer.impl
         return (
-            type(impl) in known_backends()
+            backend_of(impl) is not None
             and tuple(impl.sliding_window) == (-1, -1)
             and impl.alibi_slopes is None
             and impl.sinks is None
@@ -44,16 +44,16 @@ class GPURetrievalAttention(RetrievalAttention):
         )
 
     def has_static_metadata(self, builder) -> bool:
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-        from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-
-        return type(builder) in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
+        return any(
+            type(builder) is backend.builder_cls and not backend.plans_on_host
+            for backend in supported_backends()
+        )
 
     def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
         attach(layer, index, recorder, offload)
 
     def head_strides(self) -> tuple[int, int]:
-        """All layers are laid out alike."""
+        """Return the first layer's strides: all layers are laid out alike."""
         first = self._layers[0]
         blocks = OneHeadBlocks.of(*key_and_value(first.kv_cache, first.impl))
         return blocks.per_block, blocks.per_head
@@ -66,9 +66,9 @@ class GPURetrievalAttention(RetrievalAttention):
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
     ) -> list[SparseMetadata]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
-        most = block_tables[0].shape[1] * self._layers[0].kv_cache.shape[2]
+        max_len = block_tables[0].shape[1] * self._layers[0].kv_cache.shape[2]
         return [
-            SparseMetadata(PagedSequences(starts, seq_lens, table, query_len, most), query_len)
+            SparseMetadata(PagedSequences(starts, seq_lens, table, query_len, max_len), query_len)
             for table in block_tables
         ]
 
@@ -86,5 +86,5 @@ class GPURetrievalAttention(RetrievalAttention):
             is_quantized = keys[0].dtype.itemsize == 1
             scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
             self._keys = KeyPointers(keys, scales)
-        for kind, written in summaries.items():
-            update_chunk_summaries(self._keys, kind, written, tables, first, last, max_blocks)
+        for kind, kept in summaries.items():
+            update_chunk_summaries(self._keys, kind, kept, tables, first, last, max_blocks)

@@ -1,4 +1,4 @@
-"""Attention backends: each further module here has one, of the module's name."""
+"""Attention by platform: each further module here has one, of the module's name."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,24 +13,24 @@ BACKENDS: Mapping[str, type[AttentionPlatform]] = Registry(__name__, ("base", "A
 
 
 def platform_for(platform: "Platform") -> type[AttentionPlatform]:
-    """The backend that fits a platform; of one and a subclass of it, the subclass.
+    """Return the attention that fits a platform; a subclass goes before its base.
 
     Raises:
-        ValueError: none fits, or several.
+        ValueError: none fits, or several do.
     """
     fitting = [backend for backend in BACKENDS.values() if backend.fits(platform)]
-    found = [
+    candidates = [
         backend
         for backend in fitting
         if not any(issubclass(other, backend) for other in fitting if other is not backend)
     ]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
         raise ValueError(
             f"platform {platform.device_name!r} has several attention backends, "
-            f"{' and '.join(repr(backend.name) for backend in found)}; let fits() of one say no, "
-            "or make one a subclass of the other"
+            f"{' and '.join(repr(backend.name) for backend in candidates)}; let fits() of one say "
+            "no, or make one a subclass of the other"
         )
     *others, last = sorted(name for backend in BACKENDS.values() for name in backend.platforms)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""What an attention backend says of itself."""
+"""Interface of a platform's attention, before it is loaded."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
@@ -10,28 +10,28 @@ if TYPE_CHECKING:
 
 
 class AttentionPlatform(ABC):
-    """A kind of platform, and the classes that the levels' attention is made of there.
+    """A kind of platform, and the attention classes of the levels there.
 
-    It is loaded on every platform, to be asked whether it fits. What only its own platform can
-    load is imported inside ``retrieval()`` and ``draft()``.
+    The class is loaded on every platform, to check if it fits. Modules that only its own platform
+    can load are imported inside ``retrieval()`` and ``draft()``.
     """
 
     name: ClassVar[str]
-    """The file's."""
+    """Name of its file."""
     platforms: ClassVar[tuple[str, ...]]
-    """As a message names them to users of another platform."""
+    """Names of its platforms, in messages to users of another."""
 
     @staticmethod
     @abstractmethod
     def fits(platform: "Platform") -> bool:
-        """Whether it is the backend for a platform of vLLM's."""
+        """True if this is the attention for a platform of vLLM's."""
 
     @staticmethod
     @abstractmethod
     def retrieval() -> type[RetrievalAttention]:
-        """Level 2's attention; a ``RaggedRetrievalAttention`` where Runner V1 is to run."""
+        """Return level 2's attention; for Runner V1 it must be a ``RaggedRetrievalAttention``."""
 
     @staticmethod
     @abstractmethod
     def draft() -> type[DraftAttention]:
-        """Level 1's, for Runner V2."""
+        """Return level 1's attention, for Runner V2."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class CPUPlatform(AttentionPlatform):
-    """Over vLLM's CPU_ATTN, on both runners."""
+    """Attention over vLLM's CPU_ATTN, on both runners."""
 
     name = "cpu"
     platforms = ("a CPU",)

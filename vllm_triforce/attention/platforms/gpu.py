@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class GPUPlatform(AttentionPlatform):
-    """Over vLLM's FLASH_ATTN, FLASHINFER and TRITON_ATTN, on Runner V2."""
+    """Attention over vLLM's FLASH_ATTN, FLASHINFER and TRITON_ATTN, on Runner V2."""
 
     name = "gpu"
     platforms = ("CUDA", "ROCm")

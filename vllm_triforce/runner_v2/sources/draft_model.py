@@ -13,7 +13,12 @@ from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.draw import draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
-from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.kernels.pass_inputs import (
+    PassInputs,
+    WindowLayout,
+    prepare_draft_inputs,
+    prepare_window_inputs,
+)
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
@@ -220,10 +225,10 @@ class DraftModelV2(DraftSourceV2):
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
             torch.index_select(self.cache.block_table, 0, slots, out=tables)
-        window_shape = (self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
+        window = WindowLayout(self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
         num_padded_rows = first_pass.padded_rows(rows.num_rows)
-        rows.feed_window(
-            first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, *window_shape
+        prepare_window_inputs(
+            rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
         )
         self._draw(sampling, first_pass.run(rows.num_rows)[:, -1], 0)
         seq_lens = first_pass.inputs.seq_lens
@@ -231,14 +236,14 @@ class DraftModelV2(DraftSourceV2):
             num_padded_rows = self._step_pass.padded_rows(rows.num_rows)
             self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(seq_lens[: rows.num_rows])
             seq_lens = self._step_pass.inputs.seq_lens
-            rows.feed_draft(self._step_pass.inputs, num_padded_rows, step, *window_shape)
+            prepare_draft_inputs(rows, self._step_pass.inputs, num_padded_rows, step, window)
             self._draw(sampling, self._step_pass.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
         return ()
 
     def end(self, batch: BatchV2, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
-        self._scrubber(rows.faults, rows.num_rows, rows.computed, tables, None)
+        self._scrubber(rows, tables, None)
 
     def _draw(self, sampling: SamplingV2, hidden: torch.Tensor, step: int) -> None:
         """Draw the token of ``step`` for each row from the draft's hidden states."""
@@ -254,7 +259,7 @@ class DraftModelV2(DraftSourceV2):
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)
-        draw_drafts(rows, step, draft, rows.drawing, self._context.sampler)
+        draw_drafts(rows, step, draft, self._context.sampler)
 
     def _build_pass(self, attention: DraftAttention, query_len: int, name: str) -> ModelPass:
         """Build a pass of ``query_len`` tokens a row over the draft's cache."""
