@@ -76,7 +76,6 @@ TABLE: list[Surface] = [
     has("platforms/interface.py", "Platform", "fp8_dtype", BACKENDS_GPU),
     # Sampling, and the fault that is mended.
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/top_p.py"),
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/top_p.py"),
     offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/runner_v1/top_p.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v2/sampling.py"),
     # A captured launch writes to these, which a larger batch replaces.

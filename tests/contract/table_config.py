@@ -63,7 +63,6 @@ TABLE: list[Surface] = [
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/runner_v1/rejection.py"),
-    has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/runner_v1/rejection.py"),
     # Budgets of reasoning: the states, and in which order the sampler and the rejection sampler ask.
     overrides("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder.update_state", "self, output_token_ids, spec_token_ids, repeat_indices=", BUDGET),

@@ -21,8 +21,7 @@ FACTS = "vllm_triforce/runner_v2/request_flags.py"
 ADAPTERS2 = "vllm_triforce/runner_v2/adapters.py"
 LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
 SHAPING = "vllm_triforce/runner_v2/logits_processing.py"
-FIGURES = "vllm_triforce/scheduler/stats.py"
-OUTCOMES = "vllm_triforce/scheduler/stats.py"
+STATS = "vllm_triforce/scheduler/stats.py"
 LENDING = "vllm_triforce/scheduler/lookahead.py"
 MASKS = "vllm_triforce/scheduler/grammar_masks.py"
 MASKS2 = "vllm_triforce/runner_v2/grammar_masks.py"
@@ -247,22 +246,19 @@ RUNNER_V2: list[Surface] = [
     has("v1/worker/block_table.py", "BlockTable", "num_blocks_per_row", "vllm_triforce/runner_v1/batch.py"),
     has("v1/worker/gpu/block_table.py", "BlockTables", "num_blocks", OURS2),
     # vLLM's figures: what it counts of a step, by this method and for each request.
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", FIGURES),
-    overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", FIGURES),
-    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self.make_spec_decoding_stats( < request.spec_decode_metrics.observe( < EngineCoreOutput(", FIGURES),
-    has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", FIGURES),
-    has("v1/request.py", "Request", "spec_decode_metrics", FIGURES),
-    has("v1/metrics/stats.py", "RequestSpecDecodeMetrics", "histogram num_draft_tokens per_step_accepted per_step_drafted", FIGURES),
-    calls("v1/metrics/stats.py", "RequestSpecDecodeMetrics.observe", "num_draft_tokens, num_accepted, detailed=", FIGURES),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", STATS),
+    overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", STATS),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self.make_spec_decoding_stats( < request.spec_decode_metrics.observe( < EngineCoreOutput(", STATS),
+    has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", STATS),
+    has("v1/request.py", "Request", "spec_decode_metrics", STATS),
+    has("v1/metrics/stats.py", "RequestSpecDecodeMetrics", "histogram num_draft_tokens per_step_accepted per_step_drafted", STATS),
+    calls("v1/metrics/stats.py", "RequestSpecDecodeMetrics.observe", "num_draft_tokens, num_accepted, detailed=", STATS),
     # What it leaves out of them, and which of a request's outputs carries its own.
-    overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", OUTCOMES),
-    overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", OUTCOMES),
-    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "request.is_finished( < self.make_spec_decoding_stats( < self.make_stats(", OUTCOMES),
-    has("v1/core/sched/scheduler.py", "Scheduler", "requests spec_decode_metrics_level", OUTCOMES),
-    has("v1/request.py", "Request", "sampling_params spec_decode_metrics", OUTCOMES),
-    has("v1/engine/__init__.py", "EngineCoreOutput", "request_id spec_decode_metrics", OUTCOMES),
-    has("v1/engine/__init__.py", "EngineCoreOutputs", "outputs scheduler_stats", OUTCOMES),
-    does("v1/engine/output_processor.py", "OutputProcessor.process_outputs", "req_state.spec_decode_metrics = < req_state.detokenizer.update(", OUTCOMES),
+    does("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "request.is_finished( < self.make_spec_decoding_stats( < self.make_stats(", STATS),
+    has("v1/request.py", "Request", "sampling_params spec_decode_metrics", STATS),
+    has("v1/engine/__init__.py", "EngineCoreOutput", "request_id spec_decode_metrics", STATS),
+    has("v1/engine/__init__.py", "EngineCoreOutputs", "outputs scheduler_stats", STATS),
+    does("v1/engine/output_processor.py", "OutputProcessor.process_outputs", "req_state.spec_decode_metrics = < req_state.detokenizer.update(", STATS),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/runner_v2/levels.py"),

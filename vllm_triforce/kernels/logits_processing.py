@@ -1,7 +1,8 @@
 """Penalties and ``bad_words`` on the logits of a proposal's rows, within CUDA graphs.
 
 They change the logits as vLLM's sampler changes those of the full pass
-(vllm/v1/worker/gpu/sample/penalties.py and bad_words.py).
+(vllm/v1/worker/gpu/sample/penalties.py,
+vllm/v1/worker/gpu/sample/bad_words.py).
 """
 
 import torch
