@@ -215,7 +215,9 @@ def test_without_its_files_a_source_is_nowhere(copy):
     package = copy / "vllm_triforce"
     for side in ("host", "device"):
         (package / side / "sources" / "prompt_lookup.py").unlink()
-    refused = "from vllm_triforce.config import TriForceConfig as C; C().fill(can_adapt=True)"
+    refused = (
+        "from vllm_triforce.config import TriForceConfig as C; C().with_defaults(can_adapt=True)"
+    )
     with pytest.raises(AssertionError, match="name one with 'model'"):
         run(copy, "-c", refused)
     named = refused.replace("C()", "C(draft_sources='prompt_lookup')")

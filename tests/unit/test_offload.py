@@ -120,7 +120,7 @@ def test_fewer_requests_are_speculated_on_at_a_time_unless_asked_for():
 def test_proposals_are_longer_where_a_full_pass_is_dear():
     def longest(max_num_seqs=None, **keys) -> int | None:
         asked = TriForceConfig(**keys)
-        return asked.fill(True, None, True, max_num_seqs).num_speculative_tokens
+        return asked.with_defaults(True, None, True, max_num_seqs).num_speculative_tokens
 
     assert (longest(), longest(kv_offload_gib=8)) == (12, 16)
     assert longest(kv_offload_gib=8, num_speculative_tokens=9) == 9
@@ -138,7 +138,7 @@ def test_copying_ahead_needs_a_kv_cache_in_host_memory():
 
 def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
     with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*set kv_offload_gib, or"):
-        TriForceConfig(levels="3").fill(can_adapt=True)
+        TriForceConfig(levels="3").with_defaults(can_adapt=True)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_what_plain_decoding_has_no_use_for_is_refused(key, value):
     keys = {"levels": "3", "kv_offload_gib": 8} | ({} if key == "model" else {key: value})
     model = value if key == "model" else None
     with pytest.raises(ValueError, match=f"{key}={value!r} with levels='3': nothing is drafted"):
-        TriForceConfig(**keys).fill(can_adapt=True, model=model)
+        TriForceConfig(**keys).with_defaults(can_adapt=True, model=model)
 
 
 def test_plain_decoding_speculates_on_nobody():
-    filled = TriForceConfig(levels="3", kv_offload_gib=8).fill(can_adapt=True)
+    filled = TriForceConfig(levels="3", kv_offload_gib=8).with_defaults(can_adapt=True)
     resolved = filled.resolve(16)
     assert resolved.is_plain and resolved.min_context > 1 << 30
-    assert not resolved.choices and not resolved.sources
+    assert not resolved.adaptive_keys and not resolved.sources
     assert resolved == filled.resolve(16) and resolved.num_speculative_tokens == 1
 
 

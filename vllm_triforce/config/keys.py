@@ -85,7 +85,7 @@ class TriForceConfig:
     given is never changed."""
 
     adapts: str | None = None
-    """What the controller chooses of ``lengths.CHOICES``, by commas; filled in by ``fill()``."""
+    """What the controller chooses of ``lengths.CHOICES``, by commas; filled in by ``with_defaults()``."""
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and
@@ -199,7 +199,7 @@ class TriForceConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def fill(
+    def with_defaults(
         self,
         can_adapt: bool,
         model: str | None = None,
@@ -223,7 +223,7 @@ class TriForceConfig:
         if self.is_plain:
             check_plain(self, model)
             return filled
-        sources = choose_sources(self.draft_sources, model, "gamma" in filled.choices)
+        sources = choose_sources(self.draft_sources, model, "gamma" in filled.adaptive_keys)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max}: level 1 takes its tokens from "
@@ -231,7 +231,11 @@ class TriForceConfig:
                 "draft_sources"
             )
         gamma = filled.gamma
-        if has_fixed_shapes and "gamma" in filled.choices and not SOURCES[sources[0]].needs_model:
+        if (
+            has_fixed_shapes
+            and "gamma" in filled.adaptive_keys
+            and not SOURCES[sources[0]].needs_model
+        ):
             gamma = MOST_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
         return dataclasses.replace(filled, gamma=gamma, draft_sources=",".join(sources))
 
@@ -247,7 +251,7 @@ class TriForceConfig:
         return self.levels == _PLAIN
 
     @property
-    def choices(self) -> frozenset[str]:
+    def adaptive_keys(self) -> frozenset[str]:
         """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, (self.adapts or "").split(",")))
 
@@ -287,14 +291,14 @@ class TriForceConfig:
         filled = self._with_lengths(can_adapt=False)
         context = _NEVER if self.is_plain else filled.min_context
         if context is None:
-            context = 0 if "context" in filled.choices else 2 * budget
+            context = 0 if "context" in filled.adaptive_keys else 2 * budget
         values = {
             **dataclasses.asdict(filled),
             "block_size": block_size,
             "retrieval_budget": budget,
             "retrieval_recent_tokens": recent,
             "min_context": context,
-            # Chosen by fill(); what is not run has none.
+            # Chosen by with_defaults(); what is not run has none.
             "draft_sources": filled.draft_sources or "",
             "prompt_lookup_max": filled.prompt_lookup_max or _MAX_NGRAM,
             "max_speculating_seqs": filled.max_speculating_seqs

@@ -64,7 +64,7 @@ class ResolvedConfig:
         return self.selection if self.uses_level2 else "streaming"
 
     @property
-    def choices(self) -> frozenset[str]:
+    def adaptive_keys(self) -> frozenset[str]:
         """What the controller chooses, of ``lengths.CHOICES``."""
         return frozenset(filter(None, self.adapts.split(",")))
 

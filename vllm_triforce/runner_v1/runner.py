@@ -118,7 +118,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     def calibrate(self) -> None:
         """Measures the passes, where the controller has something to choose, and begins."""
         controller = self._built.speculator.controller
-        if self.config.choices:
+        if self.config.adaptive_keys:
             controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
 

@@ -130,7 +130,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def warm_up(self) -> None:
         """Compiles what proposals need, before a request waits for it; and measures, where there is
         something to choose. Behind the capture of CUDA graphs."""
-        self._measured = self._warm_up_proposals(measures=bool(self.config.choices))
+        self._measured = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
         self._reports.measured(self._measured)
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:

@@ -77,7 +77,7 @@ class StepPlanMixin:
         self._disabled: set[str] = set()
         """They are not speculated on again: their logits had a NaN."""
         self._decisions: AsyncController | None = None
-        if config.choices:
+        if config.adaptive_keys:
             traits = [SOURCES[name].traits() for name in config.sources]
             self._decisions = AsyncController(
                 Controller(config, traits, whole_rounds=True),

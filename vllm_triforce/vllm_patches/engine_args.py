@@ -67,7 +67,7 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     # On Model Runner V2 it is our scheduler that chooses.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     asked = engine_args.max_num_seqs
-    filled = config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked)
+    filled = config.with_defaults(can_adapt, draft.get("model"), has_fixed_shapes, asked)
     if engine_args.enable_lora and config.num_speculative_tokens is None:
         most = max(1, _most_beside_adapters(engine_args))
         length = min(filled.num_speculative_tokens or most, most)
