@@ -218,10 +218,10 @@ def test_without_its_files_a_source_is_nowhere(copy):
     refused = (
         "from vllm_triforce.config import TriForceConfig as C; C().with_defaults(can_adapt=True)"
     )
-    with pytest.raises(AssertionError, match="name one with 'model'"):
+    with pytest.raises(AssertionError, match="Give 'model', or name one of"):
         run(copy, "-c", refused)
     named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
-    with pytest.raises(AssertionError, match="use 'draft_model'"):
+    with pytest.raises(AssertionError, match="Use 'draft_model'"):
         run(copy, "-c", named)
     controller = "tests/unit/test_controller.py::test_as_fast_as_the_best_fixed_setting"
     tests = [controller, "tests/unit/test_prompt_lookup.py", ON_HOST]

@@ -313,7 +313,7 @@ def test_vllms_own_flags(gqa_pair, asked):
     [
         ([*TRIFORCE, "--spec-tokens", "129"], "--spec-tokens: num_speculative_tokens=129 is out"),
         ([*TRIFORCE, "--spec-model", "/no/draft"], "--spec-model: draft model '/no/draft' is not"),
-        ([*TRIFORCE, "--spec-method", "ngram"], "--spec-method 'ngram' exclude each other; drop"),
+        ([*TRIFORCE, "--spec-method", "ngram"], "--spec-method 'ngram' exclude each other. Drop"),
         (
             [*TRIFORCE, "--spec-tokens", "5", "-sc", '{"num-speculative-tokens": 5}'],
             "--spec-tokens and --speculative-config['num_speculative_tokens'] are mutually",
@@ -322,7 +322,7 @@ def test_vllms_own_flags(gqa_pair, asked):
             ["--spec-method", "triforce", "-sc", '{"method": "ngram"}'],
             "--spec-method and --speculative-config['method'] are mutually exclusive",
         ),
-        ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other; drop"),
+        ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other. Drop"),
         (
             ["--spec-method", "triforce", "-sc", '{"rejection_sample_method": "synthetic"}'],
             "rejection_sample_method='synthetic' is not supported with method='triforce'",

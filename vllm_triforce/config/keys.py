@@ -85,7 +85,7 @@ class TriForceConfig:
     given is never changed."""
 
     adapts: str | None = None
-    """What the controller chooses of ``lengths.CHOICES``, by commas; filled in by ``with_defaults()``."""
+    """Keys that the controller chooses, separated by commas; set by ``with_defaults()``."""
 
     retrieval_budget: int = 4096
     """Tokens of KV cache that level 2 reads: the first chunk, the retrieved ones and

@@ -85,7 +85,7 @@ def _patches() -> dict[str, Any]:
     from vllm_triforce import vllm_patches
 
     patches = vllm_patches.PATCHES
-    misfits = [misfit for patch in patches if (misfit := patch.misfit())]
+    misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
     wrapped = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
     refusal = f"vllm-triforce wraps {misfits[0]}" if misfits else None
     return {"wraps": wrapped, "refusal": refusal}
