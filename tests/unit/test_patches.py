@@ -304,8 +304,8 @@ BY_HAND = {
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
     "scheduler/stats.py": {
         "output.spec_decode_metrics",
-        "figures.histogram",
-        "figures.num_draft_tokens",
+        "metrics.histogram",
+        "metrics.num_draft_tokens",
     },
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/v1.py": {"output"},

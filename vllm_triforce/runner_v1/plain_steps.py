@@ -18,7 +18,7 @@ from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
-from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
+from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -176,7 +176,7 @@ class PlainSteps:
             return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output, *args, **kwargs):
-        grammar_output = without_their_rows(grammar_output, self._scheduled, self._dropped)
+        grammar_output = drop_placeholder_rows(grammar_output, self._scheduled, self._dropped)
         try:
             return self._sample_tokens(grammar_output, *args, **kwargs)
         finally:
