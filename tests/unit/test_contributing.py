@@ -166,7 +166,7 @@ def test_a_policy_is_one_file(copy):
     assert re.search(r"\b(1\d|2\d) passed", run(copy, "-m", "pytest", "-v", *tests))
     file = copy / "vllm_triforce" / "selection" / "oldest.py"
     misnamed = file.rename(file.with_name("eldest.py"))
-    with pytest.raises(AssertionError, match=r"name the class's name as its file"):
+    with pytest.raises(AssertionError, match=r"Give the class the name of its file"):
         run(copy, "-c", lab)
     misnamed.unlink()
     with pytest.raises(AssertionError, match="'quest' or 'retrieval' or 'streaming'"):

@@ -127,4 +127,4 @@ def test_counters_travel_with_vllms_messages():
 def test_every_counter_has_a_metric():
     from vllm_triforce.metrics import prometheus
 
-    assert carrier.flat(LevelCounters()).keys() == prometheus._COUNTERS.keys()
+    assert carrier.flatten(LevelCounters()).keys() == prometheus._COUNTERS.keys()

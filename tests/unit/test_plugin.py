@@ -99,7 +99,7 @@ for owner, name in [part.split(".") for part in sys.argv[1:]]:
 sys.modules["vllm.sampling_params"] = None  # a module that is no more
 plugin._has_warned = False
 before = everything()
-plugin._say_once(plugin.why_not())
+plugin._warn_once(plugin.unsupported_reason())
 assert everything() == before
 try:
     __import__("vllm_triforce.vllm_patches").vllm_patches.install_in_engine()
@@ -165,7 +165,7 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
             raise error
 
         monkeypatch.setattr(vllm_patches, "missing", missing)
-        return plugin.why_not()
+        return plugin.unsupported_reason()
 
     assert "what would be wrapped: ImportError" in fail(ImportError("no such name"))
     broken = fail(RuntimeError("operator torchvision::nms does not exist"))

@@ -62,7 +62,7 @@ def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
     [
         ({"newest": "mine_module:Oldest"}, "newest", "does not load"),
         ({"latest": "mine_module:Newest"}, "latest", "no class over SelectionPolicy with name = "),
-        ({"newest": "mine_module:SelectionPolicy"}, "newest", "name the class's name as its entry"),
+        ({"newest": "mine_module:SelectionPolicy"}, "newest", "Give the class the name of its entry"),
         ({"open": "mine_module:Open"}, "open", r"Open lacks \['score'\]"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, 
     install("broken", BROKEN)
     monkeypatch.setattr(asked, "POLICIES", policies())
     monkeypatch.setattr(checks, "POLICIES", asked.POLICIES)
-    reasons = ["with name = 'misnamed'; name the class's name", "'Oldest'", "No module named 'no_s"]
+    reasons = ["with name = 'misnamed'. Give the class the name", "'Oldest'", "No module named 'no_s"]
     for name, reason in zip(BROKEN, reasons):
         with pytest.raises(ValueError) as refused:
             engine_config(gqa_pair["target"], triforce(selection=name))

@@ -21,9 +21,9 @@ def installation() -> dict[str, Any]:
     found["is_supported"] = is_supported(vllm.__version__)
     if (refusal := _not_loaded()) is not None:
         return {**found, "refusal": refusal}
-    from vllm_triforce.plugin import DOES_NOT_LOAD, register, why_not
+    from vllm_triforce.plugin import DOES_NOT_LOAD, register, unsupported_reason
 
-    if (reason := why_not()) is not None:
+    if (reason := unsupported_reason()) is not None:
         remedy = f"install vLLM {', '.join(SUPPORTED_VLLM)}, or uninstall vllm-triforce"
         if reason.startswith(DOES_NOT_LOAD):
             remedy = f"mend its environment, with which TriForce has nothing to do{_hint(reason)}"
