@@ -53,7 +53,7 @@ class Registry(Mapping[str, Any]):
     def _files(self) -> frozenset[str]:
         spec = importlib.util.find_spec(self._package)
         if spec is None:
-            raise ModuleNotFoundError(f"{self._package} is missing. Reinstall vllm-triforce.")
+            raise ModuleNotFoundError(f"{self._package} is missing. Reinstall vllm-triforce")
         modules = pkgutil.iter_modules(spec.submodule_search_locations)
         return frozenset(m.name for m in modules if m.name not in self._shared)
 
@@ -65,7 +65,7 @@ class Registry(Mapping[str, Any]):
                 owner = _project(entries[entry.name]) if entry.name in entries else "vllm-triforce"
                 raise ValueError(
                     f"{_project(entry)} adds {entry.name!r} to {self._group}, and {owner} has one "
-                    f"of that name. Rename it, or uninstall {_project(entry)}."
+                    f"of that name. Rename it, or uninstall {_project(entry)}"
                 )
             entries[entry.name] = entry
         return entries
@@ -99,7 +99,7 @@ class Registry(Mapping[str, Any]):
                 return _checked(value, str(module.__file__))
         raise ValueError(
             f"{module.__file__} has no class over {self._base[1]} with name = {name!r}. Give the "
-            "class the name of its file."
+            "class the name of its file"
         )
 
     def _load_added(self, entry: EntryPoint) -> type:
@@ -114,12 +114,12 @@ class Registry(Mapping[str, Any]):
         except Exception as error:  # the other package's code may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{where} does not load ({reason}). Correct or uninstall it."
+                f"{where} does not load ({reason}). Correct or uninstall it"
             ) from error
         if not self._is_member(value, entry.name):
             raise ValueError(
                 f"{where} is no class over {self._base[1]} with name = {entry.name!r}. Give "
-                "the class the name of its entry point."
+                "the class the name of its entry point"
             )
         return _checked(value, where)
 

@@ -287,7 +287,7 @@ OUR_OBJECTS = {
     "state",
     "step",
     "self._built",
-    "self._config_of_step",
+    "self._step_config",
     "self._planned",
     "self._recorder",
     "self._taken",

@@ -75,7 +75,7 @@ def test_what_is_no_policy_is_refused(install, entry_points, asked, says):
 def test_a_name_that_is_taken_is_refused_whatever_is_asked_for(install):
     """By a policy of ours, or by another package: who is meant would be a matter of chance."""
     install("mine", {"quest": "mine_module:Newest"})
-    with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* rename"):
+    with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* Rename"):
         policies()["retrieval"]
 
 
