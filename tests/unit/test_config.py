@@ -89,7 +89,7 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
         ({"draft_sources": ""}, ["draft_sources=''", "'draft_model'"]),
         ({"draft_sources": ["prompt_lookup"]}, ["draft_sources=['prompt_lookup']", "str", "list"]),
         ({"draft_sources": "prompt_lookup, prompt_lookup"}, ["twice"]),
-        ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),
+        ({"adaptive_keys": ["length"]}, ["'adaptive_keys'", "unknown to TriForce"]),
         ({"selection": "h2o"}, ["'h2o'", "'retrieval' or 'streaming'"]),
         (
             {"retrieval_budget": 256, "retrieval_recent_tokens": 256},

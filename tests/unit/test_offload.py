@@ -137,7 +137,7 @@ def test_copying_ahead_needs_a_kv_cache_in_host_memory():
 
 
 def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
-    with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*set kv_offload_gib, or"):
+    with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*Set kv_offload_gib, or"):
         TriForceConfig(levels="3").with_defaults(can_adapt=True)
 
 
@@ -155,7 +155,7 @@ def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
 def test_what_plain_decoding_has_no_use_for_is_refused(key, value):
     keys = {"levels": "3", "kv_offload_gib": 8} | ({} if key == "model" else {key: value})
     model = value if key == "model" else None
-    with pytest.raises(ValueError, match=f"{key}={value!r} with levels='3': nothing is drafted"):
+    with pytest.raises(ValueError, match=f"{key}={value!r} is not supported with levels='3'"):
         TriForceConfig(**keys).with_defaults(can_adapt=True, model=model)
 
 

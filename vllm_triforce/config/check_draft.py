@@ -5,7 +5,7 @@ import os
 import struct
 from pathlib import Path
 
-from vllm_triforce.config.keys import TriForceConfig
+from vllm_triforce.config.triforce_config import TriForceConfig
 
 
 def has_alibi(model_config) -> bool:

@@ -3,9 +3,9 @@
 from vllm_triforce.config.check_draft import has_alibi, has_sinks
 from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.config.keys import TriForceConfig
 from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+from vllm_triforce.config.triforce_config import TriForceConfig
 from vllm_triforce.selection import POLICIES
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import check_draft, checks
-from vllm_triforce.config.keys import METHOD, TriForceConfig
+from vllm_triforce.config import TriForceConfig, check_draft, checks
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import refusing
 from vllm_triforce.config.tag import mark
 from vllm_triforce.vllm_patches.cli_args import (
@@ -184,7 +184,7 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     config, draft = _split(engine_args)
     if kept := (engine_args.additional_config or {}).get(METHOD):
         # Use the defaults that were filled in before vLLM filled in its own.
-        config = TriForceConfig(**{k: v for k, v in kept.items() if k != "draft_model"})
+        config = TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
