@@ -8,22 +8,16 @@ from vllm_triforce.config.supported import SUPPORTED_VLLM
 from vllm_triforce.vllm_patches import (
     cli_args,
     counters,
-    drafting_slots,
-    drafts,
     engine_args,
-    request_params,
-    sessions,
+    stock_behavior,
 )
 from vllm_triforce.vllm_patches.patch import Patch
 
 PATCHES: list[Patch] = [
     *cli_args.PATCHES,
     *engine_args.PATCHES,
-    *request_params.PATCHES,
-    *drafting_slots.PATCHES,
+    *stock_behavior.PATCHES,
     *counters.PATCHES,
-    *drafts.PATCHES,
-    *sessions.PATCHES,
 ]
 
 
