@@ -31,6 +31,15 @@ def key_tables() -> dict[str, str]:
     )
 
 
+def metric_tables() -> dict[str, str]:
+    """Tables of docs/metrics.md, by section."""
+    from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS
+
+    counters = [*COUNTERS.values(), PROPOSE_SECONDS]
+    rows = [(c.section, (f"`vllm:triforce_{c.metric}_total`", c.unit, c.help)) for c in counters]
+    return _tables(("metric", "unit", "counts"), rows)
+
+
 def _default(field: Any, key: Any) -> str:
     if key.default_text:
         return key.default_text
@@ -67,7 +76,10 @@ def written(page: Path, tables: dict[str, str]) -> str:
     return text
 
 
-PAGES: dict[Path, Callable[[], dict[str, str]]] = {KEYS_PAGE: key_tables}
+PAGES: dict[Path, Callable[[], dict[str, str]]] = {
+    KEYS_PAGE: key_tables,
+    METRICS_PAGE: metric_tables,
+}
 
 
 def stale() -> dict[Path, str]:
