@@ -96,7 +96,9 @@ def num_stock_graphs(max_num_seqs: int) -> int:
 
 def column(max_num_seqs: int, has_draft: bool) -> dict[str, str]:
     """Compute one column of the table."""
-    config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(BLOCK_SIZE)
+    config = (
+        TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True).resolve(BLOCK_SIZE)
+    )
     _, vllm_config = captured(max_num_seqs, config.num_speculative_tokens)
     layers, drafts = (
         {

@@ -1,8 +1,8 @@
-"""The command ``vllm-triforce``: finds the sub-command and runs it.
+"""Command ``vllm-triforce``: finds the sub-command and runs it.
 
 A sub-command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. It is imported
-only when it is asked for, so that ``--help`` answers at once. Bad input goes to
-``args.fail(message)``, which ends the process with exit code 2; ``args.argv`` is what was given.
+only when it runs, so that ``--help`` is fast. For bad input it calls ``args.fail(message)``, which
+exits with code 2. ``args.argv`` holds the given arguments.
 """
 
 import argparse
@@ -17,24 +17,24 @@ from vllm_triforce import __version__
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command, and what it needs to be there."""
+    """Sub-command and its requirements."""
 
     module: str
     help: str
     needs: tuple[str, ...] = ()
-    """Modules beyond those of ``pip install vllm-triforce``."""
+    """Modules that ``pip install vllm-triforce`` does not install."""
     extra: str = ""
-    """The extra that installs them."""
+    """Extra that installs them."""
     needs_vllm: bool = True
     takes_more: bool = False
-    """Arguments that it does not name go to ``args.more``."""
+    """True if unknown arguments are allowed; they go to ``args.more``."""
 
 
 COMMANDS = {
     "doctor": Command(
         "vllm_triforce_bench.doctor.command",
         "say what TriForce would do here, and with a model, without loading its weights",
-        needs_vllm=False,  # it says so itself
+        needs_vllm=False,  # it reports a missing vLLM itself
         takes_more=True,
     ),
     "bench": Command(
@@ -60,12 +60,12 @@ COMMANDS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """End with the sentence alone, without the usage before it."""
+        """Exit with the message alone, without the usage."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, what the sub-command says, or 2 for bad input."""
+    """Run a sub-command and return its exit code; 2 for bad input."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(
         prog="vllm-triforce",
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         if name in argv[:1]:
             try:
                 importlib.import_module(command.module).add_arguments(subparser)
-            except ValueError as error:  # other packages add to what it offers, and may clash
+            except ValueError as error:  # names added by other packages may clash
                 subparser.error(str(error))
     args, more = parser.parse_known_args(argv)
     args.argv, args.more = list(argv), more
@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_installed(module: str) -> bool:
+    """True if the module can be imported."""
     return importlib.util.find_spec(module) is not None
 
 

@@ -1,4 +1,4 @@
-"""Entry point of vLLM's ``vllm.general_plugins``: wraps vLLM's functions once they are loaded."""
+"""Entry point of ``vllm.general_plugins``: patches vLLM's modules once they are loaded."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-# Loaded where an engine is configured or run, and nowhere else.
+# Modules that only processes load that configure or run an engine.
 _ENGINE_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
 
 DOES_NOT_LOAD = "modules of it do not load here"
@@ -16,32 +16,32 @@ _has_warned = False
 
 
 def register() -> None:
-    """Let ``EngineArgs`` understand the method ``triforce``, in processes that load it.
+    """Let ``EngineArgs`` accept the method ``triforce``, in processes that load it.
 
-    vLLM calls this in every process, more than once, so it is idempotent and loads nothing: what
-    is wrapped is wrapped when vLLM itself loads it.
+    vLLM calls this in every process, more than once. It is idempotent and loads nothing: a module
+    is patched when vLLM loads it.
     """
     for module in _ENGINE_MODULES:
         _after_import.add(module, _install)
 
 
 class _AfterImport:
-    """Finder of modules that runs actions once vLLM has imported the module they wait for."""
+    """Module finder that runs actions after a module has been imported."""
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Callable[[], Any]]] = {}
         self._executed: set[str] = set()
-        self._asking = threading.local()
+        self._active_lookups = threading.local()
 
     def is_loaded(self, name: str) -> bool:
-        """True if the module has been executed to its end."""
+        """True if the module has been executed completely."""
         module = sys.modules.get(name)
-        # A module that is still being loaded may not have its classes yet.
+        # A module that is still loading may lack its classes.
         is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
         return name in self._executed or (module is not None and not is_loading)
 
     def add(self, name: str, action: Callable[[], Any]) -> None:
-        """Run ``action`` now if the module is loaded, else right after it is."""
+        """Run ``action`` now if the module is loaded, otherwise once it is."""
         if self.is_loaded(name):
             action()
             return
@@ -52,22 +52,23 @@ class _AfterImport:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        """Find a module as the other finders do, and follow its execution."""
-        # A finder of another package may ask all others too, this one among them.
-        asked: set[str] = vars(self._asking).setdefault("names", set())
-        if name not in self._actions or name in asked:
+        """Find a module by the other finders, and hook its execution."""
+        # Another package's finder may call all finders too, including this one.
+        active: set[str] = vars(self._active_lookups).setdefault("names", set())
+        if name not in self._actions or name in active:
             return None
-        asked.add(name)
+        active.add(name)
         try:
             spec = _find_elsewhere(self, name, path, target)
         finally:
-            asked.remove(name)
-        # A loader of the old kind runs modules by another method; such a module is not followed.
+            active.remove(name)
+        # Loaders without ``exec_module`` are of the old protocol; their modules are not hooked.
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            self._follow(name, spec.loader)
+            self._hook(name, spec.loader)
         return spec
 
-    def _follow(self, name: str, loader: Any) -> None:
+    def _hook(self, name: str, loader: Any) -> None:
+        """Run the module's actions after the loader has executed it."""
         execute = loader.exec_module
 
         def exec_module(module) -> None:
@@ -83,7 +84,7 @@ class _AfterImport:
 
 
 def _find_elsewhere(finder, name: str, path, target) -> ModuleSpec | None:
-    """Ask the other finders; those of the old kind have no ``find_spec``."""
+    """Search the other finders; those of the old protocol lack ``find_spec``."""
     for other in list(sys.meta_path):
         if other is finder or not hasattr(other, "find_spec"):
             continue
@@ -96,12 +97,12 @@ _after_import = _AfterImport()
 
 
 def _install() -> None:
-    """Wrap what is loaded, and the rest once it is; leave a vLLM that does not fit as it is.
+    """Patch loaded modules now and others once loaded; leave an unsupported vLLM alone.
 
-    It never raises: this runs wherever the package is installed, asked for or not.
+    This never raises: it runs wherever the package is installed, even if TriForce is not used.
     """
-    if (reason := why_not(only_loaded=True)) is not None:
-        _say_once(reason)
+    if (reason := unsupported_reason(only_loaded=True)) is not None:
+        _warn_once(reason)
         return
     from vllm_triforce.vllm_patches import PATCHES
 
@@ -109,13 +110,13 @@ def _install() -> None:
         _after_import.add(patch.module, patch.apply)
 
 
-def why_not(only_loaded: bool = False) -> str | None:
-    """Name why this vLLM is left alone; None where it is not.
+def unsupported_reason(only_loaded: bool = False) -> str | None:
+    """Return why this vLLM is left alone; None if it is supported.
 
-    All patches of loaded modules are looked for before any is applied.
+    All patches are checked before any is applied.
 
     Args:
-        only_loaded: look at modules that are loaded already, and load no other.
+        only_loaded: check loaded modules only, and load no others.
     """
     import vllm
 
@@ -126,16 +127,21 @@ def why_not(only_loaded: bool = False) -> str | None:
     try:
         from vllm_triforce.vllm_patches import PATCHES, missing
 
-        found = [p for p in PATCHES if not only_loaded or _after_import.is_loaded(p.module)]
-        absent = missing(found)
-    except (ImportError, AttributeError) as error:  # a module or a name that moved
-        absent = [f"{type(error).__name__}: {error}"]
-    except Exception as error:  # vLLM does not work here, with us or without
+        patches = [p for p in PATCHES if not only_loaded or _after_import.is_loaded(p.module)]
+        missing_names = missing(patches)
+    except (ImportError, AttributeError) as error:  # a module or name has moved
+        missing_names = [f"{type(error).__name__}: {error}"]
+    except Exception as error:  # vLLM itself does not work here
         return f"{DOES_NOT_LOAD} ({type(error).__name__}: {error})"
-    return f"it does not have what would be wrapped: {', '.join(absent)}" if absent else None
+    return (
+        f"it does not have what would be wrapped: {', '.join(missing_names)}"
+        if missing_names
+        else None
+    )
 
 
-def _say_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
+    """Log once that TriForce is not available."""
     global _has_warned
     if _has_warned:
         return

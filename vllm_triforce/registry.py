@@ -1,5 +1,7 @@
-"""Classes that are found by the names of their files, or by an entry point: adding one is adding a
-file, or installing a package."""
+"""Registry of classes found by file name or by entry point.
+
+To add a class, add a file or install a package.
+"""
 
 import importlib
 import importlib.util
@@ -12,16 +14,16 @@ from typing import Any
 
 
 class Registry(Mapping[str, Any]):
-    """The classes of a package's modules, each named as its module, and those that other installed
-    packages add by an entry point, ``NAME = MODULE:CLASS``.
+    """Mapping of names to the classes of a package's modules and of other installed packages.
 
-    The names are known from files and metadata alone, so that what a user asks for is checked
-    without loading anything; a class is loaded when it is asked for.
+    A class has the name of its module, or of its entry point, ``NAME = MODULE:CLASS``. Names come
+    from files and metadata alone, so configuration is checked without loading a class. A class is
+    loaded at its first lookup.
 
     Args:
-        package: its dotted name.
-        base: the module in it that defines what they all are, and the name of that class.
-        group: of the entry points; None where no other package may add one.
+        package: dotted name of the package.
+        base: module of the package with the base class, and that class's name.
+        group: entry point group; None if other packages cannot add classes.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class Registry(Mapping[str, Any]):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """
+        """Sort the names of all classes.
+
         Raises:
-            ValueError: an installed package adds a name that is taken.
+            ValueError: an installed package adds a name that is already taken.
         """
         return tuple(sorted({*self._files, *self._added}))
 
@@ -47,22 +50,22 @@ class Registry(Mapping[str, Any]):
     def _files(self) -> frozenset[str]:
         spec = importlib.util.find_spec(self._package)
         if spec is None:
-            raise ModuleNotFoundError(f"{self._package} is missing: install vllm-triforce anew")
+            raise ModuleNotFoundError(f"{self._package} is missing. Reinstall vllm-triforce")
         modules = pkgutil.iter_modules(spec.submodule_search_locations)
         return frozenset(m.name for m in modules if m.name != self._base[0])
 
     @cached_property
     def _added(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+        entries: dict[str, EntryPoint] = {}
         for entry in entry_points(group=self._group) if self._group else ():
-            if entry.name in self._files or entry.name in found:
-                owner = _project(found[entry.name]) if entry.name in found else "vllm-triforce"
+            if entry.name in self._files or entry.name in entries:
+                owner = _project(entries[entry.name]) if entry.name in entries else "vllm-triforce"
                 raise ValueError(
                     f"{_project(entry)} adds {entry.name!r} to {self._group}, and {owner} has one "
-                    f"of that name; rename it, or uninstall {_project(entry)}"
+                    f"of that name. Rename it, or uninstall {_project(entry)}"
                 )
-            found[entry.name] = entry
-        return found
+            entries[entry.name] = entry
+        return entries
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -82,53 +85,60 @@ class Registry(Mapping[str, Any]):
         return len(self.names)
 
     def _load(self, name: str) -> type:
-        """
+        """Load the class of a module of the package.
+
         Raises:
-            ValueError: the module defines no such class of its own name.
+            ValueError: the module defines no such class with its name.
         """
         module = importlib.import_module(f"{self._package}.{name}")
-        for found in vars(module).values():
-            if self._is_one(found, name):
-                return _whole(found, str(module.__file__))
+        for value in vars(module).values():
+            if self._is_member(value, name):
+                return _checked(value, str(module.__file__))
         raise ValueError(
-            f"{module.__file__} has no class over {self._base[1]} with name = {name!r}; name the "
-            "class's name as its file"
+            f"{module.__file__} has no class over {self._base[1]} with name = {name!r}. Give the "
+            "class the name of its file"
         )
 
     def _load_added(self, entry: EntryPoint) -> type:
-        """
+        """Load the class of an entry point.
+
         Raises:
-            ValueError: the entry point does not load, or names something else.
+            ValueError: the entry point does not load, or is not such a class.
         """
         where = f"{entry.value} of {_project(entry)}"
         try:
-            found = entry.load()
-        except Exception as error:  # the other package's code: anything may be wrong with it
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{where} does not load ({said}); correct or uninstall it") from error
-        if not self._is_one(found, entry.name):
+            value = entry.load()
+        except Exception as error:  # the other package's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{where} is no class over {self._base[1]} with name = {entry.name!r}; name the "
-                "class's name as its entry point"
+                f"{where} does not load ({reason}). Correct or uninstall it"
+            ) from error
+        if not self._is_member(value, entry.name):
+            raise ValueError(
+                f"{where} is no class over {self._base[1]} with name = {entry.name!r}. Give "
+                "the class the name of its entry point"
             )
-        return _whole(found, where)
+        return _checked(value, where)
 
-    def _is_one(self, found: object, name: str) -> bool:
+    def _is_member(self, value: object, name: str) -> bool:
+        """True if the value is a class over the base with this name."""
         base = getattr(importlib.import_module(f"{self._package}.{self._base[0]}"), self._base[1])
-        is_one = isinstance(found, type) and issubclass(found, base)
-        return is_one and vars(found).get("name") == name
+        is_subclass = isinstance(value, type) and issubclass(value, base)
+        return is_subclass and vars(value).get("name") == name
 
 
-def _whole(found: type, where: str) -> type:
-    """
+def _checked(cls: type, where: str) -> type:
+    """Return the class if it is concrete.
+
     Raises:
-        ValueError: the class leaves methods of its base open.
+        ValueError: the class leaves abstract methods of its base open.
     """
-    if inspect.isabstract(found):
-        lacking = sorted(getattr(found, "__abstractmethods__", ()))
-        raise ValueError(f"{where}: {found.__name__} lacks {lacking}")
-    return found
+    if inspect.isabstract(cls):
+        lacking = sorted(getattr(cls, "__abstractmethods__", ()))
+        raise ValueError(f"{where}: {cls.__name__} lacks {lacking}")
+    return cls
 
 
 def _project(entry: EntryPoint) -> str:
+    """Return the name of the project that adds the entry point."""
     return entry.dist.name if entry.dist is not None else entry.value

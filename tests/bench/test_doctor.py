@@ -307,7 +307,7 @@ def test_a_policy_that_is_broken(pair, tmp_path):
 
     code, refusal = doctor_of({"selection": "misnamed"})
     assert code == 1 and refusal.startswith("selection='misnamed': broken_module:Newest of broken")
-    assert "name the class's name as its entry point" in refusal
+    assert "Give the class the name of its entry point" in refusal
     assert doctor_of({"selection": "quest"}) == (0, None)
 
 

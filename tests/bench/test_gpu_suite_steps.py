@@ -294,7 +294,7 @@ def test_an_offloaded_engine_has_room_for_its_requests_and_as_much_device_as_is_
     assert made["gpu_memory_utilization"] == pytest.approx(0.9 * 23.5 / 141)
     keys = made["keys"]
     config = TriForceConfig(**{k: v for k, v in keys.items() if k != "model"})
-    config = config.fill(True, keys.get("model"), True).resolve(16)
+    config = config.with_defaults(True, keys.get("model"), True).resolve(16)
     assert config.is_plain == (way == offload.PLAIN)
     reach = config.num_speculative_tokens + config.gamma
     blocks = made["max_num_seqs"] * -(-(made["max_model_len"] + reach) // 16) + 1

@@ -439,7 +439,7 @@ def test_a_broken_policy_of_another_package_harms_only_who_compares_it(tmp_path)
     for asked in (["--policies", "misnamed"], []):
         code, said = lab(broken, *asked)
         assert code == 2 and "policies: 'misnamed': broken_module:Newest of broken is no" in said
-        assert "name the class's name as its entry point; or name the others" in said
+        assert "Give the class the name of its entry point; or name the others" in said
     clashing = put_project(tmp_path, "clashing", {"topk": "clashing_module:Newest"})
     code, said = lab(clashing, *few[2:])
     assert code == 2 and "policies: 'topk': the lab has one of that name; rename" in said

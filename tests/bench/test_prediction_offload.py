@@ -121,7 +121,7 @@ def test_requests_cross_one_after_the_other():
 def test_the_engine_has_the_defaults():
     """Of Model Runner V2 with a draft, where one request runs at a time; it needs no pool for
     four."""
-    asked = TriForceConfig(kv_offload_gib=64.0).fill(True, "draft", True, 1).resolve(16)
+    asked = TriForceConfig(kv_offload_gib=64.0).with_defaults(True, "draft", True, 1).resolve(16)
     limited = with_memory(MACHINES["RTX-4090"], 23.5)
     longest = Setting(LEVELS, 32, 2, 4096, DRAFT)
     its = engine(limited, MODELS["llama-2-7b-128k"], CONTEXT, 1, [STOCK, longest], Counts())

@@ -125,7 +125,7 @@ def check_serve(arguments: list[str]) -> None:
     engine_args = EngineArgs.from_cli_args(args)
     keys = engine_args.speculative_config or {}
     if "kv_offload_gib" in keys:  # on Model Runner V2, which is a GPU's
-        from vllm_triforce.config.keys import TriForceConfig
+        from vllm_triforce.config import TriForceConfig
 
         ours = {k: v for k, v in keys.items() if k not in ("method", "model")}
         TriForceConfig.from_speculative_config(ours)

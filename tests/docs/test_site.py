@@ -5,7 +5,6 @@ within the site has its page and its anchor, nothing is loaded from another host
 user may give is on the page of keys, with its default, and every counter on the page of metrics.
 """
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -18,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.models import ROOT
-from vllm_triforce.config.keys import TriForceConfig
-from vllm_triforce.metrics import prometheus
+from vllm_triforce.config.keys import KEYS
+from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS
 
 NEEDED = ("mkdocs", "material", "mkdocstrings")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -36,8 +35,6 @@ LOADED = {
     "link": ("href",),
     "use": ("href", "xlink:href"),
 }
-# Filled in, not asked for.
-NO_KEYS = {"adapts"}
 
 
 class Page(HTMLParser):
@@ -135,10 +132,9 @@ def test_sources_that_are_not_pages_are_no_links(pages, site):
 def test_every_key_is_on_its_page():
     """With its default, where that is a value."""
     rows = _rows("keys.md")
-    fields = {f.name: f.default for f in dataclasses.fields(TriForceConfig)}
-    for name in fields.keys() - NO_KEYS:
+    for name, (field, _) in KEYS.items():
         assert name in rows, f"docs/keys.md lacks {name}"
-        default = fields[name]
+        default = field.default
         if default is not None:
             said = str(default).lower() if isinstance(default, bool) else str(default)
             assert said in rows[name][1].replace("`", ""), f"docs/keys.md: default of {name}"
@@ -146,8 +142,7 @@ def test_every_key_is_on_its_page():
 
 def test_every_counter_is_on_its_page():
     rows = _rows("metrics.md")
-    names = [name for name, _ in prometheus._COUNTERS.values()] + [prometheus._SECONDS[0]]
-    ours = {f"vllm:triforce_{name}_total" for name in names}
+    ours = {f"vllm:triforce_{c.metric}_total" for c in [*COUNTERS.values(), PROPOSE_SECONDS]}
     assert ours - rows.keys() == set(), "docs/metrics.md lacks these"
     page = (ROOT / "docs" / "metrics.md").read_text()
     known = set(re.findall(r"vllm:triforce_\w+", page)) - {"vllm:triforce_"}

@@ -14,7 +14,7 @@ from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run
 from vllm_triforce.controller import controller as controller_module
 from vllm_triforce.controller.planner import Plan
-from vllm_triforce.scheduler.placeholders import without_their_rows
+from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
 
@@ -248,7 +248,7 @@ def test_rows_of_a_grammar_follow_the_tokens_that_are_left():
     """Of three requests one had drafts, one placeholders and one neither."""
     rows = np.arange(3 + 5 + 1)[:, None]
     output = GrammarOutput(["drafts", "padded", "plain"], rows, [2, 0, 0])
-    found = without_their_rows(output, {"drafts": [7, 8]}, {"padded": 4})
+    found = drop_placeholder_rows(output, {"drafts": [7, 8]}, {"padded": 4})
     assert found.grammar_bitmask[:, 0].tolist() == [0, 1, 2, 3, 8]
-    assert without_their_rows(output, {"drafts": [7, 8]}, {}) is output
-    assert without_their_rows(None, {}, {"padded": 4}) is None
+    assert drop_placeholder_rows(output, {"drafts": [7, 8]}, {}) is output
+    assert drop_placeholder_rows(None, {}, {"padded": 4}) is None

@@ -142,7 +142,7 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
             level2.cache.policy, level2._attention._layers, torch.float32, device, []
         )
     config = llm.llm_engine.vllm_config
-    keys = TriForceConfig().fill(can_adapt=True).resolve(32)
+    keys = TriForceConfig().with_defaults(can_adapt=True).resolve(32)
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
         private_cache(level1._layers, config, keys, 8, device)
 

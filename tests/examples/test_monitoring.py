@@ -77,7 +77,7 @@ def test_provisioning_finds_the_dashboard():
 def test_keys_of_the_compose_file_and_the_image_are_supported():
     import json
 
-    from vllm_triforce.config.keys import TriForceConfig
+    from vllm_triforce.config import TriForceConfig
 
     command = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["vllm"]["command"]
     keys = json.loads(command[command.index("--speculative-config") + 1])

@@ -49,7 +49,7 @@ def world():
         refresh_interval=4,
         prompt_lookup_max=3,
     )
-    config = config.fill(can_adapt=False).resolve(BLOCK)
+    config = config.with_defaults(can_adapt=False).resolve(BLOCK)
     rows = Rows(4, 6, 2, 4, VOCAB_SIZE, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()

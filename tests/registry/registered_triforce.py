@@ -7,7 +7,7 @@ from vllm_triforce.runner_v1.runner import TriForceProposer
 class RegisteredProposer(TriForceProposer):
     def __init__(self, vllm_config, device, runner) -> None:
         keys = vllm_config.speculative_config.method_config
-        config = TriForceConfig(**keys).fill(can_adapt=False)
+        config = TriForceConfig(**keys).with_defaults(can_adapt=False)
         config = config.resolve(vllm_config.cache_config.block_size)
         super().__init__(vllm_config, device, runner, config, draft_model=None)
 

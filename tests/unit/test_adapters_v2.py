@@ -243,6 +243,6 @@ def test_passes_that_vllms_adapters_have_no_room_for_are_refused(seqs, tokens):
     config = TriForceConfig(max_speculating_seqs=64, gamma=2).resolve(16)
     scheduler = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     with pytest.raises(ValueError, match=rf"max_num_batched_tokens={tokens}.* {tokens + 1} tokens"):
-        checks._check_room_for_adapters(scheduler, config)
+        checks._check_lora_slots(scheduler, config)
     scheduler.max_num_batched_tokens += 1
-    checks._check_room_for_adapters(scheduler, config)
+    checks._check_lora_slots(scheduler, config)

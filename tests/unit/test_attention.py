@@ -110,7 +110,7 @@ def test_on_a_gpu_runner_v1_is_refused(monkeypatch):
         use_v2_model_runner=False,
     )
     monkeypatch.setattr(checks, "is_cpu", lambda: False)
-    with pytest.raises(ValueError, match="on a GPU TriForce runs on Model Runner V2 only; unset"):
+    with pytest.raises(ValueError, match="use_v2_model_runner=False is not supported on a GPU"):
         checks.check_vllm_config(vllm_config, config)
 
 

@@ -25,36 +25,41 @@ def test_is_frozen_and_survives_json():
 
 def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
     """The controller chooses what the user left open, and nothing else; off, it is the paper's."""
-    open_ = TriForceConfig().fill(can_adapt=True)
-    assert open_.choices == {"context", "gamma", "length"}
+    open_ = TriForceConfig().with_defaults(can_adapt=True)
+    assert open_.adaptive_keys == {"context", "gamma", "length"}
     assert (open_.num_speculative_tokens, open_.gamma) == (32, 4)
     assert open_.resolve(32).min_context == 0
-    given = TriForceConfig(num_speculative_tokens=5, gamma=1, min_context=7).fill(can_adapt=True)
-    assert given.choices == frozenset()
+    given = TriForceConfig(num_speculative_tokens=5, gamma=1, min_context=7).with_defaults(
+        can_adapt=True
+    )
+    assert given.adaptive_keys == frozenset()
     assert (given.num_speculative_tokens, given.gamma, given.min_context) == (5, 1, 7)
     for off in (
-        TriForceConfig(adaptive=False).fill(can_adapt=True),
-        TriForceConfig().fill(can_adapt=False),
+        TriForceConfig(adaptive=False).with_defaults(can_adapt=True),
+        TriForceConfig().with_defaults(can_adapt=False),
     ):
-        assert off.choices == frozenset()
+        assert off.adaptive_keys == frozenset()
         assert (off.num_speculative_tokens, off.gamma) == (6, 2)
         assert off.resolve(32).min_context == 8192
-    assert TriForceConfig(levels="1,3").fill(can_adapt=True).choices == {"context", "length"}
+    assert TriForceConfig(levels="1,3").with_defaults(can_adapt=True).adaptive_keys == {
+        "context",
+        "length",
+    }
 
 
 def test_where_shapes_are_fixed_gamma_is_not_chosen():
     """Model Runner V2: level 1 drafts as much for every pass, and every place that a proposal may
     have costs memory; sources and lengths are chosen all the same."""
-    filled = TriForceConfig().fill(can_adapt=True, model="draft", has_fixed_shapes=True)
+    filled = TriForceConfig().with_defaults(can_adapt=True, model="draft", has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
-    assert filled.choices == {"context", "gamma", "length"}
+    assert filled.adaptive_keys == {"context", "gamma", "length"}
     assert filled.resolve(16).sources == ("draft_model", "prompt_lookup")
-    alone = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True)
+    alone = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert alone.gamma == 4, "drafts that cost nothing"
-    off = TriForceConfig(adaptive=False).fill(can_adapt=True, has_fixed_shapes=True)
+    off = TriForceConfig(adaptive=False).with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert off.gamma == 2
     given = TriForceConfig(gamma=3, num_speculative_tokens=5)
-    filled = given.fill(can_adapt=True, has_fixed_shapes=True)
+    filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (3, 5)
 
 
@@ -84,7 +89,7 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
         ({"draft_sources": ""}, ["draft_sources=''", "'draft_model'"]),
         ({"draft_sources": ["prompt_lookup"]}, ["draft_sources=['prompt_lookup']", "str", "list"]),
         ({"draft_sources": "prompt_lookup, prompt_lookup"}, ["twice"]),
-        ({"adapts": "length"}, ["'adapts'", "unknown to TriForce"]),
+        ({"adaptive_keys": ["length"]}, ["'adaptive_keys'", "unknown to TriForce"]),
         ({"selection": "h2o"}, ["'h2o'", "'retrieval' or 'streaming'"]),
         (
             {"retrieval_budget": 256, "retrieval_recent_tokens": 256},
@@ -100,7 +105,7 @@ def test_bad_keys(keys, named):
 
 
 def sources(model: str | None = None, can_adapt: bool = True, **keys) -> tuple[str, ...]:
-    return TriForceConfig(**keys).fill(can_adapt, model).resolve(32).sources
+    return TriForceConfig(**keys).with_defaults(can_adapt, model).resolve(32).sources
 
 
 def test_the_sources_of_drafts_follow_the_model_and_who_chooses():
@@ -175,6 +180,6 @@ def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget,
 
 
 def test_window_has_room_to_grow():
-    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).fill(can_adapt=True)
+    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).with_defaults(can_adapt=True)
     assert config.window_tokens == config.resolve(32).window_tokens
     assert config.window_tokens >= 104 + config.num_speculative_tokens + 1

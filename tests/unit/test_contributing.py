@@ -166,7 +166,7 @@ def test_a_policy_is_one_file(copy):
     assert re.search(r"\b(1\d|2\d) passed", run(copy, "-m", "pytest", "-v", *tests))
     file = copy / "vllm_triforce" / "selection" / "oldest.py"
     misnamed = file.rename(file.with_name("eldest.py"))
-    with pytest.raises(AssertionError, match=r"name the class's name as its file"):
+    with pytest.raises(AssertionError, match=r"Give the class the name of its file"):
         run(copy, "-c", lab)
     misnamed.unlink()
     with pytest.raises(AssertionError, match="'quest' or 'retrieval' or 'streaming'"):
@@ -215,11 +215,13 @@ def test_without_its_files_a_source_is_nowhere(copy):
     package = copy / "vllm_triforce"
     for side in ("runner_v1", "runner_v2"):
         (package / side / "sources" / "prompt_lookup.py").unlink()
-    refused = "from vllm_triforce.config import TriForceConfig as C; C().fill(can_adapt=True)"
-    with pytest.raises(AssertionError, match="name one with 'model'"):
+    refused = (
+        "from vllm_triforce.config import TriForceConfig as C; C().with_defaults(can_adapt=True)"
+    )
+    with pytest.raises(AssertionError, match="Give 'model', or name one of"):
         run(copy, "-c", refused)
     named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
-    with pytest.raises(AssertionError, match="use 'draft_model'"):
+    with pytest.raises(AssertionError, match="Use 'draft_model'"):
         run(copy, "-c", named)
     controller = "tests/unit/test_controller.py::test_as_fast_as_the_best_fixed_setting"
     tests = [controller, "tests/unit/test_prompt_lookup.py", ON_HOST]

@@ -77,7 +77,7 @@ DECIDING = 0.0015
 
 
 def controller(measured: Measurements, has_draft=True, **keys) -> Controller:
-    config = TriForceConfig(**keys).fill(can_adapt=True, model=DRAFT).resolve(32)
+    config = TriForceConfig(**keys).with_defaults(can_adapt=True, model=DRAFT).resolve(32)
     found = Controller(config, SOURCES if has_draft else SOURCES[1:])
     found.start(CostModel(measured))
     return found
@@ -859,7 +859,9 @@ def test_ranks_decide_alike_though_their_clocks_differ():
 
     ranks = []
     for rank, measured in enumerate((LONG_PAYS, NOTHING_PAYS)):
-        one = Controller(TriForceConfig().fill(can_adapt=True, model=DRAFT).resolve(32), SOURCES)
+        one = Controller(
+            TriForceConfig().with_defaults(can_adapt=True, model=DRAFT).resolve(32), SOURCES
+        )
         one.start(CostModel(measured), adopt=lambda mine, rank=rank: adopt(rank, mine))
         ranks.append(one)
     draw = random.Random(3)

@@ -58,7 +58,11 @@ class Clock:
 
 
 def decisions(measured: Measurements, clock: Clock | None = None) -> AsyncController:
-    config = TriForceConfig().fill(can_adapt=True, model=DRAFT, has_fixed_shapes=True).resolve(32)
+    config = (
+        TriForceConfig()
+        .with_defaults(can_adapt=True, model=DRAFT, has_fixed_shapes=True)
+        .resolve(32)
+    )
     assert config.gamma == GAMMA
     controller = Controller(config, SOURCES[:1], whole_rounds=True)
     controller.start(CostModel(measured))
@@ -283,7 +287,11 @@ def test_a_text_that_changes_is_noticed():
 
 
 def test_nothing_is_proposed_before_it_is_known_what_passes_take():
-    config = TriForceConfig().fill(can_adapt=True, model=DRAFT, has_fixed_shapes=True).resolve(32)
+    config = (
+        TriForceConfig()
+        .with_defaults(can_adapt=True, model=DRAFT, has_fixed_shapes=True)
+        .resolve(32)
+    )
     made = AsyncController(Controller(config, SOURCES[:1], whole_rounds=True), DRAFT)
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})

@@ -285,7 +285,7 @@ def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, mon
         structured_outputs_config=SimpleNamespace(backend="auto"),
         model_config=model_config,
     )
-    config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    config = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True).resolve(16)
     with pytest.raises(ValueError, match=named):
         checks.check_vllm_config(vllm_config, config)
 
@@ -318,7 +318,7 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
     from tools import memory_table as table
     from vllm_triforce.runner_v2.decode_graphs import add_plain_decode_graphs
 
-    config = TriForceConfig().fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    config = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True).resolve(16)
     for seqs in (256, 1024):
         counts = table.graphs(seqs, config, has_draft=False)
         assert sum(counts.values()) <= 1.3 * table.num_stock_graphs(seqs)
@@ -337,7 +337,11 @@ def test_levels_that_take_no_part_have_no_graphs(levels, expected):
     from vllm_triforce.runner_v2.graph_sizes import num_graphs
     from vllm_triforce.runner_v2.proposer import ProposerV2
 
-    config = TriForceConfig(levels=levels).fill(can_adapt=True, has_fixed_shapes=True).resolve(16)
+    config = (
+        TriForceConfig(levels=levels)
+        .with_defaults(can_adapt=True, has_fixed_shapes=True)
+        .resolve(16)
+    )
     captured = []
     made = object.__new__(ProposerV2)
     made.sources = {}

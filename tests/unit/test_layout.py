@@ -29,6 +29,7 @@ WITHOUT_VLLM = [
     "vllm_triforce/controller",
     "vllm_triforce/selection",
     "vllm_triforce/config/keys.py",
+    "vllm_triforce/config/triforce_config.py",
     "vllm_triforce_bench/acceptance",
     "vllm_triforce_bench/acceptance/policies",
 ]

@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 
 from vllm_triforce.metrics import carrier
-from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
 from vllm_triforce.metrics.prometheus import TriForcePrometheus
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.vllm_patches import counters as counter_patches
@@ -125,6 +125,4 @@ def test_counters_travel_with_vllms_messages():
 
 
 def test_every_counter_has_a_metric():
-    from vllm_triforce.metrics import prometheus
-
-    assert carrier.flat(LevelCounters()).keys() == prometheus._COUNTERS.keys()
+    assert carrier.flatten(LevelCounters()).keys() == COUNTERS.keys()

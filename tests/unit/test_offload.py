@@ -114,7 +114,7 @@ def test_fewer_requests_are_speculated_on_at_a_time_unless_asked_for():
 def test_proposals_are_longer_where_a_full_pass_is_dear():
     def longest(max_num_seqs=None, **keys) -> int | None:
         asked = TriForceConfig(**keys)
-        return asked.fill(True, None, True, max_num_seqs).num_speculative_tokens
+        return asked.with_defaults(True, None, True, max_num_seqs).num_speculative_tokens
 
     assert (longest(), longest(kv_offload_gib=8)) == (12, 16)
     assert longest(kv_offload_gib=8, num_speculative_tokens=9) == 9
@@ -133,8 +133,8 @@ def test_the_key_that_copied_layers_ahead_is_unknown():
 
 
 def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
-    with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*set kv_offload_gib, or"):
-        TriForceConfig(levels="3").fill(can_adapt=True)
+    with pytest.raises(ValueError, match=r"levels='3' is plain decoding.*Set kv_offload_gib, or"):
+        TriForceConfig(levels="3").with_defaults(can_adapt=True)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +151,15 @@ def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
 def test_what_plain_decoding_has_no_use_for_is_refused(key, value):
     keys = {"levels": "3", "kv_offload_gib": 8} | ({} if key == "model" else {key: value})
     model = value if key == "model" else None
-    with pytest.raises(ValueError, match=f"{key}={value!r} with levels='3': nothing is drafted"):
-        TriForceConfig(**keys).fill(can_adapt=True, model=model)
+    with pytest.raises(ValueError, match=f"{key}={value!r} is not supported with levels='3'"):
+        TriForceConfig(**keys).with_defaults(can_adapt=True, model=model)
 
 
 def test_plain_decoding_speculates_on_nobody():
-    filled = TriForceConfig(levels="3", kv_offload_gib=8).fill(can_adapt=True)
+    filled = TriForceConfig(levels="3", kv_offload_gib=8).with_defaults(can_adapt=True)
     resolved = filled.resolve(16)
     assert resolved.is_plain and resolved.min_context > 1 << 30
-    assert not resolved.choices and not resolved.sources
+    assert not resolved.adaptive_keys and not resolved.sources
     assert resolved == filled.resolve(16) and resolved.num_speculative_tokens == 1
 
 

@@ -129,17 +129,18 @@ def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatc
         patch("alone", "number"),
         patch("given", "self"),
     ]
-    assert [p.fault() for p in patches] == [None] * 4
-    assert [p.misfit() for p in patches] == [None] * 4
+    assert [p.missing_name() for p in patches] == [None] * 4
+    assert [p.signature_mismatch() for p in patches] == [None] * 4
     assert [p.apply() for p in patches] == [True] * 4
     assert [p.apply() for p in patches] == [False] * 4
     ours = Host.plain
     Host.plain = lambda self, number: ours(self, number)  # another plugin's, which says nothing
     assert not patches[0].apply()
     assert (Host().plain(2), Host.made(2), Host.alone(2), Host().given) == (4, 4, 4, 6)
-    assert "Host.plain(self, word), but" in patch("plain", "self", "word").misfit()
+    assert "Host.plain(self, word), but" in patch("plain", "self", "word").signature_mismatch()
     absent = patch("stop", "self")
-    assert absent.fault() == "Host.stop" and absent.misfit() is None and not absent.apply()
+    assert absent.missing_name() == "Host.stop" and absent.signature_mismatch() is None
+    assert not absent.apply()
 
 
 class Stock(SimpleNamespace):
@@ -220,7 +221,7 @@ def replacements() -> dict[str, tuple]:
         "ALLOCATE_KV_CACHE": (with_self(allocate_kv_cache), OffloadedCache.allocate),
         "TOP_K_TOP_P": (with_self(apply_top_k_top_p), TopPMasks.__call__),
         "EXPAND_KERNEL": (cpu_triton_utils._expand_kernel_impl, expand_kernel._expand),
-        "HAS_KV_TRANSFER_GROUP": (has_kv_transfer_group, kv_connector._sees_none),
+        "HAS_KV_TRANSFER_GROUP": (has_kv_transfer_group, kv_connector._has_no_connector),
     }
 
 
@@ -286,7 +287,7 @@ OUR_OBJECTS = {
     "state",
     "step",
     "self._built",
-    "self._config_of_step",
+    "self._step_config",
     "self._planned",
     "self._recorder",
     "self._slots",
@@ -303,8 +304,8 @@ BY_HAND = {
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
     "scheduler/stats.py": {
         "output.spec_decode_metrics",
-        "figures.histogram",
-        "figures.num_draft_tokens",
+        "metrics.histogram",
+        "metrics.num_draft_tokens",
     },
     "metrics/carrier.py": {"output.get_output", "output", "result"},
     "scheduler/v1.py": {"output"},

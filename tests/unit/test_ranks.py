@@ -50,7 +50,11 @@ def launches(sees_at: int, plans: list[StepPlan]) -> tuple[list, list]:
     launched: list[dict[str, int]] = []
     slots = Slots(1)
     device = DeviceOfRank(slots, launched)
-    config = TriForceConfig(min_context=0).fill(can_adapt=False, has_fixed_shapes=True).resolve(16)
+    config = (
+        TriForceConfig(min_context=0)
+        .with_defaults(can_adapt=False, has_fixed_shapes=True)
+        .resolve(16)
+    )
     built = SimpleNamespace(
         proposer=device,
         slots=slots,

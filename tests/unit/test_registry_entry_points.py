@@ -62,7 +62,7 @@ def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
     [
         ({"newest": "mine_module:Oldest"}, "newest", "does not load"),
         ({"latest": "mine_module:Newest"}, "latest", "no class over SelectionPolicy with name = "),
-        ({"newest": "mine_module:SelectionPolicy"}, "newest", "name the class's name as its entry"),
+        ({"newest": "mine_module:SelectionPolicy"}, "newest", "Give the class the name of"),
         ({"open": "mine_module:Open"}, "open", r"Open lacks \['score'\]"),
     ],
 )
@@ -75,7 +75,7 @@ def test_what_is_no_policy_is_refused(install, entry_points, asked, says):
 def test_a_name_that_is_taken_is_refused_whatever_is_asked_for(install):
     """By a policy of ours, or by another package: who is meant would be a matter of chance."""
     install("mine", {"quest": "mine_module:Newest"})
-    with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* rename"):
+    with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* Rename"):
         policies()["retrieval"]
 
 
@@ -87,13 +87,12 @@ def test_two_packages_with_one_name_are_refused(install):
 
 
 def test_configuration_knows_it(install, monkeypatch):
-    from vllm_triforce.config import TriForceConfig, draft_sources
-    from vllm_triforce.config import keys as asked
+    from vllm_triforce.config import TriForceConfig, draft_sources, triforce_config
 
     install("mine", {"newest": "mine_module:Newest"})
     install("source", {"repeat": "source_module:Repeat"}, "", "vllm_triforce.draft_sources")
     sources = Registry("vllm_triforce.runner_v1.sources", SOURCES._base, SOURCES._group)
-    monkeypatch.setattr(asked, "POLICIES", policies())
+    monkeypatch.setattr(triforce_config, "POLICIES", policies())
     monkeypatch.setattr(draft_sources, "SOURCES", sources)
     assert TriForceConfig(selection="newest", draft_sources="repeat").selection == "newest"
     names = "'newest' or 'quest' or 'retrieval' or 'streaming', or install the package that has it"
@@ -106,13 +105,12 @@ def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, 
     """Who asks for it is told what is wrong before a model is loaded; nobody else is."""
     from tests.conftest import triforce
     from tests.unit.test_plugin import engine_config
-    from vllm_triforce.config import checks
-    from vllm_triforce.config import keys as asked
+    from vllm_triforce.config import checks, triforce_config
 
     install("broken", BROKEN)
-    monkeypatch.setattr(asked, "POLICIES", policies())
-    monkeypatch.setattr(checks, "POLICIES", asked.POLICIES)
-    reasons = ["with name = 'misnamed'; name the class's name", "'Oldest'", "No module named 'no_s"]
+    monkeypatch.setattr(triforce_config, "POLICIES", policies())
+    monkeypatch.setattr(checks, "POLICIES", triforce_config.POLICIES)
+    reasons = ["with name = 'misnamed'. Give the class", "'Oldest'", "No module named 'no_s"]
     for name, reason in zip(BROKEN, reasons):
         with pytest.raises(ValueError) as refused:
             engine_config(gqa_pair["target"], triforce(selection=name))

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_triforce.config.tag import mark
-from vllm_triforce.vllm_patches.sessions import _from_its_own_tokens
+from vllm_triforce.vllm_patches.stock_behavior import _keep_session_tokens
 
 PROMPT, ANSWER, PIECE = list(range(100)), [7, 8, 9], [1, 2]
 
@@ -59,7 +59,7 @@ def test_a_turn_that_ends_inside_a_run_leaves_nothing_behind(behind, in_flight):
     own = len(PROMPT) + len(ANSWER) - 1
     wanted = own, [*PROMPT, *ANSWER[:-1], *PIECE]
     assert go_on(session(own, 0), stock) == wanted, "what stock vLLM does without speculation"
-    its = go_on(session(own + behind, in_flight), _from_its_own_tokens(stock))
+    its = go_on(session(own + behind, in_flight), _keep_session_tokens(stock))
     assert its == wanted
     is_right = go_on(session(own + behind, in_flight), stock) == wanted
     assert is_right == (behind == in_flight), "vLLM has changed: is the patch still needed?"

@@ -31,7 +31,7 @@ ALL = RequestPlan(LEVELS, 6, 3)
 
 
 def resolved(can_adapt: bool = False, **keys):
-    return TriForceConfig(**keys).fill(can_adapt, has_fixed_shapes=True).resolve(16)
+    return TriForceConfig(**keys).with_defaults(can_adapt, has_fixed_shapes=True).resolve(16)
 
 
 class Running:
@@ -317,5 +317,5 @@ def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
     asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
     asked.enable_lora = False
     config, _ = _split(asked)
-    assert bool(config.choices) == is_chosen
+    assert bool(config.adaptive_keys) == is_chosen
     assert (config.resolve(16).min_context == 0) == is_chosen

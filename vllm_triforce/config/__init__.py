@@ -1,6 +1,6 @@
-"""What a user may ask for, checked before any model is loaded."""
+"""Configuration: TriForce's keys, and checks that run before any model loads."""
 
-from vllm_triforce.config.keys import TriForceConfig
 from vllm_triforce.config.resolved import ResolvedConfig
+from vllm_triforce.config.triforce_config import TriForceConfig
 
 __all__ = ["ResolvedConfig", "TriForceConfig"]

@@ -1,5 +1,4 @@
-"""What a KV cache in host memory cannot run beside, refused with the value, the reason and the
-remedy."""
+"""Checks of ``kv_offload_gib`` against the engine's other settings."""
 
 import psutil
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
@@ -7,74 +6,77 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 from vllm_triforce.config.resolved import ResolvedConfig
 
 _GIB = 1 << 30
-# Of the machine's memory, for what else there is.
-_MOST_SHARE = 0.9
+# Share of host memory that KV may take; the rest is for weights, buffers and other processes.
+_MAX_HOST_SHARE = 0.9
 
 
 def check_offload(vllm_config, config: ResolvedConfig) -> None:
-    """
+    """Refuse engine settings that do not work with the KV cache in host memory.
+
     Raises:
-        ValueError: ``kv_offload_gib`` does not go with the engine's settings.
+        ValueError: a setting conflicts with ``kv_offload_gib``, or it exceeds host memory.
     """
-    asked = f"kv_offload_gib={config.kv_offload_gib:g}"
+    setting = f"kv_offload_gib={config.kv_offload_gib:g}"
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
-            f"{asked}: Model Runner V1 has the KV cache in one place; use a GPU, where V2 is "
-            "vLLM's default, or leave it out"
+            f"{setting} is not supported with Model Runner V1: it keeps the KV cache in one place. "
+            "Use a GPU, where V2 is vLLM's default, or leave it out."
         )
-    _check_memory(asked, config, vllm_config.parallel_config)
+    _check_host_memory(setting, config, vllm_config.parallel_config)
     if vllm_config.kv_transfer_config is not None:
         connector = vllm_config.kv_transfer_config.kv_connector
         raise ValueError(
-            f"{asked} with KV connector {connector!r}: the connector reads and writes KV on the "
-            "device, where most of it is not; use one of the two"
+            f"{setting} is not supported with KV connector {connector!r}: the connector reads and "
+            "writes KV on the device, and most of it is in host memory. Use one of the two."
         )
     if (size := vllm_config.cache_config.kv_offloading_size) is not None:
         raise ValueError(
-            f"{asked} with kv_offloading_size={size:g}: that keeps the prefix cache's KV in host "
-            "memory, where this one has it already; use one of the two"
+            f"{setting} is not supported with kv_offloading_size={size:g}: that keeps KV of the "
+            "prefix cache in host memory, where it already is. Use one of the two."
         )
     if vllm_config.parallel_config.use_ubatching:
         raise ValueError(
-            f"{asked} with microbatches (enable_dbo, ubatch_size): both would be staged in the "
-            "same memory at the same time; leave one of them out"
+            f"{setting} is not supported with microbatches (enable_dbo, ubatch_size): both would "
+            "use the staging buffer at the same time. Leave one of them out."
         )
-    fused = vllm_config.compilation_config.pass_config
+    pass_config = vllm_config.compilation_config.pass_config
     for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
-        if getattr(fused, name):
+        if getattr(pass_config, name):
             raise ValueError(
-                f"{asked} with pass_config.{name}=true: the fused kernel would write what level 2 "
-                "computes into host memory; set it to false in --compilation-config"
+                f"{setting} is not supported with pass_config.{name}=true: the fused kernel would "
+                "write level 2's KV into host memory. Set it to false in --compilation-config."
             )
     if (backend := getattr(vllm_config.attention_config.backend, "name", None)) == "FLASHINFER":
         raise ValueError(
-            f"{asked} with --attention-backend {backend}: its plans are not told of staged layers "
-            "yet; use FLASH_ATTN or TRITON_ATTN"
+            f"{setting} is not supported with --attention-backend {backend}: its plans do not "
+            "cover staged layers yet. Use FLASH_ATTN or TRITON_ATTN."
         )
+    target = vllm_config.model_config.model
     text_config = vllm_config.model_config.hf_text_config
     if shared := getattr(text_config, "num_kv_shared_layers", 0):
         raise ValueError(
-            f"{asked}: {shared} layers of target {vllm_config.model_config.model!r} read another "
-            "layer's KV cache, and each layer is staged by itself; leave it out"
+            f"{setting} is not supported here: {shared} layers of target {target!r} read another "
+            "layer's KV cache, and each layer is staged separately. Leave it out."
         )
-    kinds = set(getattr(text_config, "layer_types", None) or ())
-    if len(kinds) > 1 or kinds & {"sliding_attention", "chunked_attention"}:
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if len(layer_types) > 1 or layer_types & {"sliding_attention", "chunked_attention"}:
         raise ValueError(
-            f"{asked}: target {vllm_config.model_config.model!r} has layers of the kinds "
-            f"{', '.join(sorted(kinds))}, and one layer with full attention is staged for all; "
-            "leave it out"
+            f"{setting} is not supported here: target {target!r} has layers of the kinds "
+            f"{', '.join(sorted(layer_types))}, and staging needs full attention in every layer. "
+            "Leave it out."
         )
 
 
-def _check_memory(asked: str, config: ResolvedConfig, parallel) -> None:
+def _check_host_memory(setting: str, config: ResolvedConfig, parallel) -> None:
+    """Refuse sizes beyond the host memory of this machine or its cgroup."""
     assert config.kv_offload_gib is not None
-    ranks = max(1, parallel.tensor_parallel_size // parallel.nnodes)
-    ranks *= max(1, parallel.data_parallel_size_local)
+    num_ranks = max(1, parallel.tensor_parallel_size // parallel.nnodes)
+    num_ranks *= max(1, parallel.data_parallel_size_local)
     limits = psutil.virtual_memory().total, get_cgroup_memory_limit()
-    has = min(limit for limit in limits if limit is not None) / _GIB
-    if config.kv_offload_gib * ranks > _MOST_SHARE * has:
-        of_ranks = f" for each of {ranks} ranks here" if ranks > 1 else ""
+    host_gib = min(limit for limit in limits if limit is not None) / _GIB
+    if config.kv_offload_gib * num_ranks > _MAX_HOST_SHARE * host_gib:
+        per_rank = f" for each of {num_ranks} ranks here" if num_ranks > 1 else ""
         raise ValueError(
-            f"{asked}{of_ranks}: the machine has {has:.1f} GiB of memory, or allows as much; give "
-            f"{_MOST_SHARE * has / ranks:.1f} at most"
+            f"{setting}{per_rank}: the machine has {host_gib:.1f} GiB of memory, or allows as "
+            f"much. Use {_MAX_HOST_SHARE * host_gib / num_ranks:.1f} at most."
         )

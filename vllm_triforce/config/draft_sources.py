@@ -1,4 +1,4 @@
-"""Where level 1's tokens come from: what may be asked for, and what is used."""
+"""Sources of level 1's drafts: their registries, and the choice of sources for an engine."""
 
 from vllm_triforce.registry import Registry
 
@@ -13,64 +13,67 @@ SOURCES_V2 = Registry(
     group="vllm_triforce.draft_sources_v2",
 )
 
-# Used where nothing is asked for, the preferred one first.
+# Defaults with and without a draft model, the preferred source first.
 _WITH_MODEL, _WITHOUT_MODEL = ("draft_model", "prompt_lookup"), ("prompt_lookup",)
 
 
-def parse_sources(asked: str) -> tuple[str, ...]:
-    """Names separated by commas.
+def parse_sources(draft_sources: str) -> tuple[str, ...]:
+    """Parse the comma-separated names of the key ``draft_sources``.
 
     Raises:
-        ValueError: there is none, one is unknown, or one stands twice.
+        ValueError: no name is given, or one is unknown or given twice.
     """
-    names = tuple(name.strip() for name in asked.split(","))
+    names = tuple(name.strip() for name in draft_sources.split(","))
     if unknown := [name for name in names if name not in SOURCES.names]:
         raise ValueError(
-            f"draft_sources={asked!r}: {unknown[0]!r} is not a source of drafts; "
-            f"use {' or '.join(map(repr, SOURCES.names))}, or several separated by commas"
+            f"draft_sources={draft_sources!r}: {unknown[0]!r} is not a source of drafts. "
+            f"Use {' or '.join(map(repr, SOURCES.names))}, or several separated by commas."
         )
     if len(set(names)) < len(names):
-        raise ValueError(f"draft_sources={asked!r} names a source twice; name each once")
+        raise ValueError(f"draft_sources={draft_sources!r} names a source twice. Name each once.")
     return names
 
 
-def choose_sources(asked: str | None, model: str | None, can_choose: bool) -> tuple[str, ...]:
-    """The sources that are used, the preferred one first.
+def choose_sources(
+    draft_sources: str | None, model: str | None, can_choose: bool
+) -> tuple[str, ...]:
+    """Choose the sources that the engine uses, the preferred one first.
 
     Args:
-        asked: the key ``draft_sources``.
+        draft_sources: the key ``draft_sources``.
         model: the key ``model``, a draft model.
-        can_choose: whether the controller chooses between sources; if not, one is used.
+        can_choose: True if the controller chooses between sources; else one source is used.
 
     Raises:
-        ValueError: what was asked for needs a model that is not given, or does not use the one that
-            is; or would need a choice that nobody makes; or there is none.
+        ValueError: a source needs a draft model and none is given; no source uses the given draft
+            model; several sources are given and ``can_choose`` is False; or no source exists.
     """
-    if asked is None:
-        usual = [n for n in (_WITH_MODEL if model else _WITHOUT_MODEL) if n in SOURCES]
-        if not usual or (model and _WITH_MODEL[0] not in usual):
+    if draft_sources is None:
+        defaults = [name for name in (_WITH_MODEL if model else _WITHOUT_MODEL) if name in SOURCES]
+        if not defaults or (model and _WITH_MODEL[0] not in defaults):
             raise ValueError(
-                f"there is nothing to draft from {'with' if model else 'without'} a draft model; "
-                f"{'leave out' if model else 'name one with'} 'model', or name one of "
-                f"{SOURCES.names} with 'draft_sources'"
+                f"no source of drafts works {'with' if model else 'without'} a draft model. "
+                f"{'Leave out' if model else 'Give'} 'model', or name one of {SOURCES.names} with "
+                "'draft_sources'."
             )
-        return tuple(usual) if can_choose else (usual[0],)
-    names = parse_sources(asked)
-    # Loads them, which takes seconds where one brings a model's layers.
+        return tuple(defaults) if can_choose else (defaults[0],)
+    names = parse_sources(draft_sources)
+    # This loads the sources; one that imports model layers takes seconds.
     with_model = [name for name in names if SOURCES[name].needs_model]
+    setting = f"draft_sources={draft_sources!r}"
     if with_model and not model:
         raise ValueError(
-            f"draft_sources={asked!r}: {with_model[0]!r} needs a draft model; name one with "
-            "'model', or leave it out of draft_sources"
+            f"{setting}: {with_model[0]!r} needs a draft model. Name one with 'model', or leave it "
+            "out of draft_sources."
         )
     if model and not with_model:
         raise ValueError(
-            f"draft_sources={asked!r} does not use the draft model {model!r}; add a source that "
-            f"does, as {_WITH_MODEL[0]!r}, or leave 'model' out"
+            f"{setting} does not use the draft model {model!r}. Add a source that does, such as "
+            f"{_WITH_MODEL[0]!r}, or leave 'model' out."
         )
     if len(names) > 1 and not can_choose:
         raise ValueError(
-            f"draft_sources={asked!r}: nothing chooses between sources here (gamma or levels are "
-            f"given, or adaptive is false); name one, as {names[0]!r}"
+            f"{setting}: nothing chooses between sources here (gamma or levels are given, or "
+            f"adaptive is false). Name one, such as {names[0]!r}."
         )
     return names

@@ -1,4 +1,4 @@
-"""Tell what TriForce refuses from vLLM's own errors, and print it as one sentence."""
+"""Refusals: configuration errors raised by TriForce's checks, printed as one sentence."""
 
 import functools
 import sys
@@ -10,7 +10,7 @@ _MARK = "is_triforce_refusal"
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Mark a ``ValueError`` of our checks as a refusal; it stays one for whoever calls us."""
+    """Mark a ``ValueError`` raised inside as a refusal and raise it again."""
     try:
         yield
     except ValueError as error:
@@ -19,18 +19,19 @@ def refusing() -> Iterator[None]:
 
 
 def is_refusal(error: BaseException) -> bool:
+    """True if the error was raised by one of TriForce's checks."""
     return getattr(error, _MARK, False)
 
 
 @functools.cache
 def print_refusals_alone() -> None:
-    """Print a refusal that ends this process as its sentence; leave other errors as they are."""
-    earlier = sys.excepthook
+    """Print a refusal that ends the process without its traceback; leave other errors alone."""
+    previous_hook = sys.excepthook
 
     def print_error(kind, error, traceback) -> None:
         if is_refusal(error):
             print(f"vllm-triforce: error: {error}", file=sys.stderr)
         else:
-            earlier(kind, error, traceback)
+            previous_hook(kind, error, traceback)
 
     sys.excepthook = print_error

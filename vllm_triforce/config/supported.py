@@ -1,12 +1,13 @@
-"""Which versions of vLLM the plugin knows: those that ``tests/contract`` covers."""
+"""Supported vLLM versions: those that ``tests/contract`` covers."""
 
 SUPPORTED_VLLM = (">=0.32.0", "<0.34")
 
 
 def is_supported(version: str) -> bool:
-    """
+    """True if TriForce supports this vLLM version.
+
     Args:
-        version: vLLM's; a build without one of its own, such as ``dev``, is not known.
+        version: vLLM's version; one that does not parse, such as ``dev``, is not supported.
     """
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version

@@ -1,13 +1,14 @@
-"""How every process tells TriForce's ``SpeculativeConfig`` from another's."""
+"""Tag that tells TriForce's ``SpeculativeConfig`` from those of other methods."""
 
-# It is pickled with the configuration, so it reaches the front-end, the engine and the workers.
+# The tag is pickled with the config, so the front end, the engine and the workers see it.
 _MARK = "_is_triforce"
 
 
 def mark(speculative_config) -> None:
+    """Tag a ``SpeculativeConfig`` as TriForce's."""
     object.__setattr__(speculative_config, _MARK, True)
 
 
 def is_triforce(speculative_config) -> bool:
-    """Whether it was marked."""
+    """True if the config is tagged as TriForce's."""
     return getattr(speculative_config, _MARK, False)

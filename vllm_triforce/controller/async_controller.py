@@ -138,7 +138,7 @@ class AsyncController:
             return number, self._decide_as_before(number, self._kept, candidate)
         began = self._clock()
         candidates = [candidate(name) for name in names]
-        if controller.config.choices and not controller.chooses:
+        if controller.config.adaptive_keys and not controller.chooses:
             # What passes take is not known yet, and no request with a seed waits for that.
             candidates = [its for its in candidates if its.has_seed]
             num_plain += len(names) - len(candidates)

@@ -17,7 +17,7 @@ class FixedChoices:
 
     def choice(self, candidate: Candidate) -> Choice:
         """What a request does in a step."""
-        length, choices = candidate.most, self._config.choices
+        length, choices = candidate.most, self._config.adaptive_keys
         if "length" in choices:
             length = min(length, FIXED_LENGTH)
         if "context" in choices and self.tokens_until(candidate) > 0:
@@ -35,5 +35,5 @@ class FixedChoices:
     def level1(self, most: int) -> tuple[str, int]:
         """Level 1's source and how many of its ``most`` tokens; a given gamma holds for every
         request."""
-        gamma = FIXED_GAMMA if "gamma" in self._config.choices else self._config.gamma
+        gamma = FIXED_GAMMA if "gamma" in self._config.adaptive_keys else self._config.gamma
         return self._source.name, min(gamma, most)

@@ -76,7 +76,7 @@ class Learning:
 
     @property
     def chooses(self) -> frozenset[str]:
-        return self.config.choices if self.model is not None else frozenset()
+        return self.config.adaptive_keys if self.model is not None else frozenset()
 
     def observe_round(
         self,

@@ -1,1 +1,1 @@
-"""What is counted, and its way to /metrics and the log."""
+"""Counters, and their way to /metrics and the log."""

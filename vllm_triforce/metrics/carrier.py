@@ -1,28 +1,28 @@
-"""The way of the counters from a worker to the process that answers /metrics.
+"""Transport of the counters from a worker to the process that serves /metrics.
 
-    worker: what was added goes with the step's ModelRunnerOutput          CounterSender
-    engine core: Scheduler.update_from_output puts it into SchedulerStats  put()
-    front: StatLoggerManager.record takes it out, to Prometheus            take()
+    worker: attach increments to the step's ModelRunnerOutput              CounterSender
+    engine core: Scheduler.update_from_output puts them in SchedulerStats  put()
+    front end: StatLoggerManager.record takes them out, to Prometheus      take()
 
-vLLM's own messages carry it, so it works wherever vLLM's statistics do: several engines, several
-API servers (each step's statistics go to one of them), several machines. A step that speculated
-on nothing carries nothing.
+vLLM's own messages carry the counters. They therefore arrive wherever vLLM's statistics do: with
+several engines, several API servers (each step's statistics reach one of them) and several
+machines. A step without speculation carries nothing.
 """
 
 from vllm_triforce.metrics.counters import LevelCounters
 
 # Attribute of a ModelRunnerOutput.
 _ATTRIBUTE = "triforce_counters"
-# SchedulerStats is decoded by type: of its fields, this is a dict that takes any name, and whose
-# readers ask for theirs only. It is emptied of ours before any of them sees it.
+# SchedulerStats is decoded by type. This field is a dict that accepts any name. Our entries are
+# removed before vLLM reads it.
 _FIELD = "num_kv_fetch_reqs_by_stage"
 _PREFIX = "triforce:"
 SECONDS = "seconds:"
 _MICROSECONDS = 1e6
 
 
-def flat(counters: LevelCounters) -> dict[str, int]:
-    """Every counter as an integer; times in microseconds, under ``SECONDS`` and their part."""
+def flatten(counters: LevelCounters) -> dict[str, int]:
+    """Flatten counters to integers; times in microseconds, under ``SECONDS`` plus their part."""
     numbers = dict(counters.__dict__)
     for part, seconds in numbers.pop("time_seconds").items():
         numbers[SECONDS + part] = int(seconds * _MICROSECONDS)
@@ -30,26 +30,31 @@ def flat(counters: LevelCounters) -> dict[str, int]:
 
 
 def to_seconds(microseconds: int) -> float:
+    """Convert a flattened time to seconds."""
     return microseconds / _MICROSECONDS
 
 
 class CounterSender:
-    """Attaches what was added since the last time to a worker's outputs."""
+    """Attaches a worker's counter increments to its outputs."""
 
     def __init__(self, counters: LevelCounters) -> None:
         self._counters = counters
-        self._sent = flat(counters)
-        self._seen: list = []
+        self._sent = flatten(counters)
+        self._last_numbers: list = []
 
     def attach(self, output):
-        """``output``, a (maybe asynchronous) ModelRunnerOutput or None, with what is new."""
-        # Times are one dict, and change only beside numbers: steps without speculation end here.
+        """Attach the increments since the last call to an output, and return it.
+
+        Args:
+            output: a ModelRunnerOutput, an asynchronous one, or None.
+        """
+        # Times change only together with numbers, so steps without speculation return here.
         numbers = list(self._counters.__dict__.values())
-        if output is None or numbers == self._seen:
+        if output is None or numbers == self._last_numbers:
             return output
         if not getattr(output, "req_ids", True):
-            return output  # vLLM's empty output is one object for all: what is new can wait
-        self._seen, now = numbers, flat(self._counters)
+            return output  # vLLM's empty output is shared by all steps: wait for another one
+        self._last_numbers, now = numbers, flatten(self._counters)
         if now == self._sent:
             return output
         added = {
@@ -65,6 +70,7 @@ class CounterSender:
 
 
 def _attach_later(output, added: dict[str, int]):
+    """Attach increments to the result of an asynchronous output."""
     get_output = output.get_output
 
     def get_output_with_counters():
@@ -77,21 +83,21 @@ def _attach_later(output, added: dict[str, int]):
 
 
 def put(outputs, added: dict[str, int]) -> None:
-    """Put counters into the SchedulerStats that go to a front with a step's EngineCoreOutputs."""
-    for of_client in outputs.values():
-        if (stats := of_client.scheduler_stats) is not None:
+    """Put increments into the SchedulerStats of a step's EngineCoreOutputs."""
+    for client_outputs in outputs.values():
+        if (stats := client_outputs.scheduler_stats) is not None:
             carrier = getattr(stats, _FIELD)
             carrier |= {_PREFIX + name: value for name, value in added.items()}
             return
 
 
 def take(stats) -> dict[str, int]:
-    """Out of a SchedulerStats again, before vLLM's own readers see it."""
+    """Take increments out of a SchedulerStats, before vLLM reads it."""
     carrier = getattr(stats, _FIELD)
-    ours = [name for name in carrier if name.startswith(_PREFIX)]
-    return {name.removeprefix(_PREFIX): carrier.pop(name) for name in ours}
+    names = [name for name in carrier if name.startswith(_PREFIX)]
+    return {name.removeprefix(_PREFIX): carrier.pop(name) for name in names}
 
 
 def attached(output) -> dict[str, int] | None:
-    """What a worker attached to its output."""
+    """Return the increments that a worker attached to its output, or None."""
     return getattr(output, _ATTRIBUTE, None)

@@ -1,95 +1,146 @@
-"""Per-level counters of one engine.
+"""Counters of TriForce's levels, each declared once, and the times of a proposal's parts.
 
-Counters that kernels add to, and what the host knows of them.
-
-Seconds by part of a proposal.
+A field of ``LevelCounters`` is one counter. From the fields come the device's counters and their
+kernels' constants (``kernels/counters.py``), the Prometheus metrics (``metrics/prometheus.py``) and
+the tables of docs/metrics.md (``tools/docs_tables.py``).
 """
 
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
+from typing import Any
 
 import torch
 
+_LEVELS, _PROPOSALS, _HEALTH, _OFFLOAD = (
+    "Level by level",
+    "Proposals",
+    "Health",
+    "KV in host memory",
+)
 
-class DeviceCounter(IntEnum):
-    """Counters that the device-resident loop keeps on the device, by place in its tensor.
 
-    Each is the field of ``LevelCounters`` with its name in lower case.
+@dataclass(frozen=True)
+class Counter:
+    """Description of a counter.
+
+    Args:
+        metric: Prometheus name, after ``vllm:triforce_`` and before ``_total``.
+        section: heading on docs/metrics.md.
+        unit: unit of the counter.
+        help: description, for Prometheus and docs/metrics.md.
+        is_on_device: True if kernels add to it.
     """
 
-    NUM_INNER_ROUNDS = 0
-    NUM_LEVEL1_DRAFTED = 1
-    NUM_LEVEL1_ACCEPTED = 2
-    NUM_PROPOSALS = 3
-    NUM_PROPOSED = 4
-    NUM_LEVEL2_DRAFTED = 5
-    NUM_LEVEL2_ACCEPTED = 6
-    NUM_LEVEL3_REJECTIONS = 7
-    NUM_LEVEL3_STEPS = 8
-    NUM_NAN_REQUESTS = 9
-    NUM_DIRECT_PROPOSALS = 10
-    NUM_STAGED_BYTES = 11
-    NUM_POOL_BLOCKS = 12
-    NUM_POOL_HITS = 13
-    NUM_POOL_BYTES = 14
+    metric: str
+    section: str
+    unit: str
+    help: str
+    is_on_device: bool = True
 
 
-def read_device_counters(
-    values: Sequence[int],  # [len(DeviceCounter)], the tensor's
-) -> dict[str, int]:
-    """What the device counted, by field of ``LevelCounters``."""
-    return {counter.name.lower(): values[counter] for counter in DeviceCounter}
+def _counter(metric: str, section: str, unit: str, help: str, is_on_device: bool = True) -> Any:
+    row = Counter(metric, section, unit, help, is_on_device)
+    return field(default=0, metadata={"counter": row})
+
+
+PROPOSE_SECONDS = Counter(
+    "propose_seconds",
+    _PROPOSALS,
+    "seconds",
+    "Time spent proposing, by the label `part`: `selection`, `level_1`, `level_2`, `verification`. "
+    "On a GPU this is the time of launches",
+)
 
 
 @dataclass
 class LevelCounters:
     """Sums since the engine started."""
 
-    num_inner_rounds: int = 0
-    """Requests times rounds in which they took part."""
-    num_level2_passes: int = 0
-    """Passes of level 2, each for all requests together; before each, level 1 drafts."""
-    num_level1_drafted: int = 0
-    num_level1_accepted: int = 0
-    """Level 1's tokens that level 2 accepted."""
-    num_proposals: int = 0
-    """Requests times steps with a proposal."""
-    num_level2_drafted: int = 0
-    """Tokens handed up by level 2 that a full pass verified."""
-    num_level2_accepted: int = 0
-    """Level 2's tokens that level 3 accepted."""
-    num_level3_rejections: int = 0
-    """Proposals of which level 3 rejected a token."""
-    num_level3_steps: int = 0
-    """Requests times full passes that verified a proposal."""
-    num_proposed: int = 0
-    """Tokens handed up by level 2, scheduled or not."""
-    num_direct_proposals: int = 0
-    """Proposals of level 1 that went to the full pass without level 2; among ``num_proposals``,
-    and their tokens among ``num_proposed`` and ``num_level2_drafted``."""
-    num_nan_requests: int = 0
-    """Requests that went on without speculation because a level's logits had a NaN."""
-    num_boundary_faults: int = 0
-    """Proposals that were not what level 3's test needs (``runner_v1/draft_probs.py``)."""
-    num_staged_bytes: int = 0
-    """Of KV in host memory that full passes read (``kernels/stage_blocks.py``), of one rank."""
-    num_pool_blocks: int = 0
-    """One-head blocks of layers in host memory that level 2 was to read, proposal by proposal."""
-    num_pool_hits: int = 0
-    """Of those, that were on the device from the proposal before (``kernels/refill_pool.py``)."""
-    num_pool_bytes: int = 0
-    """Brought to the device of those that were not."""
+    num_level1_drafted: int = _counter(
+        "level1_draft_tokens", _LEVELS, "tokens", "Drafted by level 1 and verified by level 2"
+    )
+    num_level1_accepted: int = _counter(
+        "level1_accepted_tokens", _LEVELS, "tokens", "Tokens of level 1 that level 2 accepted"
+    )
+    num_level2_drafted: int = _counter(
+        "level2_draft_tokens",
+        _LEVELS,
+        "tokens",
+        "Proposed tokens that a full pass verified, including direct proposals",
+    )
+    num_level2_accepted: int = _counter(
+        "level2_accepted_tokens", _LEVELS, "tokens", "Proposed tokens that level 3 accepted"
+    )
+    num_level3_steps: int = _counter(
+        "level3_steps", _LEVELS, "requests", "Requests whose proposal a full pass verified"
+    )
+    num_level3_rejections: int = _counter(
+        "level3_rejections",
+        _LEVELS,
+        "requests",
+        "Requests with a token of the proposal that level 3 rejected",
+    )
+    num_proposals: int = _counter(
+        "proposals", _PROPOSALS, "requests", "Requests with a proposal, counted in each step"
+    )
+    num_direct_proposals: int = _counter(
+        "direct_proposals",
+        _PROPOSALS,
+        "requests",
+        "Of these, proposals of level 1 that skipped level 2",
+    )
+    num_proposed: int = _counter(
+        "proposed_tokens", _PROPOSALS, "tokens", "Proposed tokens, verified or not"
+    )
+    num_inner_rounds: int = _counter(
+        "inner_rounds", _PROPOSALS, "requests", "Requests in a round of levels 1 and 2"
+    )
+    num_level2_passes: int = _counter(
+        "level2_passes",
+        _PROPOSALS,
+        "passes",
+        "Passes of level 2, each for a whole batch",
+        is_on_device=False,
+    )
+    num_boundary_faults: int = _counter(
+        "boundary_faults",
+        _HEALTH,
+        "proposals",
+        "Proposals that violate level 3's requirements and are verified as one-hot tokens; the "
+        "output stays exact. Counted on Runner V1",
+        is_on_device=False,
+    )
+    num_nan_requests: int = _counter(
+        "nan_requests",
+        _HEALTH,
+        "requests",
+        "Requests that went on without speculation because a level's logits had a NaN; the output "
+        "is not affected",
+    )
+    num_staged_bytes: int = _counter(
+        "staged_bytes", _OFFLOAD, "bytes", "KV in host memory that full passes read"
+    )
+    num_pool_blocks: int = _counter(
+        "pool_blocks", _OFFLOAD, "blocks of one head", "Blocks in host memory for level 2 to read"
+    )
+    num_pool_hits: int = _counter(
+        "pool_hits", _OFFLOAD, "blocks of one head", "Of these, blocks that were on the device"
+    )
+    num_pool_bytes: int = _counter(
+        "pool_bytes", _OFFLOAD, "bytes", "KV copied to the device for level 2"
+    )
     time_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by part of ``propose()``."""
 
     def add_time(self, part: str, seconds: float) -> None:
+        """Add to the time of a part."""
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
     def add_inner_round(self, drafted: list[list[int]], num_accepted: list[int]) -> None:
-        """A pass of level 2 verified these drafts."""
+        """Count a pass of level 2 that verified these drafts."""
         self.num_level2_passes += 1
         self.num_inner_rounds += len(drafted)
         self.num_level1_drafted += sum(map(len, drafted))
@@ -100,7 +151,7 @@ class LevelCounters:
         self.num_proposed += sum(map(len, token_ids))
 
     def add_full_pass(self, num_drafted: int, num_accepted: int) -> None:
-        """One request's outcome at level 3."""
+        """Count one request's outcome at level 3."""
         self.num_level3_steps += 1
         self.num_level2_drafted += num_drafted
         self.num_level2_accepted += num_accepted
@@ -111,7 +162,7 @@ class LevelCounters:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per full pass that verified a proposal, with the bonus token, as vLLM counts."""
+        """Tokens per full pass with a proposal, including the bonus token, as vLLM counts."""
         return 1 + _share(self.num_level2_accepted, self.num_level3_steps)
 
     @property
@@ -124,8 +175,10 @@ class LevelCounters:
 
     @property
     def level2_acceptance_per_test(self) -> float:
-        """Share of level 2's tokens accepted among those that level 3 got to test: tokens behind
-        a rejected one are discarded untested. The paper's acceptance rate is of this kind."""
+        """Share of accepted tokens among those that level 3 tested, as in the paper.
+
+        Tokens after a rejected one are discarded untested.
+        """
         tested = self.num_level2_accepted + self.num_level3_rejections
         return _share(self.num_level2_accepted, tested)
 
@@ -139,53 +192,73 @@ class LevelCounters:
         }
 
     def plus(self, other: "LevelCounters") -> "LevelCounters":
-        """The sum of two counts."""
-        mine, theirs = asdict(self), asdict(other)
-        times = mine.pop("time_seconds"), theirs.pop("time_seconds")
-        total = LevelCounters(**{name: mine[name] + theirs[name] for name in mine})
+        """Return the sum of two counters."""
+        values, others = asdict(self), asdict(other)
+        times = values.pop("time_seconds"), others.pop("time_seconds")
+        total = LevelCounters(**{name: values[name] + others[name] for name in values})
         for part in times[0] | times[1]:
             total.add_time(part, times[0].get(part, 0.0) + times[1].get(part, 0.0))
         return total
 
     def since(self, earlier: "LevelCounters") -> "LevelCounters":
-        """What was added after ``earlier``, a copy of these counters."""
-        mine, before = asdict(self), asdict(earlier)
+        """Return the increments since ``earlier``, a copy of these counters."""
+        values, before = asdict(self), asdict(earlier)
         times = before.pop("time_seconds")
-        mine["time_seconds"] = {
+        values["time_seconds"] = {
             part: seconds - times.get(part, 0.0) for part, seconds in self.time_seconds.items()
         }
         for name, value in before.items():
-            mine[name] -= value
-        return LevelCounters(**mine)
+            values[name] -= value
+        return LevelCounters(**values)
 
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+COUNTERS: dict[str, Counter] = {
+    row.name: row.metadata["counter"] for row in fields(LevelCounters) if "counter" in row.metadata
+}
+"""Description of each counter, by field of ``LevelCounters``."""
+
+DeviceCounter = IntEnum(  # type: ignore[misc]
+    "DeviceCounter",
+    [name.upper() for name, counter in COUNTERS.items() if counter.is_on_device],
+    start=0,
+)
+"""Index of each device counter in its tensor; a member is a field of LevelCounters, upper case."""
+
+
+def read_device_counters(
+    values: Sequence[int],  # [len(DeviceCounter)], the tensor's
+) -> dict[str, int]:
+    """Return the device's counters by field of ``LevelCounters``."""
+    return {counter.name.lower(): values[counter] for counter in DeviceCounter}
+
+
 class DeviceCounters:
-    """One worker's."""
+    """Counters of one worker that kernels add to."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
         """[len(DeviceCounter)], int64, added to."""
         self.known = LevelCounters()
-        """A copy of ``sums``, at most some steps old; the host may add to it what it counts."""
-        # On its way to the host, and what says that it is there.
+        """A copy of ``sums``, at most some steps old; the host may add its own counts."""
+        # The copy on its way to the host, and the event of its arrival.
         self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def read(self) -> LevelCounters:
-        """Sums so far; waits for the device."""
+        """Read the sums; waits for the device."""
         counters = LevelCounters()
         _set(counters, self.sums)
         return counters
 
     def reset(self) -> None:
+        """Set all sums to 0."""
         self.sums.zero_()
 
     def note(self) -> None:
-        """Brings ``known`` up to date with what had been counted at the last call, without a wait
-        for the device."""
+        """Update ``known`` with the sums of an earlier call, without waiting for the device."""
         if self.sums.device.type == "cpu":
             _set(self.known, self.sums)
             return
@@ -203,10 +276,10 @@ def _set(counters: LevelCounters, sums: torch.Tensor) -> None:
 
 
 class PartTimes:
-    """Adds up what each part takes.
+    """Sums the time of each part of a proposal.
 
-    On a device that runs behind the host, times are those of launching, unless ``synchronize``
-    is set: then every part waits for the device, which is for measuring and costs speed.
+    On an asynchronous device these are times of launches, unless ``synchronize`` is set. Then every
+    part waits for the device, which is slow and meant for measurements.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Per-level figures for people: a line in the log at an interval, a dict from Python."""
+"""Per-level metrics for users: a log line at an interval, and counters read from Python."""
 
 import copy
 import dataclasses
@@ -9,10 +9,10 @@ from vllm_triforce.metrics.counters import LevelCounters
 
 
 class IntervalReport:
-    """Logs what happened since the last line, as vLLM does for its speculative metrics.
+    """Logs per-level metrics at an interval, as vLLM logs its speculation metrics.
 
     Args:
-        interval: seconds between two lines; 0 is never.
+        interval: seconds between two lines; 0 disables the log.
     """
 
     def __init__(self, interval: float) -> None:
@@ -21,7 +21,11 @@ class IntervalReport:
         self._last = LevelCounters()
 
     def log_if_due(self, read: Callable[[], LevelCounters], logger) -> None:
-        """``read`` gives the counters, and may have to wait for a device."""
+        """Log the metrics since the last line, if one is due.
+
+        Args:
+            read: returns the counters; it may wait for the device, so it is called only if due.
+        """
         now = time.monotonic()
         if not self._interval or now - self._last_time < self._interval:
             return
@@ -33,10 +37,10 @@ class IntervalReport:
 
 
 def summary(counters: LevelCounters) -> str:
-    """One line of per-level figures."""
-    spent = sum(counters.time_seconds.values()) or 1.0
+    """Format counters as one line."""
+    total_s = sum(counters.time_seconds.values()) or 1.0
     shares = ", ".join(
-        f"{part} {100 * seconds / spent:.0f}%" for part, seconds in counters.time_seconds.items()
+        f"{part} {100 * seconds / total_s:.0f}%" for part, seconds in counters.time_seconds.items()
     )
     return (
         "TriForce metrics: "
@@ -46,22 +50,22 @@ def summary(counters: LevelCounters) -> str:
         f"Level 1: {counters.num_level1_accepted} of {counters.num_level1_drafted} tokens "
         f"accepted ({100 * counters.level1_acceptance_rate:.1f}%), "
         f"{counters.num_inner_rounds} inner rounds, "
-        f"Time in propose(): {spent:.2f} s ({shares})"
+        f"Time in propose(): {total_s:.2f} s ({shares})"
     )
 
 
 def counters_of(llm) -> LevelCounters:
-    """Counters of a running ``LLM`` (or any engine with ``collective_rpc``), from its first rank.
+    """Read the counters of a running ``LLM``, or any engine with ``collective_rpc``, from rank 0.
 
     Raises:
         ValueError: the engine does not run TriForce.
     """
     try:
-        found = llm.collective_rpc("triforce_counters")[0]
+        values = llm.collective_rpc("triforce_counters")[0]
     except (AttributeError, NotImplementedError) as error:
         raise ValueError(
-            "this engine has no TriForce counters; start it with "
-            "speculative_config={'method': 'triforce'}"
+            "this engine has no TriForce counters. Start it with "
+            "speculative_config={'method': 'triforce'}."
         ) from error
     stored = {field.name for field in dataclasses.fields(LevelCounters)}
-    return LevelCounters(**{key: value for key, value in found.items() if key in stored})
+    return LevelCounters(**{key: value for key, value in values.items() if key in stored})

@@ -18,7 +18,7 @@ from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
-from vllm_triforce.scheduler.placeholders import without_placeholders, without_their_rows
+from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -132,7 +132,7 @@ class PlainSteps:
 
     def sample_tokens(self, grammar_output, *args, **kwargs):
         """Sample the step's tokens and end the plain step, if it was one."""
-        grammar_output = without_their_rows(
+        grammar_output = drop_placeholder_rows(
             grammar_output, self._scheduled_drafts, self._num_dropped
         )
         try:

@@ -116,7 +116,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     def calibrate(self) -> None:
         """Measure the passes and start the controller, if it has anything to choose."""
         controller = self._built.speculator.controller
-        if self.config.choices:
+        if self.config.adaptive_keys:
             controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
 

@@ -137,7 +137,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
         Called after CUDA graphs are captured.
         """
-        self._measurements = self._warm_up_proposals(measures=bool(self.config.choices))
+        self._measurements = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
         self._reports.set_measurements(self._measurements)
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:

@@ -1,1 +1,1 @@
-"""What the engine's scheduler has to know of TriForce."""
+"""Subclasses of vLLM's schedulers: plans, lent KV blocks, and speculation metrics."""

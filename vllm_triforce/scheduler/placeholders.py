@@ -1,11 +1,10 @@
-"""Drafts that vLLM's scheduler invents for a request that has none.
+"""Placeholder drafts that vLLM's scheduler gives requests without drafts.
 
-So that a step's batch stays uniform for CUDA graphs, a request that comes, or comes back, with a
-single token to compute is given ``num_speculative_tokens`` drafts of -1 (``pad_spec_decode`` in
-vllm/v1/core/sched/scheduler.py): a prompt of one token, one that is cached but for its last token,
-a resumed request. Model Runner V1 on the CPU has no such graphs, computes them all, and vLLM's
-kernel there accepts a -1 of a sampled request by the probability that lies before the row
-(patches/README.md).
+To keep a batch uniform for CUDA graphs, vLLM gives a new or resumed request with a single token to
+compute ``num_speculative_tokens`` drafts of -1 (``pad_spec_decode`` in
+vllm/v1/core/sched/scheduler.py). Examples are a prompt of one token, or one cached except for its
+last token. Model Runner V1 on the CPU has no such graphs and computes all of them. vLLM's kernel
+there reads the probability before the row to decide on a sampled -1 (patches/README.md).
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ PLACEHOLDER = -1
 
 
 def _padded(scheduled: dict[str, list[int]]) -> dict[str, int]:
-    """Requests whose drafts are placeholders, and how many they have."""
+    """Count the placeholders of each request whose drafts are placeholders."""
     return {
         request_id: len(tokens)
         for request_id, tokens in scheduled.items()
@@ -23,7 +22,7 @@ def _padded(scheduled: dict[str, list[int]]) -> dict[str, int]:
 
 
 def drop_placeholders(scheduler_output) -> None:
-    """Takes them out of a step that is only being scheduled."""
+    """Remove placeholders from a step that is still being scheduled."""
     for request_id, count in _padded(scheduler_output.scheduled_spec_decode_tokens).items():
         del scheduler_output.scheduled_spec_decode_tokens[request_id]
         scheduler_output.num_scheduled_tokens[request_id] -= count
@@ -31,11 +30,12 @@ def drop_placeholders(scheduler_output) -> None:
 
 
 def without_placeholders(scheduler_output) -> tuple[object, dict[str, int]]:
-    """The step without them, for a worker: a scheduler that is not ours has counted on them, and
-    takes those that do not come back for rejected.
+    """Copy a step without placeholders, for a worker under a scheduler of the user's.
+
+    That scheduler keeps its own step, and counts the missing placeholders as rejected.
 
     Returns:
-        The step, and how many were taken from whom.
+        The step, and the number of placeholders removed, by request id.
     """
     padded = _padded(scheduler_output.scheduled_spec_decode_tokens)
     if not padded:
@@ -49,14 +49,13 @@ def without_placeholders(scheduler_output) -> tuple[object, dict[str, int]]:
     return step, padded
 
 
-def without_their_rows(grammar_output, scheduled: dict[str, list[int]], dropped: dict[str, int]):
-    """What grammars allow in a step, a row for each token of their requests, without the rows that
-    the scheduler made for placeholders.
+def drop_placeholder_rows(grammar_output, scheduled: dict[str, list[int]], dropped: dict[str, int]):
+    """Remove the placeholders' rows from a step's grammar bitmask of one row per token.
 
     Args:
-        grammar_output: vLLM's; None where no request has a grammar.
-        scheduled: drafts that are left, by request.
-        dropped: placeholders that were taken, by request.
+        grammar_output: vLLM's; None if no request has a grammar.
+        scheduled: remaining drafts, by request id.
+        dropped: number of placeholders removed, by request id.
     """
     if grammar_output is None or not dropped:
         return grammar_output

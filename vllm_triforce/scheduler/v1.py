@@ -1,12 +1,9 @@
-"""Drafts go from the worker to the scheduler with the step's output.
+"""Scheduler for Model Runner V1: drafts arrive with the step's output, without placeholders.
 
-Once speculation is configured, vLLM's engine core asks the worker for drafts after every step,
-those too in which nothing was speculated on (``EngineCore.post_step`` in vllm/v1/engine/core.py).
-Where the worker is another process, as behind every server on the CPU, that is a message there and
-back for each step. Model Runner V1 has made the drafts by the time it gives its output, so they go
-along.
-
-vLLM's scheduler for Model Runner V1: invents no drafts, and gets them with a step's output.
+With speculation configured, vLLM's engine core fetches drafts from the worker after every step
+(``EngineCore.post_step`` in vllm/v1/engine/core.py), even if the step made none. If the worker is
+another process, as in every server on the CPU, that costs a round trip per step. Model Runner V1
+has finished its drafts when it returns its output, so they are attached to it.
 """
 
 from collections.abc import Collection
@@ -20,26 +17,25 @@ from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin
 
-# Attribute of a ModelRunnerOutput: drafts, None where the step has none, and whether more may be
-# made behind the next step.
+# Attribute of a ModelRunnerOutput: (drafts or None, True if the next step may propose).
 _ATTRIBUTE = "triforce_drafts"
 
 
 def attach_drafts(output, runner, expects_proposals: bool):
-    """``output`` with the drafts that were made in its step."""
-    # vLLM's empty output is one object for all.
+    """Attach the step's drafts to its output and return it."""
+    # vLLM's empty output is shared by all steps.
     if output is not None and getattr(output, "req_ids", None):
         setattr(output, _ATTRIBUTE, (runner.take_draft_token_ids(), expects_proposals))
     return output
 
 
 class DraftCarrierMixin:
-    """Over a scheduler: takes the drafts out of a step's output."""
+    """Mixin for schedulers: takes the drafts from a step's output."""
 
     has_drafts_of_step = False
-    """Whether the step's drafts, or that it has none, are known already."""
+    """True if the step's output brought its drafts, or brought that there are none."""
     expects_proposals = True
-    """Whether drafts may be made behind the next step."""
+    """True if the worker may propose in the next step."""
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -59,32 +55,35 @@ class TriForceScheduler(
     GrammarMaskMixin,
     Scheduler,
 ):
-    """Has drafts verified that were proposed, and no placeholders."""
+    """vLLM's scheduler without placeholder drafts, for Model Runner V1."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._min_context = self.vllm_config.additional_config[METHOD]["min_context"]
 
     def _update_after_schedule(self, scheduler_output) -> None:
-        # None are expected; a newer vLLM may have other reasons to make some.
+        # ``LookaheadMixin`` prevents placeholders; a newer vLLM may add some for other reasons.
         drop_placeholders(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         names = scheduler_output.num_scheduled_tokens
-        came_back = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self._lend(
             scheduler_output,
-            {name: self.num_spec_tokens for name in names if self._may_propose(name, came_back)},
+            {name: self.num_spec_tokens for name in names if self._may_propose(name, resumed)},
         )
 
-    def _may_propose(self, name: str, came_back: Collection[str]) -> bool:
-        """The worker chooses behind the step; which steps it chooses in it has said before, of the
-        batch as it was then. A request with a seed waits for no such step."""
+    def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
+        """True if the worker may propose for the request in this step.
+
+        The worker chooses after the step. Its last output says if it expects to propose for the
+        batch of that time. New, resumed and seeded requests may propose regardless.
+        """
         request = self.requests[name]
         return (
             (
                 self.expects_proposals
                 or not request.num_output_tokens
-                or name in came_back
+                or name in resumed
                 or sampling_seed(request.sampling_params) is not None
             )
             and not request.is_prefill_chunk

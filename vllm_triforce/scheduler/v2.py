@@ -1,16 +1,14 @@
-"""On Model Runner V2 it is the scheduler that says what a step's requests propose behind it.
+"""Schedulers for Model Runner V2, whose steps carry plans.
 
-An asynchronous scheduler runs ahead of the worker, and the worker of its device: neither can know
-what is proposed. What was planned they do know. A request that proposes nothing is given no
-placeholders, and is verified as without speculation: off costs nothing.
+An asynchronous scheduler runs ahead of the worker, and the worker ahead of its device. Neither sees
+the proposals in time, so the scheduler plans them. A request without a planned proposal gets no
+placeholders and is verified as without speculation.
 
-    scheduler: plans a step, and sends the plan with it               core/plan.py
-    worker: proposes by it; what came of it goes with the next output core/plan.py
-    scheduler: learns from that, and from when outputs come           controller/async_controller.py
+    scheduler: plan a step and send the plan with it             core/plan.py
+    worker: propose as planned; report with the next output      core/plan.py
+    scheduler: learn from the report and the times of outputs    controller/async_controller.py
 
-Of a request whose logits had a NaN the worker's report says so, and no more is planned for it.
-
-vLLM's schedulers for Model Runner V2, whose steps carry plans.
+The report also names requests whose logits had a NaN; they get no further plans.
 """
 
 import time
@@ -44,18 +42,18 @@ from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin
 
 @dataclass
 class _Output:
-    """The output that came last."""
+    """Time and requests of the last output."""
 
     at: float
     request_ids: frozenset[str]
 
 
 class StepPlanMixin:
-    """Over a scheduler of vLLM's: each step carries its plan."""
+    """Mixin for vLLM's schedulers: each step carries its plan."""
 
     clock = staticmethod(time.perf_counter)
 
-    # The scheduler's own.
+    # Attributes of vLLM's scheduler.
     vllm_config: Any
     requests: dict[str, Any]
     running: list[Any]
@@ -63,7 +61,7 @@ class StepPlanMixin:
     max_num_running_reqs: int
     max_model_len: int
     _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
-    """As in ``lookahead.py``."""
+    """``LookaheadMixin._lend()``."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -72,12 +70,11 @@ class StepPlanMixin:
         self._config = config = ResolvedConfig.from_dict(keys)
         self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
         self._with_slots: set[str] = set()
-        """The worker keeps something for so many requests at a time; theirs until they end, or lose
-        their blocks."""
+        """Ids of requests with a slot of the worker's, kept until they end or lose their blocks."""
         self._disabled: set[str] = set()
-        """They are not speculated on again: their logits had a NaN."""
+        """Ids of requests without further speculation, because their logits had a NaN."""
         self._decisions: AsyncController | None = None
-        if config.choices:
+        if config.adaptive_keys:
             traits = [SOURCES[name].traits() for name in config.sources]
             self._decisions = AsyncController(
                 Controller(config, traits, whole_rounds=True),
@@ -107,8 +104,10 @@ class StepPlanMixin:
                 request.spec_token_ids = request.spec_token_ids[: its.num_tokens if its else 0]
 
     def _with_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
-        """``plan``, as far as there are blocks for it: first for requests with a seed, which are to
-        propose as they would alone."""
+        """Shorten the plan to the free KV blocks.
+
+        Seeded requests come first: their proposals must not depend on other requests.
+        """
         has_seed = {
             name: sampling_seed(self.requests[name].sampling_params) is not None
             for name in plan.proposing
@@ -128,10 +127,11 @@ class StepPlanMixin:
         return replace(plan, proposing=proposing)
 
     def _plan(self, able: Mapping[str, int], num_plain: int) -> StepPlan:
-        """
+        """Plan the step's proposals.
+
         Args:
-            able: tokens that each request may propose at most.
-            num_plain: the step's other requests.
+            able: maximum tokens to propose, by request id.
+            num_plain: number of the step's other requests.
         """
         if self._decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
@@ -152,8 +152,8 @@ class StepPlanMixin:
         return StepPlan(number, proposing, tuple(self._disabled))
 
     def _most(self, request) -> int:
-        """Tokens that a request may propose behind the step that was just scheduled."""
-        # An upper bound: what is in flight may be rejected.
+        """Return the maximum tokens that a request may propose in the step just scheduled."""
+        # ``num_computed_tokens`` is an upper bound: tokens in flight may be rejected.
         if (
             request.is_prefill_chunk
             or request.request_id in self._disabled
@@ -163,13 +163,14 @@ class StepPlanMixin:
             return 0
         most = self.num_spec_tokens
         if sampling_seed(request.sampling_params) is None:
-            # This step adds a token at least, and so does the next one, beside the proposal. How
-            # much is known of it depends on when outputs come, and nothing of a request with a
-            # seed may: the device, which knows, cuts its proposals alone.
+            # This step and the next one each add at least one token beside the proposal. The
+            # count of tokens left depends on when outputs arrive. A seeded request must not depend
+            # on that, so only the device limits its proposals.
             most = min(most, self._num_left(request) - 2)
         return most if most > 0 and self._has_slot(request.request_id) else 0
 
     def _has_slot(self, request_id: str) -> bool:
+        """True if the request has a slot of the worker's, or gets a free one now."""
         if request_id not in self._with_slots and len(self._with_slots) < self._num_slots:
             self._with_slots.add(request_id)
         return request_id in self._with_slots
@@ -180,7 +181,7 @@ class StepPlanMixin:
             request.request_id,
             request.num_computed_tokens,
             most,
-            # Whether there is a match is known on the device alone.
+            # Only the device knows the number of matches.
             {name: 0 for name in self._config.sources},
             sampling_seed(params) is not None,
             params.temperature < GREEDY_EPSILON,
@@ -188,11 +189,11 @@ class StepPlanMixin:
         )
 
     def _num_left(self, request) -> int:
-        """Tokens that it may still emit, beside those that are in flight."""
+        """Count the tokens that a request may still emit, without those in flight."""
         end = request.num_prompt_tokens + request.max_tokens
         return min(end, self.max_model_len) - request.num_tokens
 
-    # Behind a step.
+    # After a step.
 
     def update_from_output(self, scheduler_output, model_runner_output):
         report = report_of(model_runner_output)
@@ -209,6 +210,7 @@ class StepPlanMixin:
         model_runner_output,
         report: StepReport | None,
     ) -> None:
+        """Pass a step's duration and the outcomes of its proposals to the controller."""
         plan = plan_of(scheduler_output)
         now, last = self.clock(), self._last
         scheduled = scheduler_output.num_scheduled_tokens
@@ -244,25 +246,25 @@ class StepPlanMixin:
 
 
 def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outcome]:
-    """Of the proposals that a step has verified.
+    """Collect the outcomes of the proposals that a step verified, by request id.
 
     Args:
-        drafts: what the step had verified, by request; padding included.
+        drafts: draft tokens in the step, padding included, by request id.
     """
-    places, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+    indices, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
     outcomes = {}
-    for name, its in report.proposed.items():
-        if name not in places:
+    for name, proposal in report.proposed.items():
+        if name not in indices:
             continue
-        num_verified = min(its.num_tokens, len(drafts.get(name, ())))
-        num_accepted = min(num_verified, max(0, len(sampled[places[name]]) - 1))
+        num_verified = min(proposal.num_tokens, len(drafts.get(name, ())))
+        num_accepted = min(num_verified, max(0, len(sampled[indices[name]]) - 1))
         outcomes[name] = Outcome(
-            its.num_tokens,
+            proposal.num_tokens,
             num_verified,
             num_accepted,
-            its.num_rounds,
-            its.level1_accepted,
-            its.level1_rejected,
+            proposal.num_rounds,
+            proposal.level1_accepted,
+            proposal.level1_rejected,
         )
     return outcomes
 
@@ -270,7 +272,7 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
 class TriForceSchedulerV2(
     StepPlanMixin, LookaheadMixin, PrefixCacheMixin, OutcomeStatsMixin, GrammarMaskMixin, Scheduler
 ):
-    """Waits for each step's proposals, and has those verified."""
+    """Synchronous scheduler: waits for each step's proposals and has them verified."""
 
 
 class TriForceAsyncSchedulerV2(
@@ -281,4 +283,4 @@ class TriForceAsyncSchedulerV2(
     GrammarMaskMixin,
     AsyncScheduler,
 ):
-    """Has as many tokens verified as were planned, proposed or not."""
+    """Asynchronous scheduler: has as many tokens verified as were planned, proposed or not."""

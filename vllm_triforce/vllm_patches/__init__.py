@@ -1,56 +1,50 @@
-"""Everything that is changed in a running vLLM; patches/README.md is the ledger.
+"""All changes to a running vLLM; patches/README.md is the ledger.
 
-``PATCHES`` wrap methods and fall through unless TriForce is asked for. The other modules mend
-faults of vLLM, in an engine that runs TriForce only.
+``PATCHES`` wrap methods and call the original unless the engine runs TriForce. The other modules
+work around faults of vLLM, in engines that run TriForce only.
 """
 
 from vllm_triforce.config.supported import SUPPORTED_VLLM
 from vllm_triforce.vllm_patches import (
     cli_args,
     counters,
-    drafting_slots,
-    drafts,
     engine_args,
-    request_params,
-    sessions,
+    stock_behavior,
 )
 from vllm_triforce.vllm_patches.patch import Patch
 
 PATCHES: list[Patch] = [
     *cli_args.PATCHES,
     *engine_args.PATCHES,
-    *request_params.PATCHES,
-    *drafting_slots.PATCHES,
+    *stock_behavior.PATCHES,
     *counters.PATCHES,
-    *drafts.PATCHES,
-    *sessions.PATCHES,
 ]
 
 
 def missing(patches: list[Patch]) -> list[str]:
-    """Name the patches of which this vLLM lacks what they wrap."""
-    return [fault for patch in patches if (fault := patch.fault()) is not None]
+    """Name the patches whose wrapped attribute this vLLM lacks."""
+    return [name for patch in patches if (name := patch.missing_name()) is not None]
 
 
 def install_in_engine() -> None:
-    """Wrap everything, where a process makes the configuration of an engine with TriForce.
+    """Apply all patches in a process that configures an engine with TriForce.
 
     Raises:
-        ValueError: this vLLM lacks what is wrapped, or has it with other parameters.
+        ValueError: this vLLM lacks a wrapped attribute, or its parameters differ.
     """
     try:
-        absent = missing(PATCHES)
+        missing_names = missing(PATCHES)
     except ImportError as error:
-        absent = [str(error)]
-    if absent:
+        missing_names = [str(error)]
+    if missing_names:
         raise ValueError(
-            f"vllm-triforce wraps {', '.join(absent)}, which this vLLM does not have; install a "
-            "vLLM that it knows, or drop method='triforce'"
+            f"vllm-triforce wraps {', '.join(missing_names)}, which this vLLM does not have. "
+            f"Install vLLM {', '.join(SUPPORTED_VLLM)}, or drop method='triforce'."
         )
     for patch in PATCHES:
-        if (misfit := patch.misfit()) is not None:
+        if (mismatch := patch.signature_mismatch()) is not None:
             raise ValueError(
-                f"vllm-triforce wraps {misfit}; install vLLM {', '.join(SUPPORTED_VLLM)}"
+                f"vllm-triforce wraps {mismatch}. Install vLLM {', '.join(SUPPORTED_VLLM)}."
             )
     for patch in PATCHES:
         patch.apply()

@@ -1,4 +1,4 @@
-"""The command line: vLLM's flags for speculation understand the method ``triforce``."""
+"""Patches of vLLM's command line: its flags for speculation accept the method ``triforce``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import is_refusal, print_refusals_alone, refusing
 from vllm_triforce.vllm_patches.patch import Patch
 
-# vLLM's own flags for speculation: their attribute of EngineArgs, and their key of ours.
+# vLLM's flags for speculation: attribute of EngineArgs, and key of speculative_config.
 FLAGS = {
     "--spec-method": ("spec_method", "method"),
     "--spec-model": ("spec_model", "model"),
@@ -40,13 +40,13 @@ def _wrap_from_cli_args(original):
     def from_cli_args(cls, args):
         engine_args = original(cls, args)
         is_flag_given = getattr(args, "speculative_model", None) == METHOD
-        if is_flag_given or is_asked_for(engine_args):
+        if is_flag_given or uses_triforce(engine_args):
             print_refusals_alone()
         if is_flag_given:
             with refusing():
                 engine_args.speculative_config = _keys_beside_flag(engine_args)
-            # Where there are several API servers, each makes its engine arguments from these in
-            # a process of its own, and loads plugins, this one too, only while it does so.
+            # Several API servers build their engine arguments from these in processes of their
+            # own, which load plugins, this one too, only while they do so.
             args.speculative_config = engine_args.speculative_config
         return engine_args
 
@@ -54,10 +54,10 @@ def _wrap_from_cli_args(original):
 
 
 def _keys_beside_flag(engine_args) -> dict[str, Any]:
-    """Read --speculative-config beside --speculative-model.
+    """Read --speculative-config given together with --speculative-model.
 
     Raises:
-        ValueError: another method is named, or the keys are no object.
+        ValueError: another method is named, or the value is not a JSON object.
     """
     keys = _given_keys(engine_args, f"--speculative-model {METHOD}")
     for flag, method in (
@@ -66,32 +66,37 @@ def _keys_beside_flag(engine_args) -> dict[str, Any]:
     ):
         if method != METHOD:
             raise ValueError(
-                f"--speculative-model {METHOD} and {flag} {method!r} exclude each other; drop one "
-                "of them"
+                f"--speculative-model {METHOD} and {flag} {method!r} exclude each other. Drop one "
+                "of them."
             )
     return keys if engine_args.spec_method else {"method": METHOD, **keys}
 
 
 def _given_keys(engine_args, flag: str) -> dict[str, Any]:
+    """Copy the keys of --speculative-config.
+
+    Raises:
+        ValueError: the value is not a JSON object.
+    """
     given = engine_args.speculative_config
     if given is not None and not isinstance(given, dict):
         raise ValueError(
             f"--speculative-config {given!r} is not supported with {flag}: it is no JSON object. "
-            "Use --speculative-config '{\"KEY\": VALUE}' with TriForce's keys, or leave it out"
+            "Use --speculative-config '{\"KEY\": VALUE}' with TriForce's keys, or leave it out."
         )
     return dict(given or {})
 
 
-def is_asked_for(engine_args) -> bool:
-    """True if the engine arguments name the method ``triforce``."""
+def uses_triforce(engine_args) -> bool:
+    """True if the engine arguments select the method ``triforce``."""
     keys = engine_args.speculative_config
     if engine_args.spec_method == METHOD:
         return True
     return isinstance(keys, dict) and keys.get("method") == METHOD
 
 
-def with_flags(engine_args) -> dict[str, Any]:
-    """Join the keys of --speculative-config and vLLM's flags, as vLLM does for its methods."""
+def merge_flags(engine_args) -> dict[str, Any]:
+    """Merge vLLM's flags into the keys of --speculative-config, as vLLM does for its methods."""
     keys = _given_keys(engine_args, f"--spec-method {METHOD}")
     for flag, (name, key) in FLAGS.items():
         if (value := getattr(engine_args, name)) is None:
@@ -103,10 +108,10 @@ def with_flags(engine_args) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_flags(engine_args) -> Iterator[None]:
-    """Name the flag in a refusal of its value, which has another name among our keys."""
-    # Many refusals of other values name method='triforce' as what to drop.
-    given = [
+def name_flags_in_refusals(engine_args) -> Iterator[None]:
+    """Prefix refusals of a flag's value with the flag, whose key has another name."""
+    # The method is left out: many refusals of other keys suggest to drop method='triforce'.
+    flags = [
         (flag, key, value)
         for flag, (name, key) in FLAGS.items()
         if key != "method" and (value := getattr(engine_args, name)) is not None
@@ -117,7 +122,7 @@ def naming_flags(engine_args) -> Iterator[None]:
         text = str(error)
         named = [
             flag
-            for flag, key, value in given
+            for flag, key, value in flags
             if f"{key}={value!r}" in text or f"{key} {value!r}" in text
         ]
         if is_refusal(error) and named and not text.startswith("--"):

@@ -1,4 +1,4 @@
-"""The counters go with vLLM's own messages (``metrics/carrier.py``)."""
+"""Patches that carry the counters in vLLM's messages (``metrics/carrier.py``)."""
 
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics import carrier
@@ -30,7 +30,7 @@ def _with_prometheus(original):
 
 def _out_of_scheduler_stats(original):
     def record(self, *args, **kwargs):
-        # Stock engines of this process have none, nor has what was made before this was wrapped.
+        # Managers of stock engines, or created before this patch, lack the attribute.
         if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
             _observe(prometheus, *args, **kwargs)
         return original(self, *args, **kwargs)
@@ -41,7 +41,7 @@ def _out_of_scheduler_stats(original):
 def _observe(
     prometheus, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
 ) -> None:
-    """Take our counters out of what ``record()`` was called with."""
+    """Move our counters from the arguments of ``record()`` to Prometheus."""
     if scheduler_stats and (added := carrier.take(scheduler_stats)):
         prometheus.observe(added, engine_idx or 0)
 

@@ -1,10 +1,9 @@
-"""vLLM's CPU ``expand_kernel`` loses its output for anything but int64; see patches/README.md.
+"""Workarounds for two faults of vLLM's CPU build; see patches/README.md.
 
-Remove when the oldest supported vLLM writes the output back.
-
-vLLM's CPU build cannot start an engine in a process that has loaded numba; patches/README.md.
-
-Remove when the oldest supported vLLM checks that what ``vars()`` gives is a dict.
+- ``expand_kernel`` loses its output for dtypes other than int64. Remove when the oldest supported
+  vLLM writes the output back.
+- An engine cannot start in a process that has loaded numba. Remove when the oldest supported vLLM
+  checks that ``vars()`` returned a dict.
 """
 
 import builtins
@@ -18,7 +17,7 @@ _KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 def expand_kernel_works() -> bool:
-    """Self-check: does ``expand_batch_to_tokens`` repeat float and int32 rows?"""
+    """True if ``expand_batch_to_tokens`` repeats float and int32 rows correctly."""
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     ends = torch.tensor([2, 3], dtype=torch.int32)
@@ -30,33 +29,34 @@ def expand_kernel_works() -> bool:
 
 
 def fix_expand_kernel() -> bool:
-    """Replaces the kernel where the self-check fails; idempotent.
+    """Replace the kernel if the self-check fails; idempotent.
 
-    Without it, speculative sampling divides by uninitialised temperatures.
+    With vLLM's kernel, speculative sampling divides by uninitialised temperatures.
 
     Returns:
-        Whether it was replaced now.
+        True if this call replaced it.
 
     Raises:
-        RuntimeError: the replacement does not pass the self-check either.
+        RuntimeError: the replacement fails the self-check too.
     """
     if expand_kernel_works():
         return False
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils import cpu_triton_utils
 
-    # vLLM registers its own function again with every engine of a process.
+    # vLLM registers its function again for each engine of a process.
     swaps.EXPAND_KERNEL.set(cpu_triton_utils, _expand)
     register_kernels({_KERNEL: _expand})
     if not expand_kernel_works():
         raise RuntimeError(
             f"{_KERNEL} gives wrong results and could not be replaced; speculative sampling "
-            "would be wrong. Use another vLLM version"
+            "would be wrong. Use another vLLM version."
         )
     return True
 
 
 def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    """Repeat each request's value for its tokens, as vLLM's kernel of this name should."""
     expanded, start = output.numpy(), 0
     for value, end in zip(input_val.tolist(), cu_num_tokens.tolist()):
         expanded[start:end] = replace_to if value == replace_from else value
@@ -64,12 +64,11 @@ def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_
 
 
 def fix_kernel_rebinding() -> None:
-    """Lets vLLM look through all loaded modules where one of them answers anything; idempotent.
+    """Let vLLM scan all loaded modules if llvmlite is among them; idempotent.
 
-    To replace kernels, vLLM reads ``vars(value).get("kernel")`` of every value of every module.
-    numba, which ``ngram`` and ``runner_v1/top_p_rows.py`` load, brings
-    ``llvmlite.binding.ffi.lib``: it makes a foreign function of any name that it is asked for,
-    ``__dict__`` too, and that has no ``get``.
+    To replace kernels, vLLM reads ``vars(value).get("kernel")`` for every value of every module.
+    numba, loaded by ``ngram`` and ``runner_v1/top_p_rows.py``, brings ``llvmlite.binding.ffi.lib``.
+    That object returns a foreign function for any name, ``__dict__`` too, and that has no ``get``.
     """
     from vllm.triton_utils import dispatcher
 
@@ -77,5 +76,6 @@ def fix_kernel_rebinding() -> None:
 
 
 def _vars(value: Any) -> dict:
-    found = builtins.vars(value)
-    return found if hasattr(found, "get") else {}
+    """Return ``vars(value)``, or an empty dict if that is no dict."""
+    attributes = builtins.vars(value)
+    return attributes if hasattr(attributes, "get") else {}

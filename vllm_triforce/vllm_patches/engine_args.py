@@ -1,9 +1,9 @@
-"""From vLLM's ``EngineArgs`` to a stock ``SpeculativeConfig`` and our worker.
+"""Patches of ``EngineArgs``: TriForce's keys become a stock ``SpeculativeConfig`` and our worker.
 
-``SpeculativeConfig`` forbids unknown methods and keys, so a user's ``{"method": "triforce",
-...}`` becomes ``method="draft_model"`` (which gives us the scheduler's lookahead slots and room
-for the proposal's own distribution) plus ``additional_config["triforce"]``, and the platform's
-worker becomes our subclass of it. Everything can be refused here, before weights are loaded.
+``SpeculativeConfig`` forbids unknown methods and keys. A user's ``{"method": "triforce", ...}``
+becomes ``method="draft_model"`` plus ``additional_config["triforce"]``, and the platform's
+worker becomes our subclass. ``draft_model`` gives us the scheduler's lookahead slots and room for
+the draft's distributions. All checks run here, before weights load.
 """
 
 from dataclasses import replace
@@ -11,16 +11,21 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import check_draft, checks
-from vllm_triforce.config.keys import METHOD, TriForceConfig
+from vllm_triforce.config import TriForceConfig, check_draft, checks
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import refusing
 from vllm_triforce.config.tag import mark
-from vllm_triforce.vllm_patches.cli_args import FLAGS, is_asked_for, naming_flags, with_flags
+from vllm_triforce.vllm_patches.cli_args import (
+    FLAGS,
+    merge_flags,
+    name_flags_in_refusals,
+    uses_triforce,
+)
 from vllm_triforce.vllm_patches.patch import Patch
 
 logger = init_logger("vllm.triforce")
 
-# Keys of a stock SpeculativeConfig that say how to load the draft: passed on as they are.
+# Keys of a stock SpeculativeConfig about loading the draft, passed on unchanged.
 _DRAFT_KEYS = (
     "quantization",
     "revision",
@@ -29,8 +34,8 @@ _DRAFT_KEYS = (
     "draft_load_config",
 )
 
-# One that says how level 3 tests; passed on as it is.
-_TEST_KEY = "rejection_sample_method"
+# Key of a stock SpeculativeConfig about level 3's rejection sampling, passed on unchanged.
+_REJECTION_KEY = "rejection_sample_method"
 
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
@@ -44,50 +49,52 @@ _ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
 
 
 def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
-    """Our keys, validated, and the ones about the draft model and level 3's test, for vLLM."""
+    """Split ``speculative_config`` into TriForce's keys, validated, and those for vLLM."""
     given = engine_args.speculative_config
     keys = {key.replace("-", "_"): value for key, value in given.items()}
     keys.pop("method")
     draft = {key: keys.pop(key) for key in ("model", *_DRAFT_KEYS) if key in keys}
     if draft.get("model") is not None and not isinstance(draft["model"], str):
         raise ValueError(
-            f"model={draft['model']!r} must be the path or hub name of a draft model; "
-            "leave it out for prompt lookup"
+            f"model={draft['model']!r} must be the path or hub name of a draft model. "
+            "Leave it out for prompt lookup."
         )
     if not draft.get("model") and len(draft.keys() - {"model"}):
         raise ValueError(
-            f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given; "
-            "name one or leave them out"
+            f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given. "
+            "Name one, or leave them out."
         )
     has_fixed_shapes = checks.has_fixed_shapes()
-    if _TEST_KEY in keys:
-        draft[_TEST_KEY] = keys.pop(_TEST_KEY)
-        checks.check_rejection_sample_method(draft[_TEST_KEY], has_fixed_shapes)
+    if _REJECTION_KEY in keys:
+        draft[_REJECTION_KEY] = keys.pop(_REJECTION_KEY)
+        checks.check_rejection_sample_method(draft[_REJECTION_KEY], has_fixed_shapes)
     config = TriForceConfig.from_speculative_config(keys)
-    # On Model Runner V2 it is our scheduler that chooses.
+    # On Model Runner V2 the controller runs in our scheduler.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
-    asked = engine_args.max_num_seqs
-    filled = config.fill(can_adapt, draft.get("model"), has_fixed_shapes, asked)
+    max_num_seqs = engine_args.max_num_seqs
+    filled = config.with_defaults(can_adapt, draft.get("model"), has_fixed_shapes, max_num_seqs)
     if engine_args.enable_lora and config.num_speculative_tokens is None:
-        most = max(1, _most_beside_adapters(engine_args))
-        length = min(filled.num_speculative_tokens or most, most)
+        max_tokens = max(1, _max_tokens_with_lora(engine_args))
+        length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
         filled = replace(filled, num_speculative_tokens=length)
     return filled, draft
 
 
-def _most_beside_adapters(engine_args) -> int:
-    """Count tokens that each request may propose where LoRA is enabled: vLLM refuses to start where
-    a step has no room for the proposals of ``max_num_seqs`` requests. Of its defaults, which depend
-    on who starts the engine, the smallest count."""
+def _max_tokens_with_lora(engine_args) -> int:
+    """Count the tokens that each request may propose if LoRA is enabled.
+
+    vLLM refuses to start if a step has no room for the proposals of ``max_num_seqs`` requests. Its
+    defaults depend on the usage context; the smallest count of all contexts is returned.
+    """
     parallel = engine_args.pipeline_parallel_size * engine_args.tensor_parallel_size
     tokens_by_context, seqs_by_context = engine_args.get_batch_defaults(parallel)
     scale = 2 if engine_args.performance_mode == "throughput" else 1
-    found = []
+    counts = []
     for context, default in tokens_by_context.items():
         num_tokens = engine_args.max_num_batched_tokens or scale * default
         num_seqs = min(num_tokens, scale * seqs_by_context[context])
-        found.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
-    return min(found)
+        counts.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
+    return min(counts)
 
 
 def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
@@ -97,32 +104,32 @@ def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
 
 def _wrap_create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
-        if not is_asked_for(self):
+        if not uses_triforce(self):
             return original(self, *args, **kwargs)
         names = [name for name, _ in FLAGS.values()]
-        changed = ("speculative_config", "additional_config", *names)
-        saved = {name: getattr(self, name) for name in changed}
-        with naming_flags(self):
+        replaced = ("speculative_config", "additional_config", *names)
+        saved = {name: getattr(self, name) for name in replaced}
+        with name_flags_in_refusals(self):
             try:
                 with refusing():
-                    config = _begin(self)
+                    config = _prepare_args(self)
                 vllm_config = original(self, *args, **kwargs)
             finally:
                 for name, value in saved.items():
                     setattr(self, name, value)
             with refusing():
-                return _finish(vllm_config, config)
+                return _finish_config(vllm_config, config)
 
     return create_engine_config
 
 
-def _begin(engine_args) -> TriForceConfig:
-    """Check what can be checked before vLLM does, and leave our keys for what runs inside."""
+def _prepare_args(engine_args) -> TriForceConfig:
+    """Check what needs no vLLM config, and put our keys into ``additional_config``."""
     from vllm_triforce import vllm_patches
 
     checks.check_vllm_version()
     vllm_patches.install_in_engine()
-    engine_args.speculative_config = with_flags(engine_args)
+    engine_args.speculative_config = merge_flags(engine_args)
     for name, _ in FLAGS.values():
         setattr(engine_args, name, None)
     config, draft = _split(engine_args)
@@ -138,7 +145,7 @@ def _begin(engine_args) -> TriForceConfig:
 
 def _wrap_create_speculative_config(original):
     def create_speculative_config(self, *args, **kwargs):
-        if not is_asked_for(self):
+        if not uses_triforce(self):
             with refusing():
                 _check_not_replaced(self)
             return original(self, *args, **kwargs)
@@ -147,12 +154,12 @@ def _wrap_create_speculative_config(original):
     def _create(self, target_model_config, target_parallel_config):
         has_draft = _split(self)[1].get("model")
         with refusing():
-            _prepare(self, target_model_config, target_parallel_config)
+            _set_stock_config(self, target_model_config, target_parallel_config)
         speculative_config = original(self, target_model_config, target_parallel_config)
-        if has_draft:  # else the target stands in for it
+        if has_draft:  # else vLLM got the target in its place
             with refusing():
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
-        # Level 1 keeps a window of its own, so the draft's context length limits nothing.
+        # Level 1 runs over a window, so the draft's context length is no limit.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
         return speculative_config
@@ -161,28 +168,28 @@ def _wrap_create_speculative_config(original):
 
 
 def _check_not_replaced(engine_args) -> None:
-    """Refuse a target whose checkpoint names a method of its own: vLLM takes that instead."""
+    """Refuse a target whose checkpoint names another method, which vLLM would use instead."""
     keys, kept = engine_args.speculative_config, engine_args.additional_config
     if keys is not None and isinstance(kept, dict) and METHOD in kept:
         raise ValueError(
             f"method={METHOD!r} is not supported with a checkpoint of speculators: vLLM takes its "
             f"method, {keys['method']!r}. Use the model that it speculates for, "
-            f"{engine_args.model!r}"
+            f"{engine_args.model!r}."
         )
 
 
-def _prepare(engine_args, target_model_config, target_parallel_config) -> None:
-    """Check target and draft, and put a stock configuration in the place of our keys."""
+def _set_stock_config(engine_args, target_model_config, target_parallel_config) -> None:
+    """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
     config, draft = _split(engine_args)
     if kept := (engine_args.additional_config or {}).get(METHOD):
-        # What was filled in before vLLM filled in its own.
-        config = TriForceConfig(**{k: v for k, v in kept.items() if k != "draft_model"})
+        # Use the defaults that were filled in before vLLM filled in its own.
+        config = TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
-    # Without a draft model nothing is loaded twice: the speculator does the loading, and
-    # the name only satisfies SpeculativeConfig.
+    # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
+    # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model
     engine_args.speculative_config = {
         **draft,
@@ -192,19 +199,23 @@ def _prepare(engine_args, target_model_config, target_parallel_config) -> None:
     }
 
 
-# Tokens of a KV block that vLLM takes on the CPU.
+# vLLM's default KV block on the CPU, in tokens.
 _CPU_BLOCK_SIZE = 128
 
 
 def _block_size(cache_config) -> int:
-    """Of the KV cache: our sizes are whole blocks. vLLM 0.33 chooses the CPU's once the model is
-    loaded; here it is chosen before, as vLLM 0.32 does."""
+    """Return the KV block size, choosing the CPU's default now.
+
+    TriForce's sizes are whole blocks. vLLM 0.33 chooses the size after loading the model, vLLM 0.32
+    before.
+    """
     if checks.is_cpu() and not cache_config.user_specified_block_size:
         cache_config.block_size = _CPU_BLOCK_SIZE
     return cache_config.block_size
 
 
-def _finish(vllm_config, config: TriForceConfig):
+def _finish_config(vllm_config, config: TriForceConfig):
+    """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
     block_size = _block_size(vllm_config.cache_config)
     resolved = config.resolve(block_size)
     if resolved.retrieval_budget != config.retrieval_budget and not config.is_plain:
@@ -221,14 +232,14 @@ def _finish(vllm_config, config: TriForceConfig):
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(
-            f"TriForce has no worker for worker_cls={worker_cls!r}; it knows {sorted(_WORKERS)}. "
-            "Leave --worker-cls out, or speculate with another method"
+            f"TriForce has no worker for worker_cls={worker_cls!r}, only for {sorted(_WORKERS)}. "
+            "Leave --worker-cls out, or use another method."
         )
     vllm_config.parallel_config.worker_cls = _WORKERS[worker_cls]
     _choose_scheduler(vllm_config)
     if vllm_config.use_v2_model_runner:
-        # "probabilistic" has vLLM keep a distribution for every place of max_num_seqs requests;
-        # the speculator keeps those of max_speculating_seqs.
+        # With "probabilistic" vLLM would allocate distributions for max_num_seqs requests; our
+        # speculator allocates them for max_speculating_seqs.
         vllm_config.speculative_config.draft_sample_method = "greedy"
     if resolved.uses_level2:
         drafts_alone = resolved.levels == "2,3"
@@ -242,13 +253,16 @@ def _finish(vllm_config, config: TriForceConfig):
 
 
 def _choose_scheduler(vllm_config) -> None:
-    """One that the user chose stays: Model Runner V1 then leaves out by itself what can never be
-    there, and V2 proposes by fixed lengths."""
+    """Set our scheduler class, unless the user chose one.
+
+    With a scheduler of the user's, Runner V1 drops placeholders itself and Runner V2 proposes fixed
+    lengths.
+    """
     scheduler_config = vllm_config.scheduler_config
     if scheduler_config.scheduler_cls is None:
-        of_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
+        scheduler_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
         uses_v2 = vllm_config.use_v2_model_runner
-        scheduler_config.scheduler_cls = of_v2 if uses_v2 else _SCHEDULER_V1
+        scheduler_config.scheduler_cls = scheduler_v2 if uses_v2 else _SCHEDULER_V1
 
 
 _REGISTRY = "vLLM has a registry of out-of-tree speculative methods"

@@ -1,4 +1,4 @@
-"""One way to wrap what vLLM has; the ledger (patches/README.md) is made from what is said here."""
+"""Wrap methods of vLLM in place; the ledger (patches/README.md) is generated from the patches."""
 
 import functools
 import importlib
@@ -7,21 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Attribute of a class: those of its attributes that are wrapped.
+# Attribute of a patched class: names of its wrapped attributes.
 _APPLIED = "_triforce_patches"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A method or property of vLLM that is wrapped in place, and falls through to the original
-    unless TriForce is asked for.
+    """Wrapper around a method or property of vLLM.
+
+    The wrapper calls the original unless the engine runs TriForce.
 
     Args:
-        module, owner, attribute: what is wrapped; the class must have it itself.
-        wrap: from the original function (of a property: its getter) to what takes its place.
-        parameters: of the original, in their order; None where the wrapper hands on whatever
-            there is.
-        why: for the ledger, as are ``until`` (when it can go) and where it stands.
+        module, owner, attribute: the attribute to wrap; the class must define it itself.
+        wrap: takes the original function (of a property: its getter) and returns the wrapper.
+        parameters: names of the original's parameters, in order; None if the wrapper passes on any.
+        why: reason, for the ledger.
+        until: condition under which the patch can be deleted, for the ledger.
     """
 
     module: str
@@ -36,35 +37,35 @@ class Patch:
     def name(self) -> str:
         return f"{self.owner}.{self.attribute}"
 
-    def fault(self) -> str | None:
-        """Name the patch if this vLLM lacks what it wraps.
+    def missing_name(self) -> str | None:
+        """Name the patch if this vLLM lacks the attribute; None otherwise.
 
         Raises:
-            ImportError: there is no such module.
+            ImportError: the module does not exist.
         """
         original = self._original()
         if original is None or not callable(_function(original)):
             return self.name
         return None
 
-    def misfit(self) -> str | None:
-        """Say how the original's parameters differ from those that the wrapper knows."""
+    def signature_mismatch(self) -> str | None:
+        """Describe how the original's parameters differ from the expected ones; None if equal."""
         original = self._original()
         if self.parameters is None or original is None:
             return None
-        found = tuple(inspect.signature(_function(original)).parameters)
-        if found == self.parameters:
+        actual = tuple(inspect.signature(_function(original)).parameters)
+        if actual == self.parameters:
             return None
-        return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(found)})"
+        return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(actual)})"
 
     def apply(self) -> bool:
-        """Wrap the original, unless this vLLM lacks it or it is wrapped already.
+        """Wrap the original, unless this vLLM lacks it or it is already wrapped.
 
         Returns:
-            Whether it was wrapped now.
+            True if this call wrapped it.
         """
         owner, original = self._owner(), self._original()
-        # Not by a mark on the function: another plugin may have wrapped ours since.
+        # A mark on the function would not do: another plugin may have wrapped ours since.
         applied = vars(owner).get(_APPLIED, frozenset()) if owner is not None else frozenset()
         if original is None or self.attribute in applied:
             return False
@@ -78,18 +79,19 @@ class Patch:
         return getattr(importlib.import_module(self.module), self.owner, None)
 
     def _original(self) -> Any:
-        """As it stands in the class; an interface's own would be no implementation."""
+        """Return the attribute from the class itself: an inherited one may be abstract."""
         return vars(owner).get(self.attribute) if (owner := self._owner()) is not None else None
 
 
 def _function(original: Any) -> Any:
+    """Return the plain function of a method or property."""
     if isinstance(original, property):
         return original.fget
     return getattr(original, "__func__", original)
 
 
 def _like(original: Any, wrapped: Callable[..., Any]) -> Any:
-    """A class method, static method or property stays one."""
+    """Return ``wrapped`` as the same kind of attribute as ``original``."""
     if isinstance(original, (classmethod, staticmethod, property)):
         return type(original)(wrapped)
     return wrapped

@@ -1,5 +1,7 @@
-"""What TriForce sets on vLLM's objects, in an engine that runs TriForce; the ledger
-(patches/README.md) is made from what is said here, and a test forbids such writes elsewhere."""
+"""Attributes that TriForce sets on vLLM's objects, in engines that run TriForce.
+
+The ledger (patches/README.md) is generated from this list, and a test forbids other such writes.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Swap:
-    """An attribute of one of vLLM's objects, classes apart (``patch.py`` has those).
+    """Attribute of a vLLM object that TriForce replaces (``patch.py`` wraps attributes of classes).
 
     Args:
-        owner, attribute: whose, and which.
-        why, until: for the ledger: what for, and when it can go.
-        is_new: whether the object has none of itself.
+        owner: name of the object's class or module, for the ledger.
+        attribute: name of the attribute.
+        why: reason, for the ledger.
+        until: condition under which the swap can be deleted, for the ledger.
+        is_new: True if vLLM's object lacks the attribute.
     """
 
     owner: str
@@ -26,19 +30,16 @@ class Swap:
         return f"{self.owner}.{self.attribute}"
 
     def set(self, owner: Any, value: Any) -> Any:
-        """Sets it on ``owner``.
-
-        Returns:
-            what was there before; None where there was nothing.
+        """Set the attribute on ``owner`` and return the previous value, or None.
 
         Raises:
-            AttributeError: this vLLM's object has no such attribute, so that nobody would read it.
+            AttributeError: this vLLM's object lacks the attribute, so nothing would read it.
         """
         if not self.is_new and not hasattr(owner, self.attribute):
             raise AttributeError(
                 f"vllm-triforce sets {self.attribute!r}, which this vLLM's "
-                f"{type(owner).__name__} does not have; install a vLLM that it knows, or drop "
-                "method='triforce'"
+                f"{type(owner).__name__} does not have. Install a supported vLLM, or drop "
+                "method='triforce'."
             )
         before = getattr(owner, self.attribute, None)
         setattr(owner, self.attribute, value)

@@ -112,7 +112,7 @@ def _facts(vllm_config) -> dict[str, Any]:
         "draft": settings.pop("draft_model"),
         "is_plain": settings["levels"] == "3",
         "settings": settings,
-        "chosen_while_running": list(filter(None, settings["adapts"].split(","))),
+        "chosen_while_running": settings["adaptive_keys"],
     }
 
 

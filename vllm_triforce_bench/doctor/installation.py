@@ -21,9 +21,9 @@ def installation() -> dict[str, Any]:
     found["is_supported"] = is_supported(vllm.__version__)
     if (refusal := _not_loaded()) is not None:
         return {**found, "refusal": refusal}
-    from vllm_triforce.plugin import DOES_NOT_LOAD, register, why_not
+    from vllm_triforce.plugin import DOES_NOT_LOAD, register, unsupported_reason
 
-    if (reason := why_not()) is not None:
+    if (reason := unsupported_reason()) is not None:
         remedy = f"install vLLM {', '.join(SUPPORTED_VLLM)}, or uninstall vllm-triforce"
         if reason.startswith(DOES_NOT_LOAD):
             remedy = f"mend its environment, with which TriForce has nothing to do{_hint(reason)}"
@@ -85,7 +85,7 @@ def _patches() -> dict[str, Any]:
     from vllm_triforce import vllm_patches
 
     patches = vllm_patches.PATCHES
-    misfits = [misfit for patch in patches if (misfit := patch.misfit())]
+    misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
     wrapped = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
     refusal = f"vllm-triforce wraps {misfits[0]}" if misfits else None
     return {"wraps": wrapped, "refusal": refusal}

@@ -128,7 +128,7 @@ def parts_ms(counters, num_steps: int, step_ms: float) -> dict:
     """
     from vllm_triforce.config import TriForceConfig
 
-    gamma = TriForceConfig().fill(can_adapt=False).gamma
+    gamma = TriForceConfig().with_defaults(can_adapt=False).gamma
     spent = {part: 1e3 * seconds for part, seconds in counters.time_seconds.items()}
     rounds = max(counters.num_level2_passes, 1)
     level1_steps = rounds * gamma

@@ -30,7 +30,9 @@ def offload_config(
         max_speculating_seqs=max_num_seqs,
         kv_offload_gib=kv_offload_gib,
     )
-    return asked.fill(can_adapt=True, model="a draft", has_fixed_shapes=True).resolve(block)
+    return asked.with_defaults(can_adapt=True, model="a draft", has_fixed_shapes=True).resolve(
+        block
+    )
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,7 @@ class Sizes:
             raise ValueError(f"chunk_size={self.chunk_size} must be at least 1")
         config = TriForceConfig(
             retrieval_budget=self.budget,
-            retrieval_recent_tokens=self.recent_tokens,
+            retrieval_recent_tokens=self.recent_tokens,  # type: ignore[arg-type]  # None: default
             refresh_interval=self.refresh_interval,
         ).resolve(self.chunk_size, is_exact=True)
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)

@@ -1,0 +1,229 @@
+"""Config as given by the user: checks of its keys, and the values of keys left open."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
+from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH, KEYS, LEVELS, Keys, check_key
+from vllm_triforce.config.resolved import ResolvedConfig
+from vllm_triforce.selection import POLICIES
+
+# Bounds of the controller's choices. Past 32 tokens, an acceptance of 0.97 a token adds less than
+# 0.4 of a token for each one more.
+_MAX_LENGTH, _MAX_GAMMA = 32, 4
+# On Model Runner V2 each token of a proposal has a distribution on the device, used or not.
+_MAX_FIXED_SHAPE_LENGTH = 12
+# A full pass over host memory is slow, so longer proposals pay; the paper uses 12 to 16. Memory for
+# distributions grows with max_num_seqs: 16 requests with 32 tokens take 0.13 GiB at a vocabulary of
+# 128,256.
+_MAX_OFFLOAD_LENGTH, _FEW_REQUESTS = 16, 16
+
+_MAX_NGRAM = 8
+_MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
+_NEVER = 1 << 31
+
+
+@dataclass(frozen=True)
+class TriForceConfig(Keys):
+    """TriForce's keys in ``speculative_config``, described in ``config/keys.py``.
+
+    Raises:
+        ValueError: a value is invalid; the message names the value, the reason and a fix.
+    """
+
+    def __post_init__(self) -> None:
+        for name in KEYS:
+            check_key(name, getattr(self, name))
+        if self.draft_sources is not None:
+            parse_sources(self.draft_sources)
+        if self.levels not in LEVELS:
+            raise ValueError(
+                f"levels={self.levels!r} is not a set of levels that can run. Use one of {LEVELS}."
+            )
+        if self.selection not in POLICIES.names:
+            raise ValueError(
+                f"selection={self.selection!r} is not a selection policy. Use "
+                f"{' or '.join(map(repr, POLICIES.names))}, or install the package that has it "
+                "in this environment."
+            )
+        if (
+            self.retrieval_recent_tokens is not None
+            and self.retrieval_recent_tokens >= self.retrieval_budget
+        ):
+            raise ValueError(
+                f"retrieval_recent_tokens={self.retrieval_recent_tokens} leaves nothing of "
+                f"retrieval_budget={self.retrieval_budget} to retrieve. Use a smaller value "
+                "or a larger budget."
+            )
+
+    @classmethod
+    def from_speculative_config(cls, keys: Mapping[str, Any]) -> "TriForceConfig":
+        """Read the keys of a ``speculative_config``, without ``method`` and keys of the draft.
+
+        Raises:
+            ValueError: a key is unknown (the nearest is suggested) or a value is invalid.
+        """
+        for key in keys:
+            if key == "retrieval_chunk_size":
+                raise ValueError(
+                    f"speculative_config key {key!r} is gone: retrieval chunks are vLLM's KV "
+                    "blocks. Set --block-size, or leave it out."
+                )
+            if key not in KEYS:
+                near = difflib.get_close_matches(key, [*KEYS, "model"], n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {list(KEYS)}"
+                raise ValueError(f"speculative_config key {key!r} is unknown to TriForce; {hint}")
+        return cls(**keys)
+
+    def with_defaults(
+        self,
+        can_adapt: bool,
+        model: str | None = None,
+        has_fixed_shapes: bool = False,
+        max_num_seqs: int | None = None,
+    ) -> "TriForceConfig":
+        """Fill in lengths, sources of drafts and the keys that the controller chooses.
+
+        Args:
+            can_adapt: True if the engine has a controller.
+            model: the draft model, or None.
+            has_fixed_shapes: True on Model Runner V2, where gamma is fixed at start.
+            max_num_seqs: vLLM's; None if not given.
+
+        Raises:
+            ValueError: the given sources of drafts do not fit these.
+        """
+        config = self._with_lengths(can_adapt, has_fixed_shapes, max_num_seqs)
+        if config is self:
+            return self
+        if self.is_plain:
+            self._check_plain(model)
+            return config
+        is_gamma_open = "gamma" in config.adaptive_keys
+        sources = choose_sources(self.draft_sources, model, is_gamma_open)
+        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max} is not used: level 1 drafts from "
+                f"{' and '.join(sources)} here. Leave it out, or add 'prompt_lookup' to "
+                "draft_sources."
+            )
+        gamma = config.gamma
+        if has_fixed_shapes and is_gamma_open and not SOURCES[sources[0]].needs_model:
+            gamma = _MAX_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
+        return dataclasses.replace(config, gamma=gamma, draft_sources=",".join(sources))
+
+    def _with_lengths(
+        self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
+    ) -> "TriForceConfig":
+        """Fill in ``num_speculative_tokens``, ``gamma`` and ``adaptive_keys``, once."""
+        if self.adaptive_keys is not None:
+            return self
+        if self.is_plain:  # vLLM has no speculative method without a token
+            return dataclasses.replace(
+                self, num_speculative_tokens=1, gamma=1, adaptive_keys=frozenset()
+            )
+        open_keys = {
+            "context": self.min_context is None,
+            "gamma": self.gamma is None and self.levels == "1,2,3",
+            "length": self.num_speculative_tokens is None,
+        }
+        adapts = self.adaptive and can_adapt
+        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
+        length, gamma = self.num_speculative_tokens, self.gamma
+        if length is None:
+            max_length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
+            if self.kv_offload_gib is not None:
+                has_few = max_num_seqs is not None and max_num_seqs <= _FEW_REQUESTS
+                max_length = _MAX_LENGTH if has_few else _MAX_OFFLOAD_LENGTH
+            length = max_length if "length" in adaptive_keys else FIXED_LENGTH
+        if gamma is None:
+            is_chosen = "gamma" in adaptive_keys and not has_fixed_shapes
+            gamma = _MAX_GAMMA if is_chosen else FIXED_GAMMA
+        return dataclasses.replace(
+            self, num_speculative_tokens=length, gamma=gamma, adaptive_keys=adaptive_keys
+        )
+
+    def _check_plain(self, model: str | None) -> None:
+        """Check a config of plain decoding, which is for ``kv_offload_gib`` alone.
+
+        Raises:
+            ValueError: vLLM decodes plainly by itself, or a key has no use.
+        """
+        levels = f"levels={self.levels!r}"
+        if self.kv_offload_gib is None:
+            raise ValueError(
+                f"{levels} is plain decoding, which vLLM does by itself. Set kv_offload_gib, or "
+                "drop method='triforce'."
+            )
+        names = (
+            "num_speculative_tokens",
+            "gamma",
+            "draft_sources",
+            "prompt_lookup_max",
+            "min_context",
+        )
+        for name, value in {"model": model, **{n: getattr(self, n) for n in names}}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} is not supported with {levels}: nothing is drafted or "
+                    "proposed. Leave one of them out."
+                )
+
+    def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
+        """Fill in all other keys, and fit sizes to vLLM's KV block, which is a retrieval chunk.
+
+        The budget is rounded up to whole blocks.
+
+        Args:
+            block_size: tokens in one of vLLM's KV blocks.
+            is_exact: True if a budget that does not fit is refused instead.
+
+        Raises:
+            ValueError: a size does not fit; the message names one that does.
+        """
+        budget = _round_up(self.retrieval_budget, block_size)
+        blocks = f"the KV block ({block_size} tokens)"
+        if is_exact and budget != self.retrieval_budget:
+            raise ValueError(
+                f"retrieval_budget={self.retrieval_budget} must be a multiple of {blocks}; "
+                f"use {budget}"
+            )
+        recent = self.retrieval_recent_tokens
+        if recent is None:
+            recent = max(block_size, budget // 4 // block_size * block_size)
+        if recent % block_size:
+            raise ValueError(
+                f"retrieval_recent_tokens={recent} must be a multiple of {blocks}; "
+                f"use {_round_up(recent, block_size)}"
+            )
+        min_budget = recent + 2 * block_size
+        if is_exact and budget < min_budget:
+            raise ValueError(
+                f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
+                f"one retrieved chunk and {recent} recent tokens, in chunks of {blocks}; "
+                f"use at least {min_budget}"
+            )
+        budget = max(budget, min_budget)
+        config = self._with_lengths(can_adapt=False)
+        min_context = _NEVER if self.is_plain else config.min_context
+        if min_context is None:
+            min_context = 0 if "context" in config.adaptive_keys else 2 * budget
+        values = {
+            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+            "retrieval_budget": budget,
+            "retrieval_recent_tokens": recent,
+            "min_context": min_context,
+            # with_defaults() chose the sources, unless no level drafts.
+            "draft_sources": config.draft_sources or "",
+            "prompt_lookup_max": config.prompt_lookup_max or _MAX_NGRAM,
+            "max_speculating_seqs": config.max_speculating_seqs
+            or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),
+        }
+        return ResolvedConfig(**values, block_size=block_size)
+
+
+def _round_up(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size) * block_size

@@ -1,0 +1,97 @@
+"""Patches that keep the behavior of stock vLLM although speculation is configured.
+
+- Token budget: for ``draft_model``, vLLM's scheduler leaves one token of ``max_num_batched_tokens``
+  free per request, because its drafter reads one token more than the step has. TriForce's levels
+  have inputs of their own. Without that token, a prompt that just fits would need another step.
+- Drafts: the engine core fetches drafts from the worker after every step. Model Runner V1's arrive
+  with the step's output (``scheduler/v1.py``), so the round trip is skipped.
+- Request parameters: vLLM refuses ``min_p`` and ``logit_bias`` with any speculation, because the
+  rejection sampler of Model Runner V1 ignores them. Ours (``runner_v1/rejection.py``) applies them,
+  and so does Model Runner V2 (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py).
+- Sessions: a turn may end inside a run of accepted tokens. vLLM's scheduler then continues after
+  the run (``_handle_stopped_request`` in vllm/v1/core/sched/scheduler.py). It would take the KV of
+  discarded tokens for that of the next input, and keep the turn's last token.
+"""
+
+from vllm_triforce.config.tag import is_triforce
+from vllm_triforce.vllm_patches.patch import Patch
+
+
+def _reserve_no_slots(original):
+    def max_num_new_slots_for_drafting(self) -> int:
+        return 0 if is_triforce(self) else original(self)
+
+    return max_num_new_slots_for_drafting
+
+
+def _skip_fetching_drafts(original):
+    def post_step(self, model_executed):
+        if not getattr(self.scheduler, "has_drafts_of_step", False):
+            return original(self, model_executed)
+        self.scheduler.has_drafts_of_step = False
+
+    return post_step
+
+
+def _support_all_sampling_params(original):
+    def _validate_spec_decode(self, speculative_config):
+        if is_triforce(speculative_config):
+            return
+        original(self, speculative_config)
+
+    return _validate_spec_decode
+
+
+def _keep_session_tokens(original):
+    def _handle_stopped_request(self, request) -> bool:
+        if request.resumable and is_triforce(self.vllm_config.speculative_config):
+            # Without speculation all tokens but the last are computed, beside those in flight.
+            num_computed = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, num_computed)
+        return original(self, request)
+
+    return _handle_stopped_request
+
+
+PATCHES = [
+    Patch(
+        "vllm.sampling_params",
+        "SamplingParams",
+        "_validate_spec_decode",
+        _support_all_sampling_params,
+        ("self", "speculative_config"),
+        why="vLLM refuses `min_p` and `logit_bias` beside any speculation; we answer them",
+        until="vLLM's rejection sampler of Model Runner V1 applies them",
+    ),
+    Patch(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "max_num_new_slots_for_drafting",
+        _reserve_no_slots,
+        ("self",),
+        why="for `draft_model` the scheduler keeps a token of a step's budget free per request, "
+        "which TriForce does not use: a prompt that just fits would be read in two steps",
+        until="vLLM has a registry of out-of-tree speculative methods",
+    ),
+    Patch(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        "post_step",
+        _skip_fetching_drafts,
+        ("self", "model_executed"),
+        why="once speculation is configured, the engine core fetches drafts from the worker after "
+        "every step: a message there and back between two processes, in steps without speculation "
+        "too. Model Runner V1's go with the step's output",
+        until="drafts are part of the output",
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "_handle_stopped_request",
+        _keep_session_tokens,
+        ("self", "request"),
+        why="where a turn of a session ends inside a run of accepted tokens, the next one went on "
+        "from the KV of tokens behind its end; see below",
+        until="vLLM sets the count back to the tokens that are kept",
+    ),
+]
