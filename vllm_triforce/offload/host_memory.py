@@ -17,7 +17,8 @@ class HostMemory:
     """Zeroed host memory, pinned on a GPU for the lifetime of this object.
 
     Memory is pinned by ``cudaHostRegister``, as in vLLM
-    (vllm/v1/simple_kv_offload/cuda_mem_ops.py). ``torch``'s pinned allocator would round up to a power of two.
+    (vllm/v1/simple_kv_offload/cuda_mem_ops.py). ``torch``'s
+    pinned allocator would round up to a power of two.
 
     Raises:
         MemoryError: too little memory is available, or it cannot be pinned.

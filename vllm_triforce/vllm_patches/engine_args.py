@@ -21,7 +21,7 @@ from vllm_triforce.vllm_patches.cli_args import (
     name_flags_in_refusals,
     uses_triforce,
 )
-from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.patch import Patch, install_in_engine
 
 logger = init_logger("vllm.triforce")
 
@@ -125,10 +125,8 @@ def _wrap_create_engine_config(original):
 
 def _prepare_args(engine_args) -> TriForceConfig:
     """Check what needs no vLLM config, and put our keys into ``additional_config``."""
-    from vllm_triforce import vllm_patches
-
     checks.check_vllm_version()
-    vllm_patches.install_in_engine()
+    install_in_engine()
     engine_args.speculative_config = merge_flags(engine_args)
     for name, _ in FLAGS.values():
         setattr(engine_args, name, None)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_triforce.config.supported import SUPPORTED_VLLM
+
 # Attribute of a patched class: names of its wrapped attributes.
 _APPLIED = "_triforce_patches"
 
@@ -95,3 +97,36 @@ def _like(original: Any, wrapped: Callable[..., Any]) -> Any:
     if isinstance(original, (classmethod, staticmethod, property)):
         return type(original)(wrapped)
     return wrapped
+
+
+PATCHES: list[Patch] = []
+"""All patches of the package, which its ``__init__.py`` fills in."""
+
+
+def missing(patches: list[Patch]) -> list[str]:
+    """Name the patches whose wrapped attribute this vLLM lacks."""
+    return [name for patch in patches if (name := patch.missing_name()) is not None]
+
+
+def install_in_engine() -> None:
+    """Apply all patches in a process that configures an engine with TriForce.
+
+    Raises:
+        ValueError: this vLLM lacks a wrapped attribute, or its parameters differ.
+    """
+    try:
+        missing_names = missing(PATCHES)
+    except ImportError as error:
+        missing_names = [str(error)]
+    if missing_names:
+        raise ValueError(
+            f"vllm-triforce wraps {', '.join(missing_names)}, which this vLLM does not have. "
+            f"Install vLLM {', '.join(SUPPORTED_VLLM)}, or drop method='triforce'."
+        )
+    for patch in PATCHES:
+        if (mismatch := patch.signature_mismatch()) is not None:
+            raise ValueError(
+                f"vllm-triforce wraps {mismatch}. Install vLLM {', '.join(SUPPORTED_VLLM)}."
+            )
+    for patch in PATCHES:
+        patch.apply()
