@@ -3,10 +3,10 @@
 import pytest
 
 from vllm_triforce import cli
-from vllm_triforce_bench.compare import command, grid, methods, prompts, store, summary
-from vllm_triforce_bench.compare.errors import BadInput
-from vllm_triforce_bench.compare.page import render
-from vllm_triforce_bench.compare.pass_times import Mark, outside_passes
+from vllm_triforce_bench.bench import command, grid, methods, prompts, store, summary
+from vllm_triforce_bench.bench.errors import BadInput
+from vllm_triforce_bench.bench.page import render
+from vllm_triforce_bench.bench.pass_times import Mark, outside_passes
 
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
@@ -83,7 +83,7 @@ def test_time_left_is_shared_out_by_tokens():
 def test_no_figure_stands_under_a_budget_that_was_not_used():
     from types import SimpleNamespace as Thing
 
-    from vllm_triforce_bench.compare.engines import _check_budget
+    from vllm_triforce_bench.bench.engines import _check_budget
 
     variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
     config = Thing(cache_config=Thing(block_size=128))
@@ -140,7 +140,7 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
 
     from vllm.transformers_utils import config
 
-    from vllm_triforce_bench.compare import model_facts
+    from vllm_triforce_bench.bench import model_facts
 
     original, read = config.get_config, {}
 
@@ -164,7 +164,7 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
 
 
 def test_decode_speed_and_latencies_of_a_batch():
-    from vllm_triforce_bench.compare.stream import Streamed
+    from vllm_triforce_bench.bench.stream import Streamed
 
     arrivals = [[(1.0, 1), (1.5, 3), (2.5, 2)], [(1.0, 1), (3.0, 5)]]
     found = Streamed([[]], arrivals)
@@ -227,7 +227,7 @@ class Undecided:
     ],
 )
 def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, outcome):
-    from vllm_triforce_bench.compare.identity import judge
+    from vllm_triforce_bench.bench.identity import judge
 
     verdict = judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
     assert verdict.outcome == outcome
@@ -304,7 +304,7 @@ def test_the_page_stands_alone_and_has_the_numbers():
 
 def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
     """A slow machine's figures are long; a file has no width of its own."""
-    from vllm_triforce_bench.compare.terminal import table
+    from vllm_triforce_bench.bench.terminal import table
     from vllm_triforce_bench.console import stdout_console
 
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -319,7 +319,7 @@ def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
 
 
 def test_every_method_named_in_the_help_has_a_colour():
-    from vllm_triforce_bench.compare.style import colour_of
+    from vllm_triforce_bench.bench.style import colour_of
 
     assert len({colour_of(name) for name in methods.METHODS}) == len(methods.METHODS)
     assert command.add_arguments.__module__ in {c.module for c in cli.COMMANDS.values()}
@@ -340,7 +340,7 @@ def test_the_defaults_are_what_is_served(pair):
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_triforce.config import TriForceConfig
-    from vllm_triforce_bench.compare import model_facts, settings
+    from vllm_triforce_bench.bench import model_facts, settings
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.compare.errors import BadInput
-from vllm_triforce_bench.compare.serve import (
+from vllm_triforce_bench.bench.errors import BadInput
+from vllm_triforce_bench.bench.serve import (
     cells,
     contenders,
     load,
@@ -21,10 +21,10 @@ from vllm_triforce_bench.compare.serve import (
     summary,
     terminal,
 )
-from vllm_triforce_bench.compare.serve import requests as requests_module
-from vllm_triforce_bench.compare.serve.cells import Cell
-from vllm_triforce_bench.compare.serve.schedule import Contest
-from vllm_triforce_bench.compare.serve.settings import ServeSettings
+from vllm_triforce_bench.bench.serve import requests as requests_module
+from vllm_triforce_bench.bench.serve.cells import Cell
+from vllm_triforce_bench.bench.serve.schedule import Contest
+from vllm_triforce_bench.bench.serve.settings import ServeSettings
 
 OURS, CONTROL = Contest("triforce", "stock"), Contest("control", "stock")
 
@@ -79,7 +79,7 @@ MISTAKES = [
 def test_a_mistake_is_said_before_any_server_starts(
     mistake, says, pair, tmp_path, monkeypatch, capsys
 ):
-    from vllm_triforce_bench.compare.serve import measure
+    from vllm_triforce_bench.bench.serve import measure
 
     def started(*args, **kwargs):
         raise AssertionError("a server was started")
@@ -334,7 +334,7 @@ def test_slower_than_the_control_is_slower():
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
-    from vllm_triforce_bench.compare.serve.page import render
+    from vllm_triforce_bench.bench.serve.page import render
 
     rows = summary.summarize(run_of([(123.4, 308.5)]) + run_of([(100, 101)], "control/stock"))
     machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")

@@ -17,15 +17,15 @@ LAYERS = [re.split(r",\s*", re.split(r"\s{2,}", line)[0]) for line in DRAWING.sp
 ]
 # What measures the package, beside it; none needs another, but all may use what is shared.
 BENCHMARKS = ROOT / "vllm_triforce_bench"
-TOOLS = ["compare", "acceptance", "gpu_suite", "predict", "doctor"]
+TOOLS = ["bench", "lab", "gpu_suite", "predict", "doctor"]
 SHARED = ["console", "predict", "preload", "time_left"]
 WITHOUT_VLLM = [
     "vllm_triforce/cache",
     "vllm_triforce/controller",
     "vllm_triforce/selection",
     "vllm_triforce/config/keys.py",
-    "vllm_triforce_bench/acceptance",
-    "vllm_triforce_bench/acceptance/policies",
+    "vllm_triforce_bench/lab",
+    "vllm_triforce_bench/lab/policies",
 ]
 
 

@@ -1,0 +1,115 @@
+"""What is measured, one cell after the other: a grid, or a sequence from a file."""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from vllm_triforce_bench.bench.errors import BadInput
+
+RANDOM, HELD_OUT, MIXED = "random", "held-out", "mixed"
+TEXTS = (RANDOM, HELD_OUT, MIXED)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of traffic."""
+
+    text: str
+    input_len: int
+    """Tokens of each prompt."""
+    output_len: int
+    request_rate: float | None
+    """Requests that come in a second; None: as soon as there is room."""
+    concurrency: int
+    """Requests under way at most."""
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if self.text not in TEXTS:
+            raise BadInput(f"text {self.text!r} is unknown; known: {', '.join(TEXTS)}")
+        for name, low in (("input_len", 2), ("output_len", 2), ("concurrency", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < low:
+                raise BadInput(f"{name} {value!r} must be a whole number of at least {low}")
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= 2):
+            raise BadInput(f"temperature {self.temperature!r} must be between 0 and 2")
+        rate = self.request_rate
+        if rate is not None and not (_is_number(rate) and rate > 0):
+            raise BadInput(f"request rate {rate!r} must be more than 0, or inf")
+
+    @property
+    def needs_prompts(self) -> bool:
+        return self.text != RANDOM
+
+    def describe(self) -> str:
+        rate = "" if self.request_rate is None else f" at {self.request_rate:g}/s"
+        return (
+            f"{self.concurrency} x {self.input_len:,}+{self.output_len} {self.text}{rate}, "
+            f"T={self.temperature:g}"
+        )
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def rate_of(text: str) -> float | None:
+    """A request rate as it is given: a number, or ``inf``, which is None here."""
+    value = float(text)
+    return None if value == math.inf else value
+
+
+def grid(
+    texts: Sequence[str],
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
+    request_rates: Sequence[float | None],
+    concurrencies: Sequence[int],
+    temperatures: Sequence[float],
+) -> list[Cell]:
+    """Every combination. Temperatures follow each other, so that what a server learned from one
+    meets the next."""
+    return [
+        Cell(*values)
+        for values in itertools.product(
+            texts, input_lens, output_lens, request_rates, concurrencies, temperatures
+        )
+    ]
+
+
+def from_file(path: Path) -> list[Cell]:
+    """A sequence of cells; one may come again.
+
+    Raises:
+        BadInput: it is not a JSON list of cells.
+    """
+    names = [field.name for field in fields(Cell)]
+    example = '[{"text": "random", "input_len": 512, "output_len": 128, "concurrency": 4, '
+    example += '"temperature": 0}]'
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--sequence {path} cannot be read ({error}); it holds {example}") from error
+    if not isinstance(entries, list) or not entries:
+        raise BadInput(f"--sequence {path} is not a list of cells such as {example}")
+    found = []
+    for i, entry in enumerate(entries):
+        place = f"--sequence {path}, cell {i}"
+        if not isinstance(entry, dict):
+            raise BadInput(f"{place}: {entry!r} is not an object; write {example}")
+        entry = {"request_rate": None, **entry}
+        if wrong := sorted(set(entry) ^ set(names)):
+            raise BadInput(f"{place}: {', '.join(wrong)} is unknown or missing; write {example}")
+        try:
+            if isinstance(entry["request_rate"], str):
+                entry["request_rate"] = rate_of(entry["request_rate"])
+            found.append(Cell(**entry))
+        except ValueError as error:
+            raise BadInput(f"{place}: {error}") from error
+    return found
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

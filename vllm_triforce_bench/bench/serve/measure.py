@@ -1,0 +1,146 @@
+"""The loop: phases, pairs, turns."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from vllm_triforce_bench.bench.model_facts import ModelFacts
+from vllm_triforce_bench.bench.serve import load
+from vllm_triforce_bench.bench.serve.contenders import Contender
+from vllm_triforce_bench.bench.serve.requests import Requests
+from vllm_triforce_bench.bench.serve.schedule import Pair, Phase
+from vllm_triforce_bench.bench.serve.server import Server, running, wait_until_at_rest
+from vllm_triforce_bench.bench.serve.settings import ServeSettings
+from vllm_triforce_bench.bench.serve.store import RunStore
+
+_WRITTEN_TOKEN = 20
+"""Tokens read that one written counts for, in the estimate of the time left."""
+
+
+class ServeMeasurement:
+    """Measures what is not in the store yet, and puts it there.
+
+    Args:
+        say: what goes on.
+        advance: pairs that remain, and seconds left.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        contenders: dict[str, Contender],
+        target: ModelFacts,
+        requests: Requests,
+        store: RunStore,
+        say: Callable[[str], None],
+        advance: Callable[[int, float | None], None],
+    ) -> None:
+        self._settings, self._contenders, self._target = settings, contenders, target
+        self._requests, self._store = requests, store
+        self._say, self._advance = say, advance
+
+    def run(self, phases: Sequence[Phase]) -> None:
+        """Raises ServerFailed; what was measured before is in the store."""
+        done = self._store.done()
+        todo = [
+            [pair for pair in phase.schedule(len(self._settings.cells)) if pair.key() not in done]
+            for phase in phases
+        ]
+        left = [pair for pairs in todo for pair in pairs]
+        spent = weight = 0.0
+        for phase, pairs in zip(phases, todo):
+            if not pairs:
+                continue
+            with ExitStack() as stack:
+                servers = self._start(phase, stack)
+                self._warm_up(servers)
+                for pair in pairs:
+                    began = time.monotonic()
+                    self._pair(pair, phase, servers)
+                    spent += time.monotonic() - began
+                    weight += self._weight(left.pop(0))
+                    self._advance(len(left), spent / weight * sum(map(self._weight, left)))
+
+    def _start(self, phase: Phase, stack: ExitStack) -> dict[str, Server]:
+        """Both servers by role, one after the other."""
+        servers = {}
+        for role in phase.start_order:
+            contender = self._contenders[phase.contest.server(role)]
+            self._say(f"{phase.contest.name}: starting {contender.label}")
+            challenge = f"{phase.contest.challenger}-against-{phase.contest.baseline}"
+            log = self._store.folder / "logs" / f"{challenge}-{phase.half}-{contender.name}.log"
+
+            def command(port: int, contender: Contender = contender) -> list[str]:
+                return contender.command(self._settings, self._target, port)
+
+            servers[role] = stack.enter_context(
+                running(contender.name, command, contender.environment(), log)
+            )
+        return servers
+
+    def _warm_up(self, servers: dict[str, Server]) -> None:
+        seen = set()
+        for i, cell in enumerate(self._settings.cells):
+            prompts = self._requests.warmup(i)
+            if cell in seen or not prompts:
+                continue
+            seen.add(cell)
+            for server in servers.values():
+                self._say(f"warming up {server.name}: {cell.describe()}")
+                self._load(server, servers, i, prompts)
+
+    def _pair(self, pair: Pair, phase: Phase, servers: dict[str, Server]) -> None:
+        cell = self._settings.cells[pair.cell_index]
+        prompts = self._requests.of(pair.pair, pair.cell_index)
+        for turn, role in enumerate(pair.roles):
+            server = servers[role]
+            (idle,) = (other for other in servers.values() if other is not server)
+            self._say(
+                f"{pair.contest.name}, pair {pair.pair + 1}: {server.name}, {cell.describe()}"
+            )
+            wait_until_at_rest(servers.values())
+            busy_before, idle_before = server.cpu_seconds(), idle.cpu_seconds()
+            counts = server.engine_counts()
+            found = self._load(server, servers, pair.cell_index, prompts)
+            record = {
+                "contest": pair.contest.name,
+                "half": pair.half,
+                "pair": pair.pair,
+                "cell_index": pair.cell_index,
+                **cell.to_dict(),
+                "server": server.name,
+                "label": self._contenders[server.name].label,
+                "role": role,
+                "turn": turn,
+                "started_first": phase.start_order[0] == role,
+                "sequence": server.runs,
+                "requests": len(prompts),
+                "ended_at": time.time(),
+                "server_cpu_seconds": server.cpu_seconds() - busy_before,
+                "idle_server_cpu_seconds": idle.cpu_seconds() - idle_before,
+                **{name: n - counts[name] for name, n in server.engine_counts().items()},
+                "load_average": os.getloadavg()[0],
+                "result": found,
+            }
+            server.runs += 1
+            self._store.append([record])
+
+    def _load(
+        self, server: Server, servers: dict[str, Server], cell_index: int, prompts: list[list[int]]
+    ) -> dict:
+        return load.run(
+            server,
+            [other for other in servers.values() if other is not server],
+            self._settings.cells[cell_index],
+            prompts,
+            top_p=self._settings.top_p,
+            seed=self._settings.seed,
+            limit_s=self._settings.run_limit,
+            folder=self._store.folder,
+        )
+
+    def _weight(self, pair: Pair) -> float:
+        cell = self._settings.cells[pair.cell_index]
+        tokens = cell.input_len + _WRITTEN_TOKEN * cell.output_len
+        return float(tokens * self._settings.num_requests(cell))
