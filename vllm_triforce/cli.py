@@ -50,11 +50,6 @@ COMMANDS = {
         extra="bench",
         needs_vllm=False,
     ),
-    "predict": Command(
-        "vllm_triforce_bench.predict.command",
-        "predict the time of a step and TriForce's speed-up by arithmetic, by machine and model",
-        needs_vllm=False,
-    ),
 }
 
 
