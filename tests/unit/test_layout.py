@@ -18,7 +18,7 @@ LAYERS = [re.split(r",\s*", re.split(r"\s{2,}", line)[0]) for line in DRAWING.sp
 # What measures the package, beside it; none needs another, but all may use what is shared.
 BENCHMARKS = ROOT / "vllm_triforce_bench"
 TOOLS = ["bench", "lab", "predict", "doctor"]
-SHARED = ["console", "predict", "preload", "time_left"]
+SHARED = ["colours", "console", "page", "predict", "preload"]
 WITHOUT_VLLM = [
     "vllm_triforce/cache",
     "vllm_triforce/controller",

@@ -1,7 +1,10 @@
-"""``vllm-triforce bench``: methods compared in one run, interleaved, and the page drawn of it.
+"""``vllm-triforce bench``: TriForce beside stock vLLM, in turns, and a page of it (docs/bench.md).
 
-The way of a measurement: ``settings`` (what was asked for, checked) -> ``methods`` and ``grid``
-(what to measure, in which order) -> ``prompts`` -> ``engines`` -> ``stream`` (one batch, timed) ->
-``measure`` (the loop), ``identity`` (are greedy outputs stock's) -> ``store`` -> ``summary`` ->
-``figures``, ``page``, ``terminal``. See docs/bench.md.
+``batch`` decodes fixed batches in one process, ``serve`` loads two ``vllm serve``. Both go from
+``settings`` over a schedule and ``measure`` to ``store``, and from the records of the store over
+``summary`` to ``report``.
 """
+
+
+class BadInput(ValueError):
+    """An argument, file or folder that the user can mend; raised before any model loads."""

@@ -1,6 +1,6 @@
-"""The methods that can be compared: a name, and the keys of vLLM's ``speculative_config``.
+"""Methods by name, with their keys of vLLM's ``speculative_config``.
 
-A new method is one entry of ``METHODS``.
+A new method is one entry of ``METHODS``, and its colour in ``colours.py``.
 """
 
 import importlib.util
@@ -10,27 +10,30 @@ from typing import Any
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import METHOD as TRIFORCE
-from vllm_triforce_bench.bench.errors import BadInput
+from vllm_triforce_bench.bench import BadInput
 
 STOCK = "stock"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A speculative method that can be compared."""
+    """A speculative method.
+
+    Args:
+        title: name in tables and figures.
+        keys: keys of ``speculative_config``; None for no speculation.
+        needs_module: package that vLLM does not install; ``install`` is the command that does.
+    """
 
     title: str
-    """For tables and figures."""
     keys: Mapping[str, Any] | None
-    """Of ``speculative_config``; None for no speculation."""
     needs_draft: bool = False
     needs_module: str = ""
-    """A package that vLLM itself does not install."""
     install: str = ""
 
     @property
     def name(self) -> str | None:
-        """vLLM's name of the method; the one whose keys a user can set."""
+        """vLLM's name of the method, by which a user sets its keys."""
         return None if self.keys is None else self.keys["method"]
 
 
@@ -56,9 +59,9 @@ METHODS: dict[str, Method] = {
         needs_module="arctic_inference",
         install="pip install arctic-inference==0.1.1",
     ),
-    # As a user gets it.
+    # The defaults.
     "triforce": Method("TriForce", {"method": TRIFORCE}),
-    # Its parts, switched off one by one; the controller must not switch off the rest.
+    # Levels switched off one by one; the controller must not switch off the rest.
     "triforce:all": Method(
         "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3", "adaptive": False}
     ),
@@ -77,13 +80,16 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with what the grid varies about it; one engine for each dtype."""
+    """A method at one retrieval budget; one engine for each dtype.
+
+    Args:
+        budget: ``retrieval_budget`` in tokens; None for methods without.
+        keys: the whole ``speculative_config``; None for stock vLLM.
+    """
 
     method: str
     budget: int | None
-    """``retrieval_budget`` in tokens; None where the method has none."""
     keys: dict[str, Any] | None = field(compare=False)
-    """The whole ``speculative_config``."""
     label: str = field(compare=False)
 
     @property
@@ -96,7 +102,7 @@ class Variant:
 
 
 def check_names(names: list[str]) -> None:
-    """Raises BadInput: a name is unknown or said twice."""
+    """Raise BadInput if a name is unknown or named twice."""
     for name in names:
         if name not in METHODS:
             raise BadInput(f"method {name!r} is unknown; known: {', '.join(METHODS)}")
@@ -105,11 +111,9 @@ def check_names(names: list[str]) -> None:
 
 
 def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Which methods can run here.
+    """Return the methods that can run here, and the reasons of those left out.
 
-    Returns:
-        Those, stock first (it is always measured: every ratio is to it), and why each other is
-        left out.
+    Stock vLLM is first, named or not: every ratio is to it.
     """
     left_out = {}
     for name in names:
@@ -121,27 +125,27 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def variants(
-    names: list[str], budgets: list[int], draft: str | None, own_keys: Mapping[str, dict]
+    names: list[str], budgets: list[int], draft: str | None, user_keys: Mapping[str, dict]
 ) -> list[Variant]:
-    """Every engine of a dtype: each method, those of TriForce for each budget.
+    """List the engines of a dtype: one for each method, and for TriForce one for each budget.
 
     Args:
-        own_keys: a user's ``speculative_config`` keys by vLLM's name of the method.
+        user_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
 
     Raises:
-        BadInput: keys that TriForce refuses, or a draft model that is needed and missing.
+        BadInput: TriForce refuses its keys, or a draft model is missing.
     """
-    found = []
+    variants = []
     for name in names:
         method = METHODS[name]
         if method.needs_draft and not draft:
             raise BadInput(f"method {name!r} needs a draft model; give --draft MODEL or drop it")
         if method.keys is None:
-            found.append(Variant(name, None, None, method.title))
+            variants.append(Variant(name, None, None, method.title))
             continue
         is_triforce = method.name == TRIFORCE
         for budget in budgets if is_triforce else [None]:
-            keys = {**method.keys, **own_keys.get(method.name or "", {})}
+            keys = {**method.keys, **user_keys.get(method.name or "", {})}
             label = method.title
             if is_triforce:
                 keys["retrieval_budget"] = budget
@@ -149,13 +153,13 @@ def variants(
                 label += f", budget {budget}" if len(budgets) > 1 else ""
             if draft and (is_triforce or method.needs_draft):
                 keys["model"] = draft
-            found.append(Variant(name, budget, keys, label))
-    return found
+            variants.append(Variant(name, budget, keys, label))
+    return variants
 
 
 def _check_triforce(name: str, keys: dict[str, Any]) -> None:
-    own = {key: value for key, value in keys.items() if key not in ("method", "model")}
+    triforce_keys = {key: keys[key] for key in keys if key not in ("method", "model")}
     try:
-        TriForceConfig.from_speculative_config(own)
+        TriForceConfig.from_speculative_config(triforce_keys)
     except ValueError as error:
         raise BadInput(f"method {name!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a model's config says: how long a prompt may be, how much memory a token takes."""
+"""Context and memory of a model, from its config; no weights are read."""
 
 import os
 from collections.abc import Mapping
@@ -6,65 +6,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce_bench.bench.errors import BadInput
-from vllm_triforce_bench.bench.settings import AUTO, DTYPES, GIB, Settings
+from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.settings import AUTO, DTYPES
 
-_PINS = {"revision", "code_revision"}
-_NOTHING: Mapping[str, Any] = {}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's configuration and files say of memory and context."""
+    """Context and memory of a model.
+
+    Args:
+        kv_values_per_token: keys and values of all layers.
+        weights_bytes: bytes of the weight files; 0 without a local folder.
+    """
 
     max_context: int | None
     kv_values_per_token: int
-    """Keys and values of all layers."""
     weights_bytes: int
-    """Of the files; 0 where they are not in a local folder."""
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return self.kv_values_per_token * _BYTES[dtype]
 
 
-def read_all(settings: Settings) -> tuple[ModelFacts, ModelFacts | None]:
-    """The target's facts and the draft's, at the revisions that their engines will load.
-
-    Raises:
-        BadInput: there is no such model.
-    """
-    trust = bool(settings.engine_keys.get("trust_remote_code", False))
-    target = read("--target", settings.target, trust, settings.engine_keys)
-    if settings.draft is None:
-        return target, None
-    own = [settings.method_keys.get(name, {}) for name in ("triforce", "draft_model")]
-    pinned = next((keys for keys in own if _PINS & keys.keys()), {})
-    return target, read("--draft", settings.draft, trust, pinned)
-
-
-def read(
-    option: str, model: str, trust_remote_code: bool, pinned: Mapping[str, Any] = _NOTHING
-) -> ModelFacts:
-    """Reads a model's config; no weights.
+def read_all(
+    target: str,
+    draft: str | None,
+    engine_keys: Mapping[str, Any],
+    draft_keys: Mapping[str, Any],
+) -> tuple[ModelFacts, ModelFacts | None]:
+    """Read target and draft at the revisions that their engines will load.
 
     Args:
-        pinned: keys of which ``revision`` and ``code_revision`` count: reading may run code.
+        draft_keys: ``speculative_config`` keys that may pin the draft's revision.
 
     Raises:
         BadInput: there is no such model.
     """
+    trust = bool(engine_keys.get("trust_remote_code", False))
+    target_facts = _read("--target", target, trust, engine_keys)
+    if draft is None:
+        return target_facts, None
+    return target_facts, _read("--draft", draft, trust, draft_keys)
+
+
+def _read(option: str, model: str, trust_remote_code: bool, pins: Mapping[str, Any]) -> ModelFacts:
     is_local = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
     if is_local and not os.path.isfile(os.path.join(model, "config.json")):
         raise BadInput(f"{option} {model}: not a folder with a config.json; name a model")
     from vllm.transformers_utils.config import get_config
 
     try:
+        # Reading may run the model's code: at the revision that is measured.
         config = get_config(
             model,
             trust_remote_code=trust_remote_code,
-            revision=pinned.get("revision"),
-            code_revision=pinned.get("code_revision"),
+            revision=pins.get("revision"),
+            code_revision=pins.get("code_revision"),
         )
     except Exception as error:
         raise BadInput(f"{option} {model}: cannot be read ({error})") from error
@@ -83,7 +81,7 @@ def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any])
     """Replace ``auto`` by the dtype in which vLLM serves the model.
 
     Raises:
-        BadInput: the engine arguments are none of vLLM's, or the dtype is not measured.
+        BadInput: vLLM refuses the engine arguments, or the dtype cannot be measured.
     """
     if AUTO not in dtypes:
         return dtypes
@@ -99,31 +97,9 @@ def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any])
     return list(dict.fromkeys(served if dtype == AUTO else dtype for dtype in dtypes))
 
 
-def check_contexts(settings: Settings, target: ModelFacts) -> None:
-    """Raises BadInput: a prompt and its output are longer than the model."""
-    longest = max(settings.contexts) + settings.tokens
-    if target.max_context is not None and settings.max_model_len > target.max_context:
-        raise BadInput(
-            f"--contexts {max(settings.contexts)} with --tokens {settings.tokens} is {longest} "
-            f"tokens, and room for proposals; {settings.target} has {target.max_context} "
-            f"positions: use contexts up to {target.max_context - settings.tokens - 64}"
-        )
-
-
-def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
-    """KV cache of an engine: the largest batch of the longest prompts, and a tenth to spare.
-
-    Args:
-        models: those whose KV the engine's cache holds.
-    """
-    if settings.kv_cache_gib is not None:
-        return int(settings.kv_cache_gib * GIB)
-    return kv_bytes_of(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
-
-
-def kv_bytes_of(num_requests: int, max_model_len: int, dtype: str, *models: ModelFacts) -> int:
-    """KV cache for as many requests of the greatest length, and a tenth to spare."""
+def kv_cache_bytes(num_reqs: int, max_model_len: int, dtype: str, *models: ModelFacts) -> int:
+    """KV cache for ``num_reqs`` requests of the greatest length, and a tenth to spare."""
     per_token = sum(model.kv_bytes_per_token(dtype) for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
-    tokens = num_requests * (max_model_len + 128)
+    tokens = num_reqs * (max_model_len + 128)
     return max(64 << 20, int(1.1 * tokens * per_token))

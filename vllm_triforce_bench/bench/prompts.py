@@ -1,17 +1,30 @@
-"""Prompts: stretches of one long text, each request and repetition another."""
+"""Texts that prompts are cut from: files, folders, and the datasets of ``vllm bench``."""
 
+import argparse
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from vllm_triforce_bench.bench.errors import BadInput
-from vllm_triforce_bench.bench.settings import Settings
+from vllm_triforce_bench.bench import BadInput
 
 
-def text_of(path: Path) -> str:
-    """A file's text, or a folder's.
+def load_tokenizer(target: str, engine_keys: Mapping[str, Any]):
+    """Load the target's tokenizer at the revision that its engine will load."""
+    from vllm.tokenizers import get_tokenizer
 
-    A folder's is all its files in the order of their paths, each after a line with its path, with
-    an empty line between two. Files and folders whose names begin with a dot are skipped, and so
-    are files that are not UTF-8.
+    return get_tokenizer(
+        target,
+        trust_remote_code=bool(engine_keys.get("trust_remote_code", False)),
+        revision=engine_keys.get("tokenizer_revision") or engine_keys.get("revision"),
+    )
+
+
+def read_text(path: Path) -> str:
+    """Read a file, or all files of a folder.
+
+    Files come in the order of their paths, each after a line with its path, an empty line between
+    two. Hidden files and folders are skipped, and files that are not UTF-8.
 
     Raises:
         BadInput: there is no text.
@@ -41,32 +54,67 @@ def _folder_parts(folder: Path) -> list[str]:
     return parts
 
 
-def token_stream(settings: Settings, tokenizer) -> list[int]:
-    """All tokens that prompts are cut from.
+def dataset_texts(options: list[str], name: str, tokenizer) -> list[str]:
+    """Return the prompts of one of vLLM's datasets.
+
+    Args:
+        options: options of ``vllm bench``, ``--dataset-name`` among them.
 
     Raises:
-        BadInput: there are too few for the grid.
+        BadInput: vLLM refuses the options, or the dataset has no text.
     """
+    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="--dataset-args", add_help=False, exit_on_error=False)
+    add_dataset_parser(parser)
+    try:
+        args, unknown = parser.parse_known_args(options)
+        if unknown:
+            raise BadInput(f"--dataset-args: vLLM has no option {' '.join(unknown)}")
+        # `vllm bench serve` sets it beside the dataset's options.
+        args.backend = "openai"
+        samples = get_samples(args, tokenizer)
+    except BadInput:
+        raise
+    except (argparse.ArgumentError, SystemExit, Exception) as error:
+        raise BadInput(f"vLLM's dataset {name!r} failed: {error}") from error
+    texts = [sample.prompt for sample in samples if isinstance(sample.prompt, str)]
+    if not texts:
+        raise BadInput(f"vLLM's dataset {name!r} gave no text prompts")
+    return texts
+
+
+def token_stream(settings, tokenizer) -> list[int]:
+    """Return all tokens that the prompts of a ``BatchSettings`` are cut from.
+
+    ``random`` makes as many prompts as the grid needs, each as long as its longest context.
+
+    Raises:
+        BadInput: there are too few tokens for the grid.
+    """
+    longest, num_prompts = max(settings.contexts), settings.num_prompts
     if settings.prompts is not None:
         source = settings.prompts
-        tokens = tokenizer(text_of(Path(source)))["input_ids"]
+        text = read_text(Path(source))
     else:
-        from vllm_triforce_bench.bench.dataset import texts_of
-
-        source = f"dataset {settings.dataset_name}"
-        tokens = tokenizer("\n\n".join(texts_of(settings, tokenizer)))["input_ids"]
-    prompts = num_prompts(settings)
-    needed = max(settings.contexts) + prompts - 1
+        name = settings.dataset_name
+        source = f"dataset {name}"
+        options = ["--dataset-name", name, "--seed", str(settings.seed), "--skip-chat-template"]
+        if settings.dataset_path:
+            options += ["--dataset-path", settings.dataset_path]
+        if name == "random":
+            options += ["--num-prompts", str(num_prompts + 1), "--random-input-len", str(longest)]
+        options += shlex.split(settings.dataset_args)
+        text = "\n\n".join(dataset_texts(options, name, tokenizer))
+    tokens = tokenizer(text)["input_ids"]
+    needed = longest + num_prompts - 1
     if len(tokens) < needed:
         raise BadInput(
-            f"{source} has {len(tokens)} tokens; {prompts} different prompts of "
-            f"{max(settings.contexts)} need {needed}: use a longer text or lower --contexts"
+            f"{source} has {len(tokens)} tokens; {num_prompts} different prompts of {longest} need "
+            f"{needed}: use a longer text or lower --contexts"
         )
     return tokens
-
-
-def num_prompts(settings: Settings) -> int:
-    return settings.repetitions * max(settings.batch_sizes)
 
 
 def cut(
@@ -74,18 +122,18 @@ def cut(
     context: int,
     batch_size: int,
     repetition: int,
-    settings: Settings,
+    settings,
     bos_token_id: int | None,
 ) -> list[list[int]]:
-    """The prompts of a batch: stretches that begin evenly spread over the text.
+    """Cut the prompts of a batch: stretches that begin evenly spread over the text.
 
-    Where the tokenizer put a beginning-of-sequence token first, each prompt begins with it.
+    A smaller batch has the first prompts of a larger one of the same repetition. If the tokenizer
+    put a beginning-of-sequence token first, each prompt begins with it.
 
     Returns:
-        ``batch_size`` prompts of ``context`` tokens. A smaller batch has the first prompts of a
-        larger one of the same repetition; other repetitions have other prompts.
+        ``batch_size`` prompts of ``context`` tokens.
     """
-    stride = (len(tokens) - context) // max(1, num_prompts(settings) - 1)
+    stride = (len(tokens) - context) // max(1, settings.num_prompts - 1)
     first = repetition * max(settings.batch_sizes)
     prompts = [tokens[(first + i) * stride :][:context] for i in range(batch_size)]
     if tokens[0] == bos_token_id:

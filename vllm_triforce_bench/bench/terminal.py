@@ -1,4 +1,6 @@
-"""What is seen while it runs, and the table at its end."""
+"""Progress and tables on the terminal."""
+
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich import progress as bar
@@ -6,24 +8,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_triforce_bench.time_left import time_left
-
-_GREEDY = {
-    "identical": "[green]identical",
-    "tie": "[yellow]tie",
-    "different": "[bold red]DIFFERENT",
-}
+from vllm_triforce_bench.console import time_left
 
 
 class Progress:
-    """A bar over sets with the time left and what goes on; lines where there is no terminal.
+    """A bar with the time left and the current work; without a terminal, a line for each unit.
 
     Args:
-        things: what is counted.
+        units: name of the counted units.
     """
 
-    def __init__(self, console: Console, total: int, done: int, things: str = "sets") -> None:
-        self._console, self._total, self._things = console, total, things
+    def __init__(self, console: Console, total: int, done: int, units: str) -> None:
+        self._console, self._total, self._units = console, total, units
         self._bar = bar.Progress(
             TextColumn("[bold]bench"),
             BarColumn(bar_width=30),
@@ -44,74 +40,58 @@ class Progress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
+        """Show the current work."""
         self._bar.update(self._task, description=text)
 
     def advance(self, remaining: int, seconds_left: float | None) -> None:
-        left = time_left(seconds_left)
-        self._bar.update(self._task, completed=self._total - remaining, left=left)
+        done, left = self._total - remaining, time_left(seconds_left)
+        self._bar.update(self._task, completed=done, left=left)
         if not self._console.is_terminal:
-            self._console.print(
-                f"{self._total - remaining} of {self._total} {self._things}, {left}"
-            )
+            self._console.print(f"{done} of {self._total} {self._units}, {left}")
 
 
-def table(rows: list[dict]) -> Table:
-    found = Table(box=box.SIMPLE, pad_edge=False)
-    has_passes = any("outside_passes_share" in row for row in rows)
-    for name in (
-        "",
-        "tokens/s",
-        "ratio",
-        "spread",
-        "TTFT ms",
-        "ITL p50",
-        "p99",
-        "length",
-        "greedy",
-        *(["beside passes"] if has_passes else []),
-    ):
-        found.add_column(name, justify="right" if name not in ("", "greedy") else "left")
+class TimeLeft:
+    """Seconds left, from the finished units and their tokens.
+
+    Only shares of the measured time depend on the weights: a written token counts for 20 read
+    ones.
+    """
+
+    WRITTEN_TOKEN = 20
+
+    def __init__(self) -> None:
+        self._seconds = self._weight = 0.0
+
+    @classmethod
+    def weight(cls, num_reqs: int, read: int, written: int) -> float:
+        """Weight of requests with so many tokens read and written each."""
+        return num_reqs * (read + cls.WRITTEN_TOKEN * written)
+
+    def finish(self, weight: float, seconds: float) -> None:
+        self._seconds += seconds
+        self._weight += weight
+
+    def seconds(self, weights: Iterable[float]) -> float | None:
+        """Seconds of the remaining units; None before the first is finished."""
+        return self._seconds / self._weight * sum(weights) if self._weight else None
+
+
+def make_table(columns: Sequence[str], left: Sequence[str], rows: Iterable[tuple]) -> Table:
+    """Make a table whose rows stand below the names of their cells.
+
+    Args:
+        left: columns that are aligned left.
+        rows: key and name of a cell, and values of a row; rows of a cell follow each other.
+    """
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
     last = None
-    for row in rows:
-        cell = cell_text(row)
-        if cell != last:
+    for key, cell, values in rows:
+        if key != last:
             if last is not None:
-                found.add_section()
-            found.add_row(f"[bold]{cell}")
-        last = cell
-        found.add_row(*_values(row), *([_beside_passes(row)] if has_passes else []))
-    return found
-
-
-def cell_text(row: dict) -> str:
-    return (
-        f"{row['batch_size']} x {row['context']:,} tokens, T={row['temperature']:g}, {row['dtype']}"
-    )
-
-
-def _beside_passes(row: dict) -> str:
-    if "outside_passes_share" not in row:
-        return ""
-    share, milliseconds = row["outside_passes_share"], row["outside_passes_ms_a_step"]
-    return f"{share:.0%}, {milliseconds:.1f} ms a step"
-
-
-def _values(row: dict) -> list[str]:
-    length = row["mean_acceptance_length"]
-    is_stock = row["method"] == "stock"
-    return [
-        f"  {row['label']}",
-        f"{row['decode_tokens_per_second']:.1f}",
-        "1" if is_stock else _coloured(row["ratio"]),
-        "" if is_stock else f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
-        f"{row['time_to_first_token_ms']:.0f}",
-        f"{row['inter_token_latency_p50_ms']:.1f}",
-        f"{row['inter_token_latency_p99_ms']:.1f}",
-        "" if length is None else f"{length:.2f}",
-        _GREEDY.get(row["greedy"], ""),
-    ]
-
-
-def _coloured(ratio: float) -> str:
-    colour = "green" if ratio >= 1.03 else "red" if ratio < 0.97 else "default"
-    return f"[{colour}]{ratio:.2f}x[/]"
+                table.add_section()
+            table.add_row(f"[bold]{cell}")
+        last = key
+        table.add_row(*values)
+    return table

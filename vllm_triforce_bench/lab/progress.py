@@ -1,4 +1,4 @@
-"""What is seen while the lab measures, on stderr."""
+"""Progress of the lab, on stderr."""
 
 import time
 
@@ -7,14 +7,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 from rich.progress import TimeRemainingColumn as Remaining
 
+from vllm_triforce_bench.console import time_left
 from vllm_triforce_bench.lab.contexts import Context
 from vllm_triforce_bench.lab.measure import query_key_pairs
-from vllm_triforce_bench.time_left import time_left
 
 
 class LabProgress:
-    """A bar over the work with the time left; a line for each experiment on a prompt where there
-    is no terminal."""
+    """A bar with the time left; without a terminal, a line for each experiment on a prompt."""
 
     def __init__(self, contexts: list[Context]) -> None:
         self._console = Console(stderr=True)
@@ -51,7 +50,7 @@ class LabProgress:
         self._bar.advance(self._task, pairs)
 
     def finished(self, experiment: str) -> None:
-        """Of the prompt that was begun."""
+        """Count an experiment on the current prompt."""
         self._line(f"{self._prompt}, {experiment}: {self._done / self._total:.0%}")
 
     def _line(self, text: str) -> None:

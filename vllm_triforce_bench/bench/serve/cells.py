@@ -1,4 +1,4 @@
-"""What is measured, one cell after the other: a grid, or a sequence from a file."""
+"""Cells of traffic: a grid, or a sequence from a file."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from vllm_triforce_bench.bench.errors import BadInput
+from vllm_triforce_bench.bench import BadInput
 
 RANDOM, HELD_OUT, MIXED = "random", "held-out", "mixed"
 TEXTS = (RANDOM, HELD_OUT, MIXED)
@@ -15,16 +15,20 @@ TEXTS = (RANDOM, HELD_OUT, MIXED)
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic."""
+    """One kind of traffic.
+
+    Args:
+        text: source of the prompts, of ``TEXTS``.
+        input_len, output_len: tokens of each prompt and answer.
+        request_rate: requests per second; None for a new one as soon as there is room.
+        concurrency: maximum of requests under way.
+    """
 
     text: str
     input_len: int
-    """Tokens of each prompt."""
     output_len: int
     request_rate: float | None
-    """Requests that come in a second; None: as soon as there is room."""
     concurrency: int
-    """Requests under way at most."""
     temperature: float
 
     def __post_init__(self) -> None:
@@ -55,8 +59,8 @@ class Cell:
         return asdict(self)
 
 
-def rate_of(text: str) -> float | None:
-    """A request rate as it is given: a number, or ``inf``, which is None here."""
+def request_rate(text: str) -> float | None:
+    """Parse a request rate: a number, or ``inf``, which is None."""
     value = float(text)
     return None if value == math.inf else value
 
@@ -69,8 +73,10 @@ def grid(
     concurrencies: Sequence[int],
     temperatures: Sequence[float],
 ) -> list[Cell]:
-    """Every combination. Temperatures follow each other, so that what a server learned from one
-    meets the next."""
+    """Combine all values.
+
+    Temperatures follow each other: a server meets the next with what it learned from the last.
+    """
     return [
         Cell(*values)
         for values in itertools.product(
@@ -80,10 +86,10 @@ def grid(
 
 
 def from_file(path: Path) -> list[Cell]:
-    """A sequence of cells; one may come again.
+    """Read a sequence of cells, in which a cell may come again.
 
     Raises:
-        BadInput: it is not a JSON list of cells.
+        BadInput: the file is no JSON list of cells.
     """
     names = [field.name for field in fields(Cell)]
     example = '[{"text": "random", "input_len": 512, "output_len": 128, "concurrency": 4, '
@@ -94,7 +100,7 @@ def from_file(path: Path) -> list[Cell]:
         raise BadInput(f"--sequence {path} cannot be read ({error}); it holds {example}") from error
     if not isinstance(entries, list) or not entries:
         raise BadInput(f"--sequence {path} is not a list of cells such as {example}")
-    found = []
+    sequence = []
     for i, entry in enumerate(entries):
         place = f"--sequence {path}, cell {i}"
         if not isinstance(entry, dict):
@@ -104,11 +110,11 @@ def from_file(path: Path) -> list[Cell]:
             raise BadInput(f"{place}: {', '.join(wrong)} is unknown or missing; write {example}")
         try:
             if isinstance(entry["request_rate"], str):
-                entry["request_rate"] = rate_of(entry["request_rate"])
-            found.append(Cell(**entry))
+                entry["request_rate"] = request_rate(entry["request_rate"])
+            sequence.append(Cell(**entry))
         except ValueError as error:
             raise BadInput(f"{place}: {error}") from error
-    return found
+    return sequence
 
 
 def _is_number(value) -> bool:

@@ -1,4 +1,4 @@
-"""The load of one run: vLLM's own ``vllm bench serve``, in this process."""
+"""Load of one run: ``vllm bench serve``, in this process."""
 
 import asyncio
 import contextlib
@@ -28,15 +28,16 @@ def run(
     limit_s: int,
     folder: Path,
 ) -> dict[str, Any]:
-    """What ``vllm bench serve`` says of these requests, without what it says of each.
+    """Send the requests and return the figures of ``vllm bench serve``, without those of each.
 
     Args:
-        others: servers that must not end meanwhile either.
+        others: further servers that must not end meanwhile.
         prompts: token ids.
-        folder: for the file of prompts, and the log.
+        limit_s: time limit.
+        folder: folder of the file of prompts and of the log.
 
     Raises:
-        ServerFailed: a server ended, a request failed, or it took too long.
+        ServerFailed: a server ended, a request failed, or the limit is over.
     """
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -44,27 +45,24 @@ def run(
     with (folder / "bench.log").open("a") as log:
         print(f"--- {server.name}: {cell.describe()}", file=log)
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            found = asyncio.run(_watched(arguments, [server, *others], limit_s))
+            result = asyncio.run(_watched(arguments, [server, *others], limit_s))
     expected = len(prompts) * cell.output_len
-    if found["completed"] < len(prompts) or found["total_output_tokens"] != expected:
+    if result["completed"] < len(prompts) or result["total_output_tokens"] != expected:
         raise ServerFailed(
-            f"server {server.name!r} completed {found['completed']} of {len(prompts)} requests "
-            f"with {found['total_output_tokens']} of {expected} tokens at {cell.describe()}; see "
+            f"server {server.name!r} completed {result['completed']} of {len(prompts)} requests "
+            f"with {result['total_output_tokens']} of {expected} tokens at {cell.describe()}; see "
             f"{folder / 'bench.log'}.\n{server.tail()}"
         )
-    kept = {name: value for name, value in found.items() if _is_a_figure(name, value)}
-    return kept | latencies(found)
+    figures = {name: value for name, value in result.items() if _is_figure(name, value)}
+    return figures | latencies(result)
 
 
-def latencies(found: dict[str, Any]) -> dict[str, float]:
-    """Times to the first token and between later ones, as vLLM computes them of each request.
-
-    It leaves them out where it has no tokenizer.
-    """
-    first = [1e3 * seconds for seconds in found["ttfts"]]
+def latencies(result: dict[str, Any]) -> dict[str, float]:
+    """Compute times to the first token and between later ones as vLLM does with a tokenizer."""
+    first = [1e3 * seconds for seconds in result["ttfts"]]
     later = [
         (1e3 * whole - begun) / (tokens - 1)
-        for begun, whole, tokens in zip(first, found["latencies"], found["output_lens"])
+        for begun, whole, tokens in zip(first, result["latencies"], result["output_lens"])
     ]
     figures = {}
     for name, values in (("ttft", first), ("tpot", later)):
@@ -78,10 +76,10 @@ def latencies(found: dict[str, Any]) -> dict[str, float]:
 def bench_arguments(
     port: int, cell: Cell, prompts: Path, num_prompts: int, top_p: float, seed: int
 ) -> list[str]:
-    """As ``vllm bench serve`` takes them.
+    """Make the arguments of ``vllm bench serve``.
 
-    Prompts go as token ids, so that their length is the one asked for: the client then needs no
-    tokenizer, and without one it does not know the length of the output; the body says it.
+    Prompts are sent as token ids, exactly as long as wanted. The client then has no tokenizer, and
+    without one it does not send the length of the output; the body does.
     """
     body: dict[str, Any] = {"max_tokens": cell.output_len, "temperature": cell.temperature}
     if cell.temperature:
@@ -124,6 +122,6 @@ async def _watched(arguments: list[str], servers: Sequence[Server], limit_s: int
             raise
 
 
-def _is_a_figure(name: str, value: Any) -> bool:
-    """Not a list with a place for each request."""
+def _is_figure(name: str, value: Any) -> bool:
+    """True unless the value is a list with an entry for each request."""
     return not isinstance(value, list | dict) or name.startswith("spec_decode")

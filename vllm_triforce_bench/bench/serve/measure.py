@@ -1,8 +1,8 @@
-"""The loop: phases, pairs, turns."""
+"""The loop over phases, pairs and turns."""
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from vllm_triforce_bench.bench.model_facts import ModelFacts
@@ -12,19 +12,12 @@ from vllm_triforce_bench.bench.serve.requests import Requests
 from vllm_triforce_bench.bench.serve.schedule import Pair, Phase
 from vllm_triforce_bench.bench.serve.server import Server, running, wait_until_at_rest
 from vllm_triforce_bench.bench.serve.settings import ServeSettings
-from vllm_triforce_bench.bench.serve.store import RunStore
-
-_WRITTEN_TOKEN = 20
-"""Tokens read that one written counts for, in the estimate of the time left."""
+from vllm_triforce_bench.bench.store import Store
+from vllm_triforce_bench.bench.terminal import Progress, TimeLeft
 
 
 class ServeMeasurement:
-    """Measures what is not in the store yet, and puts it there.
-
-    Args:
-        say: what goes on.
-        advance: pairs that remain, and seconds left.
-    """
+    """Measures pairs of runs and stores their records."""
 
     def __init__(
         self,
@@ -32,23 +25,27 @@ class ServeMeasurement:
         contenders: dict[str, Contender],
         target: ModelFacts,
         requests: Requests,
-        store: RunStore,
-        say: Callable[[str], None],
-        advance: Callable[[int, float | None], None],
+        store: Store,
+        progress: Progress,
     ) -> None:
         self._settings, self._contenders, self._target = settings, contenders, target
-        self._requests, self._store = requests, store
-        self._say, self._advance = say, advance
+        self._requests, self._store, self._progress = requests, store, progress
 
-    def run(self, phases: Sequence[Phase]) -> None:
-        """Raises ServerFailed; what was measured before is in the store."""
-        done = self._store.done()
+    def run(self, phases: Sequence[Phase], done: set[tuple]) -> None:
+        """Measure the missing pairs.
+
+        Args:
+            done: keys of the pairs in the store.
+
+        Raises:
+            ServerFailed: earlier runs are in the store.
+        """
         todo = [
             [pair for pair in phase.schedule(len(self._settings.cells)) if pair.key() not in done]
             for phase in phases
         ]
-        left = [pair for pairs in todo for pair in pairs]
-        spent = weight = 0.0
+        remaining = [pair for pairs in todo for pair in pairs]
+        time_left = TimeLeft()
         for phase, pairs in zip(phases, todo):
             if not pairs:
                 continue
@@ -56,18 +53,19 @@ class ServeMeasurement:
                 servers = self._start(phase, stack)
                 self._warm_up(servers)
                 for pair in pairs:
-                    began = time.monotonic()
-                    self._pair(pair, phase, servers)
-                    spent += time.monotonic() - began
-                    weight += self._weight(left.pop(0))
-                    self._advance(len(left), spent / weight * sum(map(self._weight, left)))
+                    begin = time.monotonic()
+                    self._run_pair(pair, phase, servers)
+                    weight = self._weight(remaining.pop(0))
+                    time_left.finish(weight, time.monotonic() - begin)
+                    weights = map(self._weight, remaining)
+                    self._progress.advance(len(remaining), time_left.seconds(weights))
 
     def _start(self, phase: Phase, stack: ExitStack) -> dict[str, Server]:
-        """Both servers by role, one after the other."""
+        """Start both servers, one after the other; returns them by role."""
         servers = {}
         for role in phase.start_order:
             contender = self._contenders[phase.contest.server(role)]
-            self._say(f"{phase.contest.name}: starting {contender.label}")
+            self._progress.say(f"{phase.contest.name}: starting {contender.label}")
             challenge = f"{phase.contest.challenger}-against-{phase.contest.baseline}"
             log = self._store.folder / "logs" / f"{challenge}-{phase.half}-{contender.name}.log"
 
@@ -80,29 +78,29 @@ class ServeMeasurement:
         return servers
 
     def _warm_up(self, servers: dict[str, Server]) -> None:
-        seen = set()
+        warm = set()
         for i, cell in enumerate(self._settings.cells):
             prompts = self._requests.warmup(i)
-            if cell in seen or not prompts:
+            if cell in warm or not prompts:
                 continue
-            seen.add(cell)
+            warm.add(cell)
             for server in servers.values():
-                self._say(f"warming up {server.name}: {cell.describe()}")
+                self._progress.say(f"warming up {server.name}: {cell.describe()}")
                 self._load(server, servers, i, prompts)
 
-    def _pair(self, pair: Pair, phase: Phase, servers: dict[str, Server]) -> None:
+    def _run_pair(self, pair: Pair, phase: Phase, servers: dict[str, Server]) -> None:
         cell = self._settings.cells[pair.cell_index]
         prompts = self._requests.of(pair.pair, pair.cell_index)
         for turn, role in enumerate(pair.roles):
             server = servers[role]
             (idle,) = (other for other in servers.values() if other is not server)
-            self._say(
+            self._progress.say(
                 f"{pair.contest.name}, pair {pair.pair + 1}: {server.name}, {cell.describe()}"
             )
             wait_until_at_rest(servers.values())
             busy_before, idle_before = server.cpu_seconds(), idle.cpu_seconds()
             counts = server.engine_counts()
-            found = self._load(server, servers, pair.cell_index, prompts)
+            result = self._load(server, servers, pair.cell_index, prompts)
             record = {
                 "contest": pair.contest.name,
                 "half": pair.half,
@@ -121,7 +119,7 @@ class ServeMeasurement:
                 "idle_server_cpu_seconds": idle.cpu_seconds() - idle_before,
                 **{name: n - counts[name] for name, n in server.engine_counts().items()},
                 "load_average": os.getloadavg()[0],
-                "result": found,
+                "result": result,
             }
             server.runs += 1
             self._store.append([record])
@@ -142,5 +140,5 @@ class ServeMeasurement:
 
     def _weight(self, pair: Pair) -> float:
         cell = self._settings.cells[pair.cell_index]
-        tokens = cell.input_len + _WRITTEN_TOKEN * cell.output_len
-        return float(tokens * self._settings.num_requests(cell))
+        num_reqs = self._settings.num_requests(cell)
+        return TimeLeft.weight(num_reqs, cell.input_len, cell.output_len)

@@ -1,16 +1,17 @@
-"""The page of a serving benchmark."""
+"""Page and terminal table of a serving benchmark."""
 
-import html
 from collections.abc import Sequence
 
 import numpy
+from rich.table import Table as TerminalTable
 
-from vllm_triforce_bench.bench.page import card, document, short, stat_cards
-from vllm_triforce_bench.bench.page_table import shade
-from vllm_triforce_bench.bench.serve import figures
+from vllm_triforce_bench.bench import figures
+from vllm_triforce_bench.bench.report import head_facts, run_facts
 from vllm_triforce_bench.bench.serve.settings import CONTROL, TRIFORCE
-from vllm_triforce_bench.bench.serve.summary import COUNTS, SHOWN, SLOWER, cell_of
-from vllm_triforce_bench.bench.serve.terminal import counts
+from vllm_triforce_bench.bench.serve.summary import COUNTS, EVEN, FASTER, SHOWN, SLOWER, cell_of
+from vllm_triforce_bench.bench.terminal import make_table
+from vllm_triforce_bench.colours import shade
+from vllm_triforce_bench.page import Article, Cell, Page, Table, short_name
 
 _SECTION = ("text", "output_len", "request_rate")
 _NOTES = {
@@ -25,54 +26,75 @@ _NOTES = {
     "prompt. Where some gain more than others they part. The whole answer tells what it comes to.",
 }
 _SPREAD = " Points are medians over pairs, bars go from the least to the greatest."
+_READING = (
+    "Cells in the order in which they ran on the same servers; name: requests under way x "
+    "tokens read + generated. Challenger / baseline, medians over pairs, then the median of "
+    "the pairs' ratios, the least and the greatest. Length: mean acceptance length. Faster "
+    "and slower: the median of tokens/s lies outside all ratios that stock vLLM against "
+    "itself had in this cell; without a control, by more than 3 %."
+)
+_KINDS = {SLOWER: "different", FASTER: "identical"}
 
 
-def render(results: dict) -> str:
-    """The page.
-
-    Args:
-        results: what results.json holds.
-    """
-    rows = results["rows"]
-    parts = [_header(results), _cards(rows)]
-    sections = dict.fromkeys(tuple(row[name] for name in _SECTION) for row in rows)
-    for i, section in enumerate(sections):
-        here = [row for row in rows if tuple(row[name] for name in _SECTION) == section]
-        parts.append(_section(here, f"section-{i}"))
-    parts.append(card("All cells", _table(rows), _reading(), wide=True))
-    parts.append(card("How it was run", _environment(results), "", wide=True))
-    return document(f"Serving: {short(results['settings']['target'])}", parts)
-
-
-def _header(results: dict) -> str:
-    settings, environment = results["settings"], results["environment"]
-    draft = settings["draft"]
-    facts = [
-        f"target <b>{html.escape(short(settings['target']))}</b>",
-        f"draft <b>{html.escape(short(draft))}</b>" if draft else "no draft: prompt lookup",
-        html.escape(f"{environment['device']}, {environment['cores']} cores"),
-        html.escape(f"vLLM {environment['vLLM']}"),
-        html.escape(environment["date"]),
-    ]
-    return (
-        "<header><h1>Serving against stock vLLM</h1>"
-        f"<p>{' <span class=dot>&middot;</span> '.join(facts)}</p></header>"
+def make_page(results: dict) -> Page:
+    """Make the page from the content of results.json."""
+    rows, settings = results["rows"], results["settings"]
+    sections = {}
+    for i, section in enumerate(dict.fromkeys(map(_section_of, rows))):
+        text, output_len, rate = section
+        came = "as soon as there is room" if rate is None else f"{rate:g} a second"
+        title = f"{text}, {output_len} tokens generated, requests {came}"
+        here = [row for row in rows if _section_of(row) == section]
+        sections[title] = [
+            Article(
+                name[0].upper() + name[1:],
+                _NOTES[metric] + _SPREAD,
+                figures.serving_ratio(here, metric, f"section-{i}"),
+            )
+            for metric, name in SHOWN.items()
+        ]
+    return Page(
+        title=f"Serving: {short_name(settings['target'])}",
+        heading="Serving against stock vLLM",
+        facts=head_facts(results),
+        cards=_cards(rows),
+        sections=sections,
+        cells=Article("All cells", _READING, table=_cells_table(rows)),
+        command=results["environment"]["command"],
+        run=run_facts(
+            results,
+            {
+                "commits of TriForce": results["checkouts"],
+                "pairs": f"{settings['pairs']}, each of other prompts; roles exchanged half-way",
+                "CPU that the idle server took": f"{results['idle_share']:.1%} of a core",
+                "seed": settings["seed"],
+                "text": settings["prompts"] or "none",
+                "top-p of sampled requests": settings["top_p"],
+                "max_num_seqs": settings["max_num_seqs"],
+                "engine arguments": settings["engine_keys"] or "vLLM's defaults",
+                "TriForce's keys": settings["triforce_keys"] or "its defaults",
+            },
+        ),
     )
 
 
-def _cards(rows: Sequence[dict]) -> str:
+def _section_of(row: dict) -> tuple:
+    return tuple(row[name] for name in _SECTION)
+
+
+def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
     ours = [row for row in rows if row["challenger_name"] == TRIFORCE]
     ours = ours or [row for row in rows if row["challenger_name"] != CONTROL]
     if not ours:
-        return ""
-    ratios = [row["throughput_ratio"] for row in ours]
+        return []
+    median = float(numpy.median([row["throughput_ratio"] for row in ours]))
     best, worst = (choose(ours, key=lambda row: row["throughput_ratio"]) for choose in (max, min))
-    slower = [row for row in ours if row["verdict"] == SLOWER]
+    num_slower = sum(row["verdict"] == SLOWER for row in ours)
     controls = [row for row in rows if row["challenger_name"] == CONTROL]
     judged = "slower than all that the control found" if controls else "slower by more than 3 %"
     cards = [
         (
-            f"{numpy.median(ratios):.2f}x",
+            f"{median:.2f}x",
             f"median of tokens/s over {len(ours)} cells, {ours[0]['challenger']}",
             "plain",
         ),
@@ -82,101 +104,67 @@ def _cards(rows: Sequence[dict]) -> str:
             f"slowest: {cell_of(worst).describe()}",
             "bad" if worst["verdict"] == SLOWER else "plain",
         ),
-        (f"{len(slower)} of {len(ours)}", f"cells {judged}", "bad" if slower else "good"),
+        (f"{num_slower} of {len(ours)}", f"cells {judged}", "bad" if num_slower else "good"),
     ]
     if controls:
         low = min(row["throughput_ratio_min"] for row in controls)
         high = max(row["throughput_ratio_max"] for row in controls)
         text = "stock vLLM against itself, over all its pairs"
         cards.append((f"{low:.2f}-{high:.2f}x", text, "plain"))
-    return stat_cards(cards)
+    return cards
 
 
-def _section(rows: list[dict], salt: str) -> str:
-    text, output_len, rate = (rows[0][name] for name in _SECTION)
-    came = "as soon as there is room" if rate is None else f"{rate:g} a second"
-    title = f"{text}, {output_len} tokens generated, requests {came}"
-    parts = [f"<h2>{html.escape(title)}</h2>"]
-    for metric, name in SHOWN.items():
-        svg = figures.ratio(rows, metric, "ratio", f"{salt}-{metric}")
-        parts.append(
-            card(
-                name[0].upper() + name[1:],
-                f"<div class=figure>{svg}</div>",
-                _NOTES[metric] + _SPREAD,
-            )
-        )
-    return "<section>" + "".join(parts) + "</section>"
-
-
-def _table(rows: Sequence[dict]) -> str:
-    numbers = [
-        *(f"<th class=n>{name}</th><th class=n>ratio</th>" for name in SHOWN.values()),
-        "<th class=n>length</th>",
-        *(f"<th class=n>{name}</th>" for name in COUNTS),
-        "<th class=n>pairs</th><th></th>",
-    ]
-    lines, last = [], None
+def _cells_table(rows: Sequence[dict]) -> Table:
+    names = [title for name in SHOWN.values() for title in (name, "ratio")]
+    names += ["length", *COUNTS, "pairs", ""]
+    lines: list[str | list[Cell]] = []
     for row in rows:
-        if row["cell_index"] != last:
-            name = html.escape(f"{row['cell_index'] + 1}. {cell_of(row).describe()}")
-            lines.append(f"<tr class=cell><th colspan=12>{name}</th></tr>")
-        last = row["cell_index"]
-        lines.append("<tr>" + _line(row) + "</tr>")
-    return (
-        "<div class=scroll><table class=all><thead><tr><th></th>"
-        f"{''.join(numbers)}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+        name = f"{row['cell_index'] + 1}. {cell_of(row).describe()}"
+        if name not in lines:
+            lines.append(name)
+        lines.append(_line(row))
+    return Table([Cell(kind=""), *map(Cell, names)], lines)
 
 
-def _line(row: dict) -> str:
-    cells = [f"<th>{html.escape(row['challenger'])} / {html.escape(row['baseline'])}</th>"]
+def _line(row: dict) -> list[Cell]:
+    cells = [Cell(f"{row['challenger']} / {row['baseline']}", kind="")]
     for metric in SHOWN:
         unit = "" if metric == "throughput" else " ms"
         before, after = row[f"{metric}_baseline"], row[f"{metric}_challenger"]
         ratio, low, high = (row[f"{metric}_ratio{end}"] for end in ("", "_min", "_max"))
-        speed_up = ratio if metric == "throughput" else 1 / ratio
-        cells.append(f"<td class=n>{after:.1f} / {before:.1f}{unit}</td>")
-        cells.append(
-            f"<td class=n style='background:{shade(speed_up)}'>{ratio:.2f}x "
-            f"<small>{low:.2f} to {high:.2f}</small></td>"
-        )
+        colour = shade(ratio if metric == "throughput" else 1 / ratio)
+        cells.append(Cell(f"{after:.1f} / {before:.1f}{unit}"))
+        cells.append(Cell(f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}", colour=colour))
+    numbers = [_length(row), *(counts(row, name) for name in COUNTS), str(row["pairs"])]
+    kind = _KINDS.get(row["verdict"], "")
+    return [*cells, *map(Cell, numbers), Cell(row["verdict"], kind=kind)]
+
+
+def _length(row: dict) -> str:
     length = row["mean_acceptance_length"]
-    cells.append(f"<td class=n>{'' if length is None else f'{length:.2f}'}</td>")
-    cells += [f"<td class=n>{counts(row, name)}</td>" for name in COUNTS]
-    cells.append(f"<td class=n>{row['pairs']}</td>")
-    kind = {"slower": "different", "faster": "identical"}.get(row["verdict"], "")
-    cells.append(f"<td class='{kind}'>{row['verdict']}</td>")
-    return "".join(cells)
+    return "" if length is None else f"{length:.2f}"
 
 
-def _reading() -> str:
-    return html.escape(
-        "Cells in the order in which they ran on the same servers; name: requests under way x "
-        "tokens read + generated. Challenger / baseline, medians over pairs, then the median of "
-        "the pairs' ratios, the least and the greatest. Length: mean acceptance length. Faster "
-        "and slower: the median of tokens/s lies outside all ratios that stock vLLM against "
-        "itself had in this cell; without a control, by more than 3 %."
-    )
+def counts(row: dict, name: str) -> str:
+    """Medians over pairs, the challenger's first; empty without counts."""
+    values = [row[f"{name}_{role}"] for role in ("challenger", "baseline")]
+    return "" if None in values else "{:g} / {:g}".format(*values)
 
 
-def _environment(results: dict) -> str:
-    settings = results["settings"]
-    facts = dict(results["environment"])
-    command = facts.pop("command")
-    facts |= {
-        "commits of TriForce": results["checkouts"],
-        "pairs": f"{settings['pairs']}, each of other prompts; roles exchanged half-way",
-        "CPU that the idle server took": f"{results['idle_share']:.1%} of a core",
-        "seed": settings["seed"],
-        "text": settings["prompts"] or "none",
-        "top-p of sampled requests": settings["top_p"],
-        "max_num_seqs": settings["max_num_seqs"],
-        "engine arguments": settings["engine_keys"] or "vLLM's defaults",
-        "TriForce's keys": settings["triforce_keys"] or "its defaults",
-    }
-    lines = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f"<pre>{html.escape(command)}</pre><table class=facts>{lines}</table>"
+def terminal_table(rows: list[dict]) -> TerminalTable:
+    """Ratios of each contest, with their minimum and maximum."""
+    colours = {EVEN: "default", FASTER: "green", SLOWER: "red"}
+    lines = []
+    for row in rows:
+        ratios = (tuple(row[f"{m}_ratio{end}"] for end in ("", "_min", "_max")) for m in SHOWN)
+        values = [
+            f"  {row['challenger']} / {row['baseline']}",
+            *(f"{ratio:.2f}x ({low:.2f}-{high:.2f})" for ratio, low, high in ratios),
+            _length(row),
+            *(counts(row, name) for name in COUNTS),
+            f"[{colours[row['verdict']]}]{row['verdict']}[/]",
+        ]
+        # A cell may come again: it is known by its place.
+        lines.append((row["cell_index"], cell_of(row).describe(), values))
+    columns = ["", *SHOWN.values(), "length", *COUNTS, " "]
+    return make_table(columns, ("", " "), lines)

@@ -1,11 +1,11 @@
-"""The requests of each pair: the same for both servers, other ones in every other pair."""
+"""Requests of each pair: the same for both servers, different in every pair."""
 
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_triforce_bench.bench.errors import BadInput
-from vllm_triforce_bench.bench.prompts import text_of
+from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.prompts import read_text
 from vllm_triforce_bench.bench.serve.cells import HELD_OUT, RANDOM, Cell
 from vllm_triforce_bench.bench.serve.settings import ServeSettings
 
@@ -15,16 +15,16 @@ _WARMUP = -1
 class Requests:
     """Prompts as token ids.
 
-    No two prompts of a run of the command begin at the same place of the text, so that no server
-    meets a prompt that is in its prefix cache.
+    No two prompts begin at the same place of the text, so that no server meets a prompt that is in
+    its prefix cache.
 
     Args:
-        text: token ids that held-out prompts are cut from; as the tokenizer gives them.
-        vocabulary: ids that random prompts are drawn from.
-        bos_token_id: begins each prompt where the tokenizer puts it before a text.
+        text: token ids that held-out prompts are cut from.
+        vocabulary: token ids that random prompts are drawn from.
+        bos_token_id: first token of each prompt; None if the tokenizer adds none.
 
     Raises:
-        BadInput: the text is too short for as many different prompts.
+        BadInput: the text is too short for all prompts.
     """
 
     def __init__(
@@ -38,28 +38,29 @@ class Requests:
         self._bos = bos_token_id
         self._starts: list[int] = []
         self._first_start: dict[tuple[int, int], int] = {}
-        self._cut()
+        self._choose_starts()
 
     def of(self, pair: int, cell_index: int) -> list[list[int]]:
-        """Of one pair at a cell."""
+        """Prompts of a pair at a cell."""
         cell = self._settings.cells[cell_index]
         return self._prompts(cell, pair, cell_index, self._settings.num_requests(cell))
 
     def warmup(self, cell_index: int) -> list[list[int]]:
-        """None of them is measured."""
+        """Prompts of a cell that are not measured."""
         cell = self._settings.cells[cell_index]
         return self._prompts(cell, _WARMUP, cell_index, self._settings.num_warmup(cell))
 
-    def _cut(self) -> None:
-        """Chooses where the prompts begin."""
+    def _choose_starts(self) -> None:
+        """Choose the places of the text where prompts begin."""
         needed = 0
         for pair in (_WARMUP, *range(self._settings.pairs)):
             for i, cell in enumerate(self._settings.cells):
                 if cell.needs_prompts:
                     self._first_start[pair, i] = needed
-                    is_warmup = pair == _WARMUP
-                    count = self._settings.num_warmup if is_warmup else self._settings.num_requests
-                    needed += count(cell)
+                    if pair == _WARMUP:
+                        needed += self._settings.num_warmup(cell)
+                    else:
+                        needed += self._settings.num_requests(cell)
         longest = max((c.input_len for c in self._settings.cells if c.needs_prompts), default=0)
         available = len(self._text) - longest
         if needed > max(0, available):
@@ -68,7 +69,7 @@ class Requests:
                 f"different prompts of up to {longest} need {needed + longest}: use a longer text, "
                 "or lower --pairs, --requests-per-run or --input-lens"
             )
-        # The text's first token may be the tokenizer's own.
+        # The text's first token may be one that the tokenizer added.
         self._starts = random.Random(self._settings.seed).sample(range(1, 1 + available), needed)
 
     def _prompts(self, cell: Cell, pair: int, cell_index: int, number: int) -> list[list[int]]:
@@ -88,13 +89,13 @@ class Requests:
 
 
 def make(settings: ServeSettings, tokenizer) -> Requests:
-    """Raises BadInput: the text cannot be read, or is too short."""
+    """Read the text; raise BadInput if it cannot be read, or is too short."""
     needs_text = any(cell.needs_prompts for cell in settings.cells)
     text: list[int] = []
     if needs_text and settings.prompts is not None:
-        text = tokenizer(text_of(Path(settings.prompts)))["input_ids"]
-    begins = tokenizer("a")["input_ids"]
+        text = tokenizer(read_text(Path(settings.prompts)))["input_ids"]
     bos = tokenizer.bos_token_id
+    adds_bos = tokenizer("a")["input_ids"][:1] == [bos]
     special = set(tokenizer.all_special_ids)
     vocabulary = [token for token in range(tokenizer.vocab_size) if token not in special]
-    return Requests(settings, text, vocabulary, bos if begins[:1] == [bos] else None)
+    return Requests(settings, text, vocabulary, bos if adds_bos else None)

@@ -1,4 +1,4 @@
-"""Who runs against whom, in which order."""
+"""Order of runs: contests, their halves, and pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both servers of a contest at one cell, one right after the other, on the same requests."""
+    """Runs of both servers at one cell, one right after the other, on the same requests."""
 
     contest: Contest
     half: int
@@ -35,14 +35,14 @@ class Pair:
 
     @property
     def roles(self) -> tuple[str, str]:
-        """In the order of their turns: it alternates from pair to pair, and from cell to cell."""
+        """Roles in the order of their turns, which alternates over pairs and over cells."""
         order = (BASELINE, CHALLENGER)
         return order if (self.pair + self.cell_index) % 2 == 0 else order[::-1]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Between two starts of servers."""
+    """Pairs between two starts of servers."""
 
     contest: Contest
     half: int
@@ -50,12 +50,12 @@ class Phase:
 
     @property
     def start_order(self) -> tuple[str, str]:
-        """The server that starts first may be favoured: in the second half it is the other."""
+        """Roles in the order of their start, reversed in the second half."""
         order = (BASELINE, CHALLENGER)
         return order if self.half == 0 else order[::-1]
 
     def schedule(self, num_cells: int) -> list[Pair]:
-        """The whole sequence of cells, then again: each cell comes after the same one each time."""
+        """Repeat the whole sequence of cells: each comes after the same one each time."""
         return [
             Pair(self.contest, self.half, pair, cell_index)
             for pair in self.pairs
@@ -64,8 +64,34 @@ class Phase:
 
 
 def phases(contests: Sequence[Contest], pairs: int) -> list[Phase]:
-    """All contests with the first half of the pairs, then all with the second, in reverse."""
+    """List all contests with the first half of the pairs, then in reverse with the second."""
     middle = (pairs + 1) // 2
-    found = [Phase(contest, 0, range(middle)) for contest in contests]
-    found += [Phase(contest, 1, range(middle, pairs)) for contest in reversed(contests)]
-    return [phase for phase in found if phase.pairs]
+    halves = [Phase(contest, 0, range(middle)) for contest in contests]
+    halves += [Phase(contest, 1, range(middle, pairs)) for contest in reversed(contests)]
+    return [phase for phase in halves if phase.pairs]
+
+
+def pair_key(record: dict) -> tuple:
+    """``Pair.key()`` of a run's record."""
+    return tuple(record[name] for name in ("contest", "half", "pair", "cell_index"))
+
+
+def paired(records: Sequence[dict]) -> list[tuple[dict, dict]]:
+    """Return the runs of baseline and challenger that came one right after the other.
+
+    A pair of which only the first run ended is measured anew; its record is left out.
+    """
+    pairs: list[tuple[dict, dict]] = []
+    first: dict | None = None
+    for record in records:
+        if (
+            first is not None
+            and pair_key(first) == pair_key(record)
+            and (first["turn"], record["turn"]) == (0, 1)
+        ):
+            pair = (first, record)
+            pairs.append(pair if first["role"] == BASELINE else pair[::-1])
+            first = None
+        else:
+            first = record
+    return pairs

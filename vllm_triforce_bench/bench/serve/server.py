@@ -1,4 +1,4 @@
-"""One ``vllm serve`` on loopback: started, watched, ended."""
+"""Start, watch and end a ``vllm serve`` on loopback."""
 
 import ctypes
 import os
@@ -19,8 +19,8 @@ import psutil
 
 _START_LIMIT_S = 1800
 _TAIL_CHARACTERS = 3000
-# A server rests when it takes less than this share of a core over this time; one that never does
-# is not waited for longer.
+# A server is at rest below this share of a core over this time. One that never is at rest is waited
+# for up to the limit.
 _RESTING_SHARE, _RESTING_S, _REST_LIMIT_S = 0.1, 0.3, 10.0
 _PR_SET_PDEATHSIG = 1
 _COUNTS = {
@@ -30,26 +30,25 @@ _COUNTS = {
 
 
 class ServerFailed(RuntimeError):
-    """A server ended, or did not answer as it should."""
+    """A server ended, or an answer is wrong."""
 
 
 @dataclass
 class Server:
-    """A server that answers."""
+    """A server that answers; ``runs`` counts the measured runs since its start."""
 
     name: str
     process: subprocess.Popen
     port: int
     log: Path
     runs: int = 0
-    """Measured since it started."""
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def check(self) -> None:
-        """Raises ServerFailed: it has ended."""
+        """Raise ServerFailed if the server has ended."""
         code = self.process.poll()
         if code is not None:
             raise ServerFailed(f"server {self.name!r} ended with code {code}.\n{self.tail()}")
@@ -59,7 +58,7 @@ class Server:
         return f"The end of {self.log}:\n{text[-_TAIL_CHARACTERS:]}"
 
     def cpu_seconds(self) -> float:
-        """Of it and all its processes."""
+        """CPU time of the server's processes."""
         total = 0.0
         with suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.process.pid)
@@ -70,7 +69,7 @@ class Server:
         return total
 
     def engine_counts(self) -> dict[str, int]:
-        """Steps of its engine, and requests that lost their KV cache to others, since its start."""
+        """Count the engine's steps and preemptions since its start."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         return {
@@ -80,7 +79,7 @@ class Server:
 
 
 def wait_until_at_rest(servers: Iterable[Server]) -> None:
-    """Until none works on: OpenMP's threads spin for a while after a server's last step."""
+    """Wait until no server works: OpenMP's threads spin for a while after the last step."""
     deadline = time.monotonic() + _REST_LIMIT_S
     servers = list(servers)
     while time.monotonic() < deadline:
@@ -94,14 +93,14 @@ def wait_until_at_rest(servers: Iterable[Server]) -> None:
 def running(
     name: str, make_command: Callable[[int], list[str]], environment: dict[str, str], log: Path
 ) -> Iterator[Server]:
-    """Runs a server until the block ends.
+    """Run a server until the block ends.
 
     Args:
-        make_command: from the port.
-        log: what it says is added.
+        make_command: makes the command line from the port.
+        log: file that the output is appended to.
 
     Raises:
-        ServerFailed: it does not come up.
+        ServerFailed: the server does not start.
     """
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ def _free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """So that no server stays behind a benchmark that was killed."""
+    """End the server with a benchmark that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -153,7 +152,7 @@ def _stop(process: subprocess.Popen) -> None:
         process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)
-    # Its engine is a process of its own, in the same group.
+    # The engine is another process of the group.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

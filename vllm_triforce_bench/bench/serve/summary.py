@@ -1,14 +1,16 @@
-"""From runs to one row for each contest and cell: medians of ratios, and their spread."""
+"""One row for each contest and cell, from the runs: medians of ratios, and their spread."""
+
+from collections import defaultdict
 
 import numpy
-import pandas
 
+from vllm_triforce_bench.bench.report import spread
 from vllm_triforce_bench.bench.serve.cells import Cell
+from vllm_triforce_bench.bench.serve.schedule import paired
 from vllm_triforce_bench.bench.serve.settings import CONTROL, STOCK
-from vllm_triforce_bench.bench.serve.store import paired
 
 CELL = list(Cell.__dataclass_fields__)
-# Figures of vLLM's `bench serve` by the name that they have here; more is better of the first.
+# Figures of `vllm bench serve` by their names here; more is better for the first alone.
 METRICS = {
     "throughput": "output_throughput",
     "tpot": "median_tpot_ms",
@@ -25,25 +27,22 @@ SHOWN = {
 }
 COUNTS = ("steps", "preemptions")
 FASTER, SLOWER, EVEN = "faster", "slower", "even"
+# Without a control, ratios this close to 1 are even.
 _UNCONTROLLED = 0.03
-"""Without a control, by how much a ratio must differ from 1 to count."""
 
 
 def summarize(records: list[dict]) -> list[dict]:
-    """Rows in the order of cells, and of contests as they ran.
+    """Make the rows, in the order of cells, and of contests as they ran.
 
-    A ratio is the challenger's figure over the baseline's of the same pair: of throughput more is
-    better, of times less is. The row has the median, the least and the greatest over pairs.
+    A ratio is the challenger's figure over the baseline's of the same pair: more is better for
+    throughput, less for times. The row has median, minimum and maximum over pairs.
     """
-    grouped: dict[tuple, list[tuple[dict, dict]]] = {}
-    contests = []
+    by_contest: dict[tuple, list[tuple[dict, dict]]] = defaultdict(list)
     for baseline, challenger in paired(records):
-        if baseline["contest"] not in contests:
-            contests.append(baseline["contest"])
-        key = (baseline["cell_index"], baseline["contest"])
-        grouped.setdefault(key, []).append((baseline, challenger))
-    order = sorted(grouped, key=lambda key: (key[0], contests.index(key[1])))
-    rows = [_row(grouped[key]) for key in order]
+        by_contest[baseline["cell_index"], baseline["contest"]].append((baseline, challenger))
+    contests = list(dict.fromkeys(contest for _, contest in by_contest))
+    order = sorted(by_contest, key=lambda key: (key[0], contests.index(key[1])))
+    rows = [_row(by_contest[key]) for key in order]
     controls = {row["cell_index"]: row for row in rows if row["contest"] == f"{CONTROL}/{STOCK}"}
     for row in rows:
         row["verdict"] = _verdict(row, controls.get(row["cell_index"]))
@@ -62,30 +61,28 @@ def _row(pairs: list[tuple[dict, dict]]) -> dict:
     }
     for name, figure in METRICS.items():
         before = [baseline["result"][figure] for baseline, _ in pairs]
-        after = [found["result"][figure] for _, found in pairs]
-        # A client that gets no time reads all tokens of a short answer at once.
+        after = [run["result"][figure] for _, run in pairs]
+        # A client without time reads all tokens of a short answer at once.
         ratios = [b / a for a, b in zip(before, after) if a and b] or [numpy.nan]
+        row |= spread(f"{name}_ratio", ratios)
         row |= {
-            f"{name}_ratio": float(numpy.median(ratios)),
-            f"{name}_ratio_min": min(ratios),
-            f"{name}_ratio_max": max(ratios),
             f"{name}_baseline": float(numpy.median(before)),
             f"{name}_challenger": float(numpy.median(after)),
         }
     for name in COUNTS:
         for role, runs in zip(("baseline", "challenger"), zip(*pairs)):
-            # What was measured before runs had counts has none.
+            # Older runs have no counts.
             counts = [run[name] for run in runs if name in run]
             row[f"{name}_{role}"] = float(numpy.median(counts)) if counts else None
     for half in (0, 1):
         ratios = [
-            found["result"]["output_throughput"] / baseline["result"]["output_throughput"]
-            for baseline, found in pairs
+            challenger["result"]["output_throughput"] / baseline["result"]["output_throughput"]
+            for baseline, challenger in pairs
             if baseline["half"] == half
         ]
-        # Which server started first differs between the halves.
+        # The other server started first in the other half.
         row[f"throughput_ratio_half_{half}"] = float(numpy.median(ratios)) if ratios else None
-    lengths = [found["result"].get("spec_decode_acceptance_length") for _, found in pairs]
+    lengths = [run["result"].get("spec_decode_acceptance_length") for _, run in pairs]
     lengths = [length for length in lengths if length]
     row["mean_acceptance_length"] = float(numpy.median(lengths)) if lengths else None
     runs = [run for pair in pairs for run in pair]
@@ -96,9 +93,9 @@ def _row(pairs: list[tuple[dict, dict]]) -> dict:
 
 
 def _verdict(row: dict, control: dict | None) -> str:
-    """Of throughput: faster or slower where the median lies outside all that the control found.
+    """Judge the throughput: faster or slower if the median lies outside all of the control's.
 
-    Without a control, and for the control itself, where it differs from 1 by a few percent.
+    Without a control, and for the control itself, if it differs from 1 by a few percent.
     """
     low, high = 1 - _UNCONTROLLED, 1 + _UNCONTROLLED
     if control is not None and control is not row:
@@ -110,8 +107,3 @@ def _verdict(row: dict, control: dict | None) -> str:
 
 def cell_of(row: dict) -> Cell:
     return Cell(**{name: row[name] for name in CELL})
-
-
-def table(rows: list[dict]) -> pandas.DataFrame:
-    """For CSV."""
-    return pandas.DataFrame(rows)

@@ -1,6 +1,7 @@
 """Engines of one process, alive side by side, so that methods can be interleaved."""
 
 import gc
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +15,22 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
-from vllm_triforce_bench.bench.errors import BadInput
+from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
-from vllm_triforce_bench.bench.pass_times import PassTimes
-from vllm_triforce_bench.bench.settings import Settings
+from vllm_triforce_bench.bench.settings import GIB
 
-# Of an engine beside its weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
-# embedded pair on the CPU), and room for what a larger model activates.
+# Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
+# embedded pair on the CPU), and activations of a larger model.
 OVERHEAD_BYTES = 1 << 30
-# Of the memory that is free, what engines may take.
+# Share of the free memory that engines may take.
 SHARE_OF_FREE_MEMORY = 0.7
 
 
 @dataclass
 class SpeculationStats:
-    """Sums of vLLM's own ``SpecDecodingStats`` of one engine."""
+    """Sums of vLLM's ``SpecDecodingStats`` of one engine."""
 
     num_drafts: int = 0
     """Requests times steps that verified a proposal."""
@@ -37,19 +38,21 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def since(self, earlier: "SpeculationStats") -> "SpeculationStats":
-        before = earlier.num_accepted_tokens_per_pos
-        before = before + [0] * (len(self.num_accepted_tokens_per_pos) - len(before))
+    def combine(self, other: Any, sign: int = 1) -> "SpeculationStats":
+        """Add other statistics, or subtract earlier ones."""
+        ours, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        size = max(len(ours), len(theirs))
+        padded = (list(each) + [0] * (size - len(each)) for each in (ours, theirs))
         return SpeculationStats(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [a - b for a, b in zip(self.num_accepted_tokens_per_pos, before)],
+            self.num_drafts + sign * other.num_drafts,
+            self.num_draft_tokens + sign * other.num_draft_tokens,
+            self.num_accepted_tokens + sign * other.num_accepted_tokens,
+            [a + sign * b for a, b in zip(*padded)],
         )
 
 
 class SpeculationRecorder(StatLoggerBase):
-    """One engine's statistics. vLLM's Prometheus metrics belong to the last engine of a process."""
+    """Statistics of one engine; vLLM's Prometheus metrics belong to a process's last engine."""
 
     def __init__(self, vllm_config=None, engine_index: int = 0) -> None:
         self.sums = SpeculationStats()
@@ -58,31 +61,53 @@ class SpeculationRecorder(StatLoggerBase):
         self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0
     ) -> None:
         stats = getattr(scheduler_stats, "spec_decoding_stats", None)
-        if stats is None:
-            return
-        sums, added = self.sums, stats.num_accepted_tokens_per_pos
-        known = sums.num_accepted_tokens_per_pos
-        known = known + [0] * (len(added) - len(known))
-        self.sums = SpeculationStats(
-            sums.num_drafts + stats.num_drafts,
-            sums.num_draft_tokens + stats.num_draft_tokens,
-            sums.num_accepted_tokens + stats.num_accepted_tokens,
-            [a + b for a, b in zip(known, added)],
-        )
+        if stats is not None:
+            self.sums = self.sums.combine(stats)
 
     def log_engine_initialized(self) -> None:
         pass
 
 
 @dataclass
+class PassTimes:
+    """Seconds inside the models of an engine in this process; on a GPU, seconds of launching."""
+
+    seconds: float = 0.0
+    num_passes: int = 0
+
+    def watch(self, llm) -> None:
+        """Time the passes of the target and of the draft, if there is one."""
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        draft = getattr(getattr(worker, "triforce", None), "model", None)
+        for model in filter(None, (worker.model_runner.model, draft)):
+            model.forward = self._timed(model.forward, is_pass=True)
+            model.compute_logits = self._timed(model.compute_logits, is_pass=False)
+
+    def _timed(self, function, is_pass: bool):
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.num_passes += is_pass
+
+        return timed
+
+
+@dataclass
 class Engine:
-    """A running engine of one method."""
+    """A running engine of one method.
+
+    Args:
+        memory_bytes: growth of the process while the engine was made (CPU), or bytes that the
+            device allocated (GPU).
+    """
 
     variant: Variant
     llm: LLM
     recorder: SpeculationRecorder
     memory_bytes: int
-    """That the process grew by while it was made (CPU), or that the device allocated (GPU)."""
     passes: PassTimes | None = None
 
     def levels(self) -> LevelCounters | None:
@@ -90,14 +115,14 @@ class Engine:
 
 
 def start(
-    settings: Settings,
+    settings: BatchSettings,
     dtype: str,
     variant: Variant,
     target: ModelFacts,
     draft: ModelFacts | None,
 ) -> Engine:
-    """An engine that differs from stock vLLM's in ``speculative_config`` alone."""
-    # TriForce keeps its draft's KV in a small cache of its own.
+    """Start an engine that differs from stock vLLM's in ``speculative_config`` alone."""
+    # TriForce keeps its draft's KV in a small cache outside vLLM's.
     shares_cache = draft is not None and variant.method == "draft_model"
     models = (target, draft) if shares_cache else (target,)
     arguments = dict(
@@ -106,7 +131,7 @@ def start(
         max_model_len=settings.max_model_len,
         max_num_seqs=max(settings.batch_sizes),
         gpu_memory_utilization=0.1,  # the KV cache's size is given
-        kv_cache_memory_bytes=kv_cache_bytes(settings, dtype, *models),
+        kv_cache_memory_bytes=_kv_bytes(settings, dtype, *models),
         enable_prefix_caching=True,
         distributed_executor_backend="uni",
         disable_log_stats=False,
@@ -127,12 +152,14 @@ def start(
     passes = PassTimes() if settings.pass_times else None
     if passes is not None:
         passes.watch(llm)
+        if variant.is_triforce and not current_platform.is_cpu():
+            # Without waits for the device, times of parts would be those of their launches.
+            llm.collective_rpc("triforce_synchronize_times", args=(True,))
     return Engine(variant, llm, recorder, max(0, _memory_bytes() - before), passes)
 
 
 def _check_budget(variant: Variant, vllm_config) -> None:
-    """A figure must not stand under a budget that was not used: TriForce rounds up what does not
-    fit vLLM's KV block."""
+    """Raise BadInput if TriForce rounded the budget up to vLLM's KV block."""
     budget = vllm_config.additional_config[METHOD]["retrieval_budget"]
     if budget != variant.budget:
         raise BadInput(
@@ -143,29 +170,38 @@ def _check_budget(variant: Variant, vllm_config) -> None:
 
 
 def end(engines: list[Engine]) -> None:
-    """Frees them. Make the next engine before any other takes a step: the end of one takes
-    vLLM's process groups with it."""
+    """Free the engines.
+
+    Make the next engine before any other takes a step: vLLM's process groups end with an engine.
+    """
     engines.clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
-    """How many engines fit into the memory that is free, at least 2."""
+def fit_at_once(settings: BatchSettings, target: ModelFacts, draft: ModelFacts | None) -> int:
+    """Number of engines that fit into the free memory, at least 2."""
     if settings.engines_at_once is not None:
         return settings.engines_at_once
     models = [target] if draft is None else [target, draft]
     weights = 2 * sum(model.weights_bytes for model in models)
-    kv_cache = max(kv_cache_bytes(settings, dtype, *models) for dtype in settings.dtypes)
+    kv_cache = max(_kv_bytes(settings, dtype, *models) for dtype in settings.dtypes)
     free = psutil.virtual_memory().available
     if not current_platform.is_cpu():
         free = torch.cuda.mem_get_info()[0]
     return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
 
 
-def peak_memory_kind() -> str:
-    """What ``Engine.memory_bytes`` is here."""
+def _kv_bytes(settings: BatchSettings, dtype: str, *models: ModelFacts) -> int:
+    """KV cache of an engine for the largest batch of the longest prompts of these models."""
+    if settings.kv_cache_gib is not None:
+        return int(settings.kv_cache_gib * GIB)
+    return kv_cache_bytes(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
+
+
+def memory_kind() -> str:
+    """Meaning of ``Engine.memory_bytes`` here."""
     if current_platform.is_cpu():
         return "growth of the process's resident memory while the engine was made"
     return "device memory allocated while the engine was made, and the peak above it in a run"
@@ -175,3 +211,16 @@ def _memory_bytes() -> int:
     if current_platform.is_cpu():
         return psutil.Process().memory_info().rss
     return torch.cuda.memory_allocated()
+
+
+class DevicePeak:
+    """Growth of a GPU's allocated memory in a run; 0 on the CPU."""
+
+    def __init__(self) -> None:
+        self._has_gpu = torch.cuda.is_available()
+        if self._has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def growth_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before if self._has_gpu else 0
