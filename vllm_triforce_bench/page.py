@@ -1,7 +1,7 @@
 """One HTML page for every tool: figures and tables inline, nothing from outside, light and dark."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Page:
     cards: Sequence[tuple[str, str, str]] = ()
     alarms: Sequence[str] = ()
     notes: Sequence[str] = ()
-    run_notes: Sequence[str] = field(default=())
+    run_notes: Sequence[str] = ()
 
     def render(self) -> str:
         loader = jinja2.FileSystemLoader(Path(__file__).parent)

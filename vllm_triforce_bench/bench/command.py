@@ -174,7 +174,7 @@ def _measure(
     """Measure with a progress bar; returns the exit code.
 
     Args:
-        measure: takes the progress, and goes on from what is in the folder.
+        measure: measures the missing units; takes the progress.
         units: name of the counted units.
     """
     from vllm_triforce_bench.bench.serve.server import ServerFailed

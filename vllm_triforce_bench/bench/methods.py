@@ -111,7 +111,7 @@ def check_names(names: list[str]) -> None:
 
 
 def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the methods that can run here, and the reasons of those left out.
+    """Return the methods that can run here, and the reason for each other one.
 
     Stock vLLM is first, named or not: every ratio is to it.
     """

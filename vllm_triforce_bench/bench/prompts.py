@@ -88,7 +88,7 @@ def dataset_texts(options: list[str], name: str, tokenizer) -> list[str]:
 def token_stream(settings, tokenizer) -> list[int]:
     """Return all tokens that the prompts of a ``BatchSettings`` are cut from.
 
-    ``random`` makes as many prompts as the grid needs, each as long as its longest context.
+    ``random`` makes a prompt of the longest context for each prompt of the grid.
 
     Raises:
         BadInput: there are too few tokens for the grid.

@@ -64,7 +64,7 @@ class TimeLeft:
 
     @classmethod
     def weight(cls, num_reqs: int, read: int, written: int) -> float:
-        """Weight of requests with so many tokens read and written each."""
+        """Weight of requests that read and write this number of tokens each."""
         return num_reqs * (read + cls.WRITTEN_TOKEN * written)
 
     def finish(self, weight: float, seconds: float) -> None:

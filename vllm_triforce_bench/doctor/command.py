@@ -1,4 +1,4 @@
-"""Arguments of ``vllm-triforce doctor [MODEL]``, and the order of its checks."""
+"""Arguments of ``vllm-triforce doctor [MODEL]``, and the checks in order."""
 
 import argparse
 import json

@@ -32,7 +32,7 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
         vllm_config = _configure(model, options, METHOD)
     except BadOptions:
         raise
-    except Exception as error:  # whatever would end `vllm serve` is the refusal
+    except Exception as error:  # any error that would end `vllm serve` is the refusal
         refusal = _message_of(error) + _hint(error)
         return {"model": model, "refusal": refusal, **_stock_refusal(model, options)}, None
     finally:
@@ -79,7 +79,7 @@ def _stock_refusal(model: str, options: list[str]) -> dict[str, Any]:
 
 
 def _hint(error: Exception) -> str:
-    """Explain vLLM's failed inspection of a model, which runs in a process of its own."""
+    """Explain a failed inspection of a model, whose own error stays in another process."""
     if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
         return (
             " [models that take images need torchvision to be looked at, which is not installed "

@@ -1,1 +1,1 @@
-"""The acceptance lab: how often a sparse cache says what the full one says (docs/lab.md)."""
+"""The acceptance lab: agreement of a sparse cache with the full one (docs/lab.md)."""

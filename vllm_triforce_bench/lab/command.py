@@ -1,4 +1,4 @@
-"""``vllm-triforce lab``: how often a sparse cache says what the full cache says (docs/lab.md)."""
+"""The sub-command ``lab`` (docs/lab.md)."""
 
 import argparse
 import dataclasses
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Adder:
-    """Options named as the settings are, with their defaults."""
+    """Adds options with the names and defaults of the settings."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
@@ -73,7 +73,7 @@ class _Adder:
 
 
 def read_settings(args: argparse.Namespace) -> LabSettings:
-    """Raises ValueError where the arguments do not make a run."""
+    """Raise ValueError if the arguments do not make a run."""
     names = [field.name for field in dataclasses.fields(LabSettings)]
     values = {name: getattr(args, name) for name in names}
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
@@ -81,36 +81,35 @@ def read_settings(args: argparse.Namespace) -> LabSettings:
 
 
 def _needle(args: argparse.Namespace) -> NeedleText | None:
-    own = (args.needle_fact, args.needle_question, args.needle_answer)
-    if any(own):
-        if not all(own):
+    parts = (args.needle_fact, args.needle_question, args.needle_answer)
+    if any(parts):
+        if not all(parts):
             raise ValueError(
                 "a needle of your own needs all of --needle-fact, --needle-question and "
                 "--needle-answer"
             )
-        return NeedleText(*own)
+        return NeedleText(*parts)
     if args.needle not in PRESETS:
         raise ValueError(f"needle {args.needle!r} is unknown; use {' or '.join(PRESETS)}")
     return PRESETS[args.needle]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, shows and writes; ends through ``args.fail`` where the input is bad."""
+    """Measure, print and write; bad input ends in ``args.fail``."""
     from vllm_triforce_bench.console import stdout_console
-    from vllm_triforce_bench.lab import loading, report
+    from vllm_triforce_bench.lab import report, target
     from vllm_triforce_bench.lab.contexts import Texts
 
     try:
         settings = read_settings(args)
-        loading.check_device(settings.device)
-        config, tokenizer = loading.load_config_and_tokenizer(settings)
+        target.check_device(settings.device)
+        config, tokenizer = target.load_config_and_tokenizer(settings)
         contexts = list(Texts(tokenizer, settings).contexts())
         settings.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         args.fail(str(error))
     console = stdout_console()
-    target = loading.load_target(settings)
-    rows = _measure(target, contexts, settings)
+    rows = _measure(target.load_target(settings), contexts, settings)
     frame = report.save_rows(rows, settings.output)
     report.show(frame, console)
     written = report.write(frame, settings, _facts(config), settings.output)
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
-    """All rows, written to ``rows.csv`` after each context."""
+    """Measure all rows, and write ``rows.csv`` after each context."""
     from vllm_triforce_bench.lab import report
     from vllm_triforce_bench.lab.measure import measure_context
     from vllm_triforce_bench.lab.progress import LabProgress

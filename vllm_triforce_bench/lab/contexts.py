@@ -1,4 +1,4 @@
-"""The contexts that are recorded, as token ids: stretches of text, and planted needles."""
+"""Recorded contexts as token ids: stretches of text, and planted needles."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from vllm_triforce_bench.lab.settings import LabSettings
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay of a recorded context: for which experiment, by which policy."""
+    """A replay of a recorded context, for an experiment and by a policy."""
 
     experiment: str
     policy: str
@@ -19,26 +19,28 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Context:
-    """One recording and what is replayed on it."""
+    """One recording and its replays.
+
+    Args:
+        replayed: tokens that follow the prompt, or the number of greedy ones to generate.
+        answer: answer to a planted needle's question.
+    """
 
     prompt: list[int]
     replayed: list[int] | int
-    """Tokens that follow, or how many greedy ones to generate."""
     replays: list[Replayed]
     stretch: int
     answer: list[int] | None = None
-    """What a planted needle's question should be answered by."""
     needle_depth: float | None = None
 
 
 class Texts:
     """Token ids of the text files, cut into stretches.
 
-    Every context ends where the stretch ends: at another context length the same tokens are
-    replayed, with more or less before them.
+    Every context ends at the end of its stretch: contexts of all lengths replay the same tokens.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: transformers' tokenizer.
 
     Raises:
         ValueError: a text is too short for the longest context.
@@ -62,21 +64,21 @@ class Texts:
             self._texts.append(ids)
 
     def contexts(self) -> Iterator[Context]:
-        """Every recording of the run, the shortest first."""
+        """Yield every recording of the run, the shortest first."""
         settings = self.settings
-        wanted: dict[int, list[Replayed]] = {}
+        replays: dict[int, list[Replayed]] = {}
         for experiment in settings.experiments:
             if experiment != "needle":
                 for policy, sizes, length in settings.points(experiment):
-                    wanted.setdefault(length, []).append(Replayed(experiment, policy, sizes))
-        for length in sorted(wanted):
+                    replays.setdefault(length, []).append(Replayed(experiment, policy, sizes))
+        for length in sorted(replays):
             for stretch in range(settings.stretches):
-                yield self._stretch(length, wanted[length], stretch)
+                yield self._stretch(length, replays[length], stretch)
         if "needle" in settings.experiments:
             yield from self._needles()
 
     def _end(self, stretch: int) -> tuple[Sequence[int], int]:
-        """A text, and where in it the prompt of a stretch ends: spread evenly over the text."""
+        """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
         texts, settings = self._texts, self.settings
         ids = texts[stretch % len(texts)]
         turns = -(-(settings.stretches - stretch % len(texts)) // len(texts))

@@ -1,10 +1,9 @@
-"""Records every context once, replays it by every policy, and makes a row of each replay."""
+"""Record every context once, replay it by every policy, and compare next-token distributions."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_triforce_bench.lab.agreement import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.lab.contexts import Context
 from vllm_triforce_bench.lab.policies import POLICIES
 from vllm_triforce_bench.lab.settings import LabSettings
@@ -12,7 +11,7 @@ from vllm_triforce_bench.lab.target import Target
 
 
 def query_key_pairs(context: Context) -> int:
-    """Size of the work on a context, for a progress bar."""
+    """Work on a context, for a progress bar."""
     length = len(context.prompt)
     count = context.replayed if isinstance(context.replayed, int) else len(context.replayed)
     replays = 1 + len({(r.policy, r.sizes) for r in context.replays})
@@ -25,10 +24,10 @@ def measure_context(
     settings: LabSettings,
     advance: Callable[[int], None] = lambda pairs: None,
 ) -> Iterator[dict]:
-    """One row of numbers per replay.
+    """Yield a row of figures for each replay.
 
     Args:
-        advance: told the query-key pairs that are done.
+        advance: takes the query-key pairs done.
     """
     done = 0
 
@@ -74,7 +73,7 @@ def measure_context(
 
 
 def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) -> dict:
-    """How probable the needle's answer is, token by token: geometric means and greedy hits."""
+    """Probability of the needle's answer (geometric mean over tokens), and greedy hits."""
     if context.answer is None:
         return {}
     answer = torch.tensor(context.answer, device=full.device)[:, None]
@@ -86,3 +85,46 @@ def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) 
             (logits.argmax(-1, keepdim=True) == answer).float().mean()
         )
     return figures
+
+
+# Agreement of two next-token distributions.
+
+
+def next_token_probs(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    temperature: float,
+    top_p: float,
+) -> torch.Tensor:  # [num_tokens, vocab_size], float32
+    """Distribution to sample from: temperature, then the fewest tokens that make up ``top_p``.
+
+    One-hot at the argmax for a temperature of 0.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    probs = (logits / temperature).softmax(-1)
+    if top_p >= 1:
+        return probs
+    ordered, tokens = probs.sort(dim=-1, descending=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the tokens before make up top_p
+    probs = probs.scatter(-1, tokens, ordered.masked_fill(outside, 0.0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def acceptance(
+    full: torch.Tensor,  # [num_tokens, vocab_size], probabilities
+    sparse: torch.Tensor,  # [num_tokens, vocab_size], probabilities
+) -> torch.Tensor:  # [num_tokens], between 0 and 1
+    """Probability that a token drawn from ``sparse`` is accepted, the sum of min(full, sparse).
+
+    Computed as one minus the total variation: equal distributions give exactly 1.
+    """
+    return (1 - 0.5 * (full - sparse).abs().sum(-1)).clamp_(0.0, 1.0)
+
+
+def same_argmax(
+    full: torch.Tensor,  # [num_tokens, vocab_size]
+    sparse: torch.Tensor,  # [num_tokens, vocab_size]
+) -> torch.Tensor:  # [num_tokens], bool
+    """True if greedy decoding accepts the token."""
+    return full.argmax(-1) == sparse.argmax(-1)

@@ -5,24 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _SYLLABLES = [
-    "bra",
-    "dov",
-    "fen",
-    "gul",
-    "hix",
-    "jor",
-    "kem",
-    "lun",
-    "mip",
-    "nax",
-    "pol",
-    "quz",
-    "ros",
-    "sib",
-    "tuv",
-    "wex",
-    "yor",
-    "zil",
+    *("bra", "dov", "fen", "gul", "hix", "jor", "kem", "lun", "mip"),
+    *("nax", "pol", "quz", "ros", "sib", "tuv", "wex", "yor", "zil"),
 ]
 
 
@@ -36,15 +20,12 @@ class NeedleText:
     """Three templates; ``{key}`` is a random number, ``{a}`` to ``{d}`` are random identifiers.
 
     Raises:
-        ValueError: a template names something else, or the answer is empty.
+        ValueError: a template has another name, or is empty.
     """
 
-    fact: str
-    """Planted."""
-    question: str
-    """The end of the prompt."""
-    answer: str
-    """Replayed."""
+    fact: str  # planted
+    question: str  # end of the prompt
+    answer: str  # replayed
 
     def __post_init__(self) -> None:
         for part in ("fact", "question", "answer"):
@@ -60,7 +41,7 @@ class NeedleText:
                 raise ValueError(f"the needle's {part} is empty; give some text")
 
     def filled(self, seed: int) -> tuple[str, str, str]:
-        """Fact, question and answer with a random number and names."""
+        """Fill in a random number and names; returns fact, question and answer."""
         fills = _fills(random.Random(seed))
         return tuple(part.format_map(fills) for part in (self.fact, self.question, self.answer))
 
@@ -71,7 +52,7 @@ PRESETS = {
         "\nWhat is the pass key? The pass key is",
         " {key}.",
     ),
-    # For models that cannot answer but repeat: a line of code, of which the beginning comes again.
+    # For models that repeat but do not answer: a line of code whose beginning comes again.
     "code-line": NeedleText(
         "\n    {a}_{b} = {c}({d}, size={key}, name='{b}_{d}')\n",
         "\n    {a}_{b} =",
@@ -82,13 +63,16 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class PlantedNeedle:
-    """A prompt with a needle, ready to be replayed."""
+    """A prompt with a needle.
+
+    Args:
+        replayed: the question's last token, and the answer without its last token.
+        answer: correct token after each replayed token.
+    """
 
     prompt: list[int]
     replayed: list[int]
-    """The question's last token and the answer but for its last: what follows each is compared."""
     answer: list[int]
-    """What should follow each replayed token."""
 
 
 def plant(
@@ -100,14 +84,14 @@ def plant(
     depth: float,
     seed: int,
 ) -> PlantedNeedle:
-    """Builds a prompt of exactly ``context`` tokens.
+    """Build a prompt of exactly ``context`` tokens.
 
     Args:
-        encode: tokenizes without special tokens.
+        encode: tokenizer without special tokens.
         prefix: special tokens that begin a prompt.
         filler: at least ``context`` token ids of text.
-        depth: share of the filler that comes before the fact, 0 to 1.
-        seed: of the random number and names.
+        depth: share of the filler before the fact, 0 to 1.
+        seed: seed of the random number and names.
 
     Raises:
         ValueError: the filler or the context is too short.

@@ -1,4 +1,4 @@
-"""What a run of the lab measures, checked before anything is loaded."""
+"""Settings of the lab, checked before anything is loaded."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LabSettings:
-    """Raises ValueError, naming the value and the remedy, where something cannot be run."""
+    """Validated settings; ValueError names a wrong value and the remedy."""
 
     model: str
     text: tuple[Path, ...]
@@ -75,9 +75,9 @@ class LabSettings:
             self.points(experiment)
 
     def points(self, experiment: str) -> list[tuple[str, Sizes, int]]:
-        """What an experiment measures: policy, sizes and context."""
+        """List the policies, sizes and contexts of an experiment."""
         policies = self.policies
-        if experiment in ("chunk", "recent", "refresh"):  # retrieval's own
+        if experiment in ("chunk", "recent", "refresh"):  # of retrieval alone
             policies = ("retrieval",)
         return [
             (policy, sizes, context)
@@ -87,7 +87,7 @@ class LabSettings:
         ]
 
     def _sizes(self, experiment: str) -> list[Sizes]:
-        usual = dict(
+        common = dict(
             chunk_size=self.chunk_size,
             recent_tokens=self.recent_tokens,
             refresh_interval=self.refresh_interval,
@@ -95,9 +95,9 @@ class LabSettings:
         )
         try:
             if experiment == "budget":
-                return [Sizes(**{**usual, "budget": budget}) for budget in self.budgets]
+                return [Sizes(**{**common, "budget": budget}) for budget in self.budgets]
             return [
-                Sizes(**{**usual, "budget": budget, **varied})
+                Sizes(**{**common, "budget": budget, **varied})
                 for budget in self.at_budgets
                 for varied in self._varied(experiment, budget)
             ]
@@ -126,7 +126,7 @@ class LabSettings:
                 raise ValueError(f"{name}: {item!r} is unknown; use {', '.join(choices)}")
 
     def _check_policies(self) -> None:
-        """Loads them: one of another package may be broken."""
+        """Load the policies: one of another package may be broken."""
         for name in self.policies:
             try:
                 POLICIES[name]

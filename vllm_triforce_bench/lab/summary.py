@@ -1,4 +1,4 @@
-"""Rows of single replays brought together: the tables that are shown, written and drawn."""
+"""Tables of the lab, from the rows of single replays."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NEEDLE_MEASURES = {
     "answer_hits_sparse": "answer tokens hit",
 }
 _PARTS = ["mean", "min", "max", "count"]
-# What each experiment varies.
+# Varied column of each experiment, and its label.
 VARIED = {
     "budget": ("budget", "budget, tokens"),
     "depth": ("context", "context, tokens"),
@@ -28,18 +28,20 @@ VARIED = {
 
 @dataclass(frozen=True)
 class Table:
-    """One experiment, at one budget where the budget is not what it varies."""
+    """One experiment, at one budget unless it varies the budget.
+
+    Args:
+        figures: mean, min, max and count over the stretches of each measure, by policy and varied
+            value.
+        full_hits: share of the answer that the full cache hits, by needle depth.
+    """
 
     experiment: str
     budget: int | None
-    column: str
     label: str
     measures: dict[str, str]
     figures: pd.DataFrame
-    """Indexed by policy and the varied value; for each measure its mean, min and max over the
-    stretches, and their count."""
     full_hits: pd.Series | None = None
-    """By needle depth, the share of the answer that the full cache itself hits."""
 
     @property
     def name(self) -> str:
@@ -59,7 +61,7 @@ class Table:
         return sorted(set(self.figures.index.get_level_values(1)))
 
     def cell(self, policy: str, value, measure: str) -> str:
-        """Mean over the stretches, plus or minus half the distance of the extremes if several."""
+        """Format the mean over stretches, plus or minus half the range if there are several."""
         if (policy, value) not in self.figures.index:
             return ""
         mean, low, high, count = (
@@ -71,8 +73,8 @@ class Table:
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
-    """All tables of a run, in the order in which its rows name them."""
-    found = []
+    """Make all tables of a run."""
+    run_tables = []
     for experiment in [name for name in VARIED if name in set(rows["experiment"])]:
         column, label = VARIED[experiment]
         measures = NEEDLE_MEASURES if experiment == "needle" else MEASURES
@@ -84,12 +86,12 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             hits = None
             if experiment == "needle":
                 hits = chosen.groupby(column)["answer_hits_full"].mean()
-            found.append(Table(experiment, budget, column, label, measures, figures, hits))
-    return found
+            run_tables.append(Table(experiment, budget, label, measures, figures, hits))
+    return run_tables
 
 
-def needle_found(rows: pd.DataFrame) -> str | None:
-    """How well the full cache itself answers: what the needle's figures are worth."""
+def needle_answered(rows: pd.DataFrame) -> str | None:
+    """Describe the answers of the full cache, to which the needle's figures are relative."""
     part = rows[rows["experiment"] == "needle"]
     if part.empty:
         return None

@@ -1,4 +1,4 @@
-"""The target, run by Hugging Face transformers with the lab's attention in place of its own."""
+"""The target, run by Hugging Face transformers with the lab's attention."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,14 +8,15 @@ from contextvars import ContextVar
 import torch
 
 from vllm_triforce.cache.allocation import allocating
+from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies.base import LabPolicy
-from vllm_triforce_bench.lab.recording import Recording
-from vllm_triforce_bench.lab.replay import Replay
+from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.trace import AttentionOptions, Trace
 
 ATTENTION = "vllm_triforce_lab"
 _PREFILL_TOKENS = 2048
 _CHECKED_TOKENS = 24
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 _current: ContextVar[Recording | Replay] = ContextVar("current pass of the lab")
 
@@ -23,7 +24,7 @@ _current: ContextVar[Recording | Replay] = ContextVar("current pass of the lab")
 def lab_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, n, head_dim]
-    key: torch.Tensor,  # [1, num_kv_heads, n, head_dim], the fed tokens' own
+    key: torch.Tensor,  # [1, num_kv_heads, n, head_dim], of the fed tokens
     value: torch.Tensor,  # [1, num_kv_heads, n, value_dim]
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
@@ -32,7 +33,7 @@ def lab_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:  # [1, n, num_heads, value_dim]
-    """A function of transformers' ``AttentionInterface``; the current pass does the work."""
+    """Let the current pass compute the attention, for transformers' ``AttentionInterface``."""
     options = AttentionOptions(
         query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, sliding_window
     )
@@ -41,13 +42,13 @@ def lab_attention(
 
 
 class Target:
-    """A causal language model whose every attention layer the lab stands in for.
+    """A causal language model with the lab's attention in every layer.
 
     Args:
-        model: of transformers, on its device, whose attention can be exchanged.
+        model: transformers' model on its device.
 
     Raises:
-        RuntimeError: the model's logits with the lab's attention are not those with its own.
+        RuntimeError: the lab's attention changes the model's logits.
     """
 
     def __init__(self, model) -> None:
@@ -63,9 +64,9 @@ class Target:
             else {}
         )
         model.set_attn_implementation("eager")  # others may leave out soft caps
-        wanted = self._own_logits()
+        expected = self._probe_logits()
         model.set_attn_implementation(ATTENTION)
-        self._check(wanted)
+        self._check(expected)
 
     @torch.inference_mode()
     def record(
@@ -75,11 +76,11 @@ class Target:
         with_mass: bool = False,
         advance: Callable[[int], None] = lambda tokens: None,
     ) -> Trace:
-        """A full pass over the prompt and what is to be replayed.
+        """Run a full pass over the prompt and the replayed tokens.
 
         Args:
-            replayed: the tokens that follow the prompt, or how many greedy ones to generate.
-            advance: told the number of tokens done, for a progress bar.
+            replayed: tokens that follow the prompt, or the number of greedy ones to generate.
+            advance: takes the number of tokens done, for a progress bar.
 
         Raises:
             MemoryError: the context's keys and values do not fit.
@@ -110,9 +111,9 @@ class Target:
     def replay(
         self, trace: Trace, policy: LabPolicy | None
     ) -> tuple[torch.Tensor, Replay]:  # [num_replayed, vocab_size]
-        """The next-token logits after each replayed token when it reads what the policy keeps.
+        """Return the logits after each replayed token, which reads the tokens that a policy keeps.
 
-        With no policy it reads everything: the reference, by the same operations.
+        Without a policy it reads all: the reference, by the same operations.
         """
         sparse = Replay(trace.layers, policy)
         with _standing_in(sparse):
@@ -144,16 +145,16 @@ class Target:
         ).tolist()
 
     @torch.inference_mode()
-    def _own_logits(self) -> torch.Tensor:
+    def _probe_logits(self) -> torch.Tensor:
         return self._logits(self._probe(), 0).float()
 
     @torch.inference_mode()
-    def _check(self, wanted: torch.Tensor) -> None:
-        """Models ask for things that the lab does not know (biases, chunked attention): see it."""
+    def _check(self, expected: torch.Tensor) -> None:
+        """Compare logits: a model may need attention that the lab lacks (biases, chunks)."""
         tokens = self._probe()
         trace = self.record(tokens[:-2], tokens[-2:])
-        found = self.replay(trace, None)[0].float()
-        error = float((found - wanted[-2:]).abs().max() / wanted.std())
+        logits = self.replay(trace, None)[0].float()
+        error = float((logits - expected[-2:]).abs().max() / expected.std())
         limit = 1e-3 if self.model.dtype == torch.float32 else 0.25
         if not error <= limit:
             raise RuntimeError(
@@ -170,3 +171,79 @@ def _standing_in(current: Recording | Replay):
         yield
     finally:
         _current.reset(token)
+
+
+# Loading: cheap checks first, the weights last.
+
+
+def load_config_and_tokenizer(settings: LabSettings) -> tuple:
+    """Load the model's config and tokenizer.
+
+    Raises:
+        ValueError: there is no such model, or the lab cannot run it.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    keys = dict(revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(settings.model, **keys)
+        check_config(config, settings)
+        return config, AutoTokenizer.from_pretrained(settings.model, **keys)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model {settings.model!r} cannot be read ({reason}); give a folder with a "
+            "transformers checkpoint and its tokenizer, or a name of the hub"
+        ) from error
+
+
+def check_config(config, settings: LabSettings) -> None:
+    """Raise ValueError if the lab cannot run the model, or not at these lengths."""
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model {settings.model!r} is an encoder-decoder; the lab replays causal language "
+            "models only"
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"model {settings.model!r} has layers of type {', '.join(sorted(unknown))}; the lab "
+            "knows full and sliding-window attention only"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    needed = settings.longest_context + settings.replay_tokens + 1
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"the longest context of {settings.longest_context} and its replay need {needed} "
+            f"positions, and model {settings.model!r} has {limit}; use shorter --context and "
+            "--contexts"
+        )
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if torch has no such device."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={device!r} cannot be used ({reason}); use cpu or cuda") from error
+
+
+def load_target(settings: LabSettings) -> Target:
+    """Load the weights.
+
+    Raises:
+        RuntimeError: the lab's attention changes the model's logits.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return Target(model.to(settings.device))

@@ -1,4 +1,4 @@
-"""Sizes of a model that decide the time of its passes."""
+"""Sizes of a model that decide the time of a pass."""
 
 from dataclasses import dataclass, replace
 

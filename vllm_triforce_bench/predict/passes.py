@@ -21,7 +21,7 @@ class Counts:
         verified_kernels: added to a step that verifies drafts.
         proposal_kernels: of a proposal: its rows, level 1's window, export of logits.
         drafting_kernels: of each drafted token, beside its pass and in the round's graph.
-        level2_kernels: on level 2's logits, in the graph of its pass.
+        level2_kernels: on level 2's logits, in the pass's graph.
         round_kernels: of a round of levels 1 and 2, outside its graphs.
         direct_round_kernels: of each ``gamma`` tokens that go straight to the full pass.
         selection_kernels: of a selection of chunks.
@@ -53,7 +53,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a pass, and the seconds of its bytes or operations at the machine's peak."""
+    """Seconds of a pass, and seconds of the same bytes or operations at the machine's peak."""
 
     seconds: float
     limit_seconds: float
@@ -74,9 +74,9 @@ def model_pass(
 ) -> Pass:
     """Predict a pass of requests with ``tokens`` each over ``kv_tokens`` of KV cache each.
 
-    Weights are read once, experts if a token is routed to them, and each request's KV cache once,
-    whatever the number of its tokens. Dense layers, experts and attention follow one another; each
-    takes the longer of reading and computing.
+    Weights are read once, experts if a token is routed to them, each request's KV cache once for
+    all tokens. Dense layers, experts and attention follow one another; each takes the longer of
+    reading and computing.
     """
     each, num_tokens = model.weight_bytes_each, sum(tokens)
     embedding_rows = num_tokens * model.hidden * each

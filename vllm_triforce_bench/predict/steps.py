@@ -108,9 +108,9 @@ class Predictor:
         return uniform_pass(self.machine, self.model, self.counts, batch, tokens, context)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> Pass:
-        """Predict a pass of the target over a part of its KV cache.
+        """Predict a pass of the target over a part of the KV cache.
 
-        A KV head of a request is a sequence of its own; the number of thread blocks is the same.
+        Each KV head of a request is a sequence; the number of thread blocks is the same.
         """
         return self.uniform_full_pass(batch, tokens, min(budget, context))
 

@@ -40,9 +40,9 @@ class SpeculationStats:
 
     def combine(self, other: Any, sign: int = 1) -> "SpeculationStats":
         """Add other statistics, or subtract earlier ones."""
-        ours, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        size = max(len(ours), len(theirs))
-        padded = (list(each) + [0] * (size - len(each)) for each in (ours, theirs))
+        by_position = (self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
+        size = max(map(len, by_position))
+        padded = (list(counts) + [0] * (size - len(counts)) for counts in by_position)
         return SpeculationStats(
             self.num_drafts + sign * other.num_drafts,
             self.num_draft_tokens + sign * other.num_draft_tokens,

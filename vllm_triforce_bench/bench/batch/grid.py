@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PairedSet:
-    """The variants of a group at one cell, one right after the other, of which ratios are made."""
+    """The variants of a group at one cell, one right after the other; ratios are made within it."""
 
     cell: Cell
     group: int

@@ -14,7 +14,7 @@ IDENTICAL, A_TIE, DIFFERENT = "identical", "tie", "different"
 
 @dataclass
 class Verdict:
-    """Verdict on a batch, that of its worst request.
+    """Verdict on the worst request of a batch.
 
     Args:
         place: first token that differs, in the output.
@@ -39,12 +39,12 @@ def judge(
         stock: engine without speculation; it decodes only if tokens differ.
     """
     worst = Verdict(IDENTICAL)
-    for i, (prompt, theirs, ours) in enumerate(zip(prompts, stock_ids, ids)):
-        if ours == theirs:
+    for i, (prompt, expected, answer) in enumerate(zip(prompts, stock_ids, ids)):
+        if answer == expected:
             continue
-        place = next(k for k, (a, b) in enumerate(zip(theirs, ours)) if a != b)
-        (first, high), (second, low) = _best_two(stock, prompt + theirs[:place])
-        is_tie = {theirs[place], ours[place]} == {first, second} and high - low < TIE[dtype]
+        place = next(k for k, (a, b) in enumerate(zip(expected, answer)) if a != b)
+        (first, high), (second, low) = _best_two(stock, prompt + expected[:place])
+        is_tie = {expected[place], answer[place]} == {first, second} and high - low < TIE[dtype]
         verdict = Verdict(A_TIE if is_tie else DIFFERENT, i, place, high - low)
         if not is_tie:
             return verdict

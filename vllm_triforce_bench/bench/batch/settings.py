@@ -19,7 +19,7 @@ MIN_TOKENS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of fixed batches, many of which ``--serve`` takes, too."""
+    """Add the options of fixed batches; ``--serve`` shares many."""
     what = parser.add_argument_group("what is compared")
     what.add_argument("--target", required=True, help="the model, a path or hub name")
     what.add_argument(

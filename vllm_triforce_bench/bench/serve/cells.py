@@ -75,7 +75,7 @@ def grid(
 ) -> list[Cell]:
     """Combine all values.
 
-    Temperatures follow each other: a server meets the next with what it learned from the last.
+    Temperatures follow each other: a server has learned from the last when the next comes.
     """
     return [
         Cell(*values)

@@ -42,8 +42,8 @@ def make_page(results: dict) -> Page:
     sections = {}
     for i, section in enumerate(dict.fromkeys(map(_section_of, rows))):
         text, output_len, rate = section
-        came = "as soon as there is room" if rate is None else f"{rate:g} a second"
-        title = f"{text}, {output_len} tokens generated, requests {came}"
+        arrivals = "as soon as there is room" if rate is None else f"{rate:g} a second"
+        title = f"{text}, {output_len} tokens generated, requests {arrivals}"
         here = [row for row in rows if _section_of(row) == section]
         sections[title] = [
             Article(

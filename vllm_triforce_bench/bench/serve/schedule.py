@@ -79,7 +79,7 @@ def pair_key(record: dict) -> tuple:
 def paired(records: Sequence[dict]) -> list[tuple[dict, dict]]:
     """Return the runs of baseline and challenger that came one right after the other.
 
-    A pair of which only the first run ended is measured anew; its record is left out.
+    A first run without its second is left out: the pair is measured anew.
     """
     pairs: list[tuple[dict, dict]] = []
     first: dict | None = None

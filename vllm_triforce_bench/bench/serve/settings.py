@@ -21,7 +21,7 @@ from vllm_triforce_bench.bench.settings import (
 
 STOCK, CONTROL, TRIFORCE = "stock", "control", "triforce"
 _MIN_REQUESTS = 16
-# Options of fixed batches alone, and what to use with --serve.
+# Options of fixed batches alone, and their remedies with --serve.
 _WITHOUT_SERVE = {
     "--methods": "TriForce runs beside stock vLLM; see --contests",
     "--contexts": "use --input-lens",

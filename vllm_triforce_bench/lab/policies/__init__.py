@@ -1,4 +1,4 @@
-"""What can be compared: all policies that serve, and those of the lab alone."""
+"""Policies by name: all that serve, and those of the lab alone."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,15 +10,17 @@ from vllm_triforce_bench.lab.policies.topk import TopK
 
 
 class LabPolicies(Mapping[str, type[LabPolicy]]):
-    """By name. The names are known without loading what serves; a policy is loaded when it is
-    asked for, so that a broken one of another package harms only who compares it.
+    """Policies by name, in the order of tables.
+
+    Serving policies are loaded on access: a broken one of another package breaks only runs that
+    compare it.
 
     Args:
-        first, last: those of the lab alone, before and behind those that serve.
+        first, last: policies of the lab alone, before and after those that serve.
     """
 
     def __init__(self, first: list[type[LabPolicy]], last: list[type[LabPolicy]]) -> None:
-        self._own = {policy.name: policy for policy in [*first, *last]}
+        self._lab_policies = {policy.name: policy for policy in [*first, *last]}
         names = [p.name for p in first], selection.POLICIES.names, [p.name for p in last]
         self._names = dict.fromkeys(name for part in names for name in part)
         self._serving: dict[str, type[LabPolicy]] = {}
@@ -27,12 +29,12 @@ class LabPolicies(Mapping[str, type[LabPolicy]]):
         """
         Raises:
             ValueError: another package's policy does not load, is none, or has the name of one of
-                the lab's.
+                the lab.
         """
-        if name in self._own:
+        if name in self._lab_policies:
             if name in selection.POLICIES.names:
                 raise ValueError("the lab has one of that name; rename the other package's")
-            return self._own[name]
+            return self._lab_policies[name]
         if name not in self._serving:
             self._serving[name] = chunked(selection.POLICIES[name])
         return self._serving[name]

@@ -1,4 +1,4 @@
-"""What a policy of the lab is: CONTRIBUTING.md tells how to add one."""
+"""Base class of the lab's policies; CONTRIBUTING.md has the steps to add one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,23 +12,24 @@ from vllm_triforce_bench.lab.trace import LayerTrace
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a policy may read, and how often it may choose.
+    """Sizes of a selection.
+
+    Args:
+        budget: tokens read, the first chunk and the recent ones included.
+        chunk_size: tokens that are kept or dropped together; unused by policies by token.
+        recent_tokens: newest tokens, always kept; None is level 2's default, about a quarter.
+        refresh_interval: full passes between two selections, as at level 2.
+        tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
 
     Raises:
-        ValueError: a combination that level 2 would refuse (``TriForceConfig.resolve``), or a
-            value that is out of range.
+        ValueError: level 2 refuses the sizes (``TriForceConfig.resolve``), or one is out of range.
     """
 
     budget: int = 4096
-    """Tokens, the first chunk and the recent ones included."""
     chunk_size: int = 32
-    """Tokens that are kept or dropped together; policies by token take no notice."""
     recent_tokens: int | None = None
-    """Newest tokens kept whatever their scores; None is level 2's default, about a quarter."""
     refresh_interval: int = 8
-    """Full passes between two selections, as at level 2."""
     tokens_per_pass: int = 7
-    """Tokens that a full pass moves on by: 7 is six accepted ones and the bonus token."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_pass < 1:
@@ -52,15 +53,17 @@ class Sizes:
 
 
 class LabPolicy(ABC):
-    """Chooses which tokens of the context a replayed token reads, per layer and KV head.
+    """Selects the tokens that a replayed token reads, per layer and KV head.
 
-    The lab does the rest: it hides what lies ahead, leaves sliding-window layers dense, shows
-    everything to a token whose context fits into the budget, and runs the attention.
+    The lab hides later tokens, leaves sliding-window layers dense, keeps all tokens of a context
+    within the budget, and computes the attention.
+
+    Args:
+        needs_mass: True if ``LayerTrace.mass`` is read.
     """
 
     name: ClassVar[str]
     needs_mass: ClassVar[bool] = False
-    """True where ``LayerTrace.mass`` is read."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -70,10 +73,10 @@ class LabPolicy(ABC):
         self,
         layer: LayerTrace,
         kv_head: int,
-        scores: torch.Tensor,  # [group, num_replayed, num_tokens], the sparse pass's; read only
-        visible: torch.Tensor,  # [num_replayed, num_tokens], True where a token may look
+        scores: torch.Tensor,  # [group, num_replayed, num_tokens], of the sparse pass; read only
+        visible: torch.Tensor,  # [num_replayed, num_tokens], True for visible tokens
     ) -> torch.Tensor:  # [1 or group, num_replayed, num_tokens], True where kept
-        """What is kept for each replayed token; tokens ahead of it may be anything."""
+        """Mask of the tokens kept for each replayed token; later tokens may have any value."""
 
     def mask(
         self,
@@ -82,7 +85,7 @@ class LabPolicy(ABC):
         scores: torch.Tensor,  # [group, num_replayed, num_tokens]
         visible: torch.Tensor,  # [num_replayed, num_tokens]
     ) -> torch.Tensor:  # [1 or group, num_replayed, num_tokens]
-        """``keep``, and everything where the budget covers the context."""
+        """``keep()``, or all tokens if the budget covers the context."""
         covered = layer.positions() < self.sizes.budget
         if bool(covered.all()):
             return visible[None]

@@ -1,4 +1,4 @@
-"""The policies that serve: the shipped retrieval cache, driven as level 2 drives it."""
+"""Policies that serve, run by the retrieval cache as at level 2."""
 
 from typing import ClassVar
 
@@ -14,10 +14,9 @@ from vllm_triforce_bench.lab.policies.base import LabPolicy
 class ChunkedPolicy(LabPolicy):
     """First chunk, selected chunks, and everything from the recent chunks on.
 
-    Selection is asked of ``cache.retrieval_cache.RetrievalCache``, the class that serves
-    requests, before each of the full passes that the replay stands for: with the query of the
-    newest token that the full pass has seen, and again when ``refresh_interval`` says so. What
-    is read grows between two selections, as it does at level 2.
+    ``cache.retrieval_cache.RetrievalCache``, the class that serves requests, selects chunks before
+    full passes of the replay, every ``refresh_interval`` passes, with the newest query that the
+    full pass has seen. Between two selections the read tokens grow, as at level 2.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
@@ -40,7 +39,7 @@ class ChunkedPolicy(LabPolicy):
         return keep[None]
 
     def _cache(self, layer, kv_head: int) -> RetrievalCache:
-        """A retrieval cache of one layer and one KV head, whose blocks are the context in order."""
+        """Make a retrieval cache of one layer and KV head, with the context's blocks in order."""
         size, keys = self.sizes.chunk_size, layer.keys[kv_head]
         num_full = len(keys) // size
         blocks = keys[: num_full * size].view(num_full, size, -1)
@@ -70,6 +69,6 @@ class ChunkedPolicy(LabPolicy):
 
 
 def chunked(policy: type[SelectionPolicy]) -> type[ChunkedPolicy]:
-    """The lab's side of a policy that serves, with its name and description."""
+    """Make the lab's class of a serving policy, with its name and description."""
     namespace = {"name": policy.name, "selection": policy, "__doc__": policy.__doc__}
     return type(policy.__name__, (ChunkedPolicy,), namespace)

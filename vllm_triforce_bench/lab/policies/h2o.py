@@ -1,19 +1,18 @@
-"""H2O (Heavy-Hitter Oracle, arXiv 2306.14048): the tokens that got most attention so far."""
+"""H2O (Heavy-Hitter Oracle, arXiv 2306.14048): tokens with the most attention so far."""
 
 import torch
 
-from vllm_triforce_bench.lab.attention import attention_scores, attention_weights
 from vllm_triforce_bench.lab.policies.base import LabPolicy
+from vllm_triforce_bench.lab.trace import attention_scores, attention_weights
 
 
 class H2O(LabPolicy):
     """H2O.
 
-    Mechanism: half of the budget are the newest tokens, half those of the others that have
-    gathered the most attention, summed over all earlier queries of the prompt and of the generated
-    tokens; with grouped-query attention also over the query heads of a group.
-    Paper: arXiv 2306.14048. There a token that falls out is gone and gathers no more; here the
-    sums are those of full attention, which flatters it.
+    Mechanism: half of the budget are the newest tokens, half the older tokens with the most
+    attention, summed over all earlier queries and the query heads of a group.
+    Paper: arXiv 2306.14048. There a dropped token gathers no more attention; here the sums are
+    those of full attention, which favours H2O.
     Parameters: ``budget``.
     """
 
@@ -27,7 +26,7 @@ class H2O(LabPolicy):
         columns = torch.arange(layer.num_tokens, device=positions.device)
         newest = columns > positions - recent
         gathered = self.gathered_mass(layer, kv_head, visible).masked_fill_(newest, -1.0)
-        # Where fewer are left than there is room for, the mask and not this choice decides.
+        # With fewer older tokens than room the caller's mask decides.
         chosen = gathered.topk(min(heavy, layer.num_tokens), dim=-1, sorted=False).indices
         return newest.scatter(1, chosen, True)[None]
 
@@ -37,7 +36,7 @@ class H2O(LabPolicy):
         kv_head: int,
         visible: torch.Tensor,  # [num_replayed, num_tokens]
     ) -> torch.Tensor:  # [num_replayed, num_tokens]
-        """Attention that each token has had from all queries before each replayed token."""
+        """Attention of each token from all queries before each replayed token."""
         query = layer.queries[layer.heads(kv_head), 1:]
         scores = attention_scores(query, layer.keys[kv_head], layer.options)
         scores.masked_fill_(~visible, float("-inf"))

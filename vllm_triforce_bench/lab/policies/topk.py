@@ -1,4 +1,4 @@
-"""Exact top-k: the ceiling of what a budget can keep."""
+"""Exact top-k: the ceiling of a budget."""
 
 import torch
 
@@ -8,9 +8,8 @@ from vllm_triforce_bench.lab.policies.base import LabPolicy
 class TopK(LabPolicy):
     """Exact top-k.
 
-    Mechanism: each query head reads the ``budget`` tokens that its own current query scores
-    highest: no other choice of as many tokens keeps more of its attention. It reads all keys to
-    find them, so it saves nothing: a ceiling, not a method.
+    Mechanism: each query head reads the ``budget`` tokens with the highest scores of its query. No
+    other choice of this size keeps more attention. It reads all keys: a ceiling, not a method.
     Paper: the ideal of arXiv 2404.11912, table 1 ("Top-K").
     Parameters: ``budget``.
     """

@@ -1,21 +1,25 @@
-"""The full pass: dense attention piece by piece, and everything that replays need of it."""
+"""Attention of the lab's two passes: the full one records, the sparse one replays."""
 
 import torch
 
-from vllm_triforce_bench.lab.attention import (
+from vllm_triforce_bench.lab.policies.base import LabPolicy
+from vllm_triforce_bench.lab.trace import (
+    AttentionOptions,
+    LayerTrace,
     attention_scores,
     attention_weights,
     causal_mask,
+    kept_mass,
+    self_scores,
 )
-from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace
 
-_SCORES_AT_A_TIME = {"cpu": 1 << 20}
-"""Numbers of one head group's scores held at a time: on a CPU they should stay in its cache."""
-_SCORES_AT_A_TIME_ELSEWHERE = 1 << 25
+# Scores of a head group held at a time; on a CPU they should stay in its cache.
+_MAX_SCORES = {"cpu": 1 << 20}
+_MAX_SCORES_ELSEWHERE = 1 << 25
 
 
 class _Layer:
-    """One layer's full cache, filled piece by piece."""
+    """Full cache of one layer, filled piece by piece."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -45,7 +49,7 @@ class Recording:
         num_layers: layers with attention.
         capacity: tokens of the prompt and the replay together.
         start: tokens of the prompt.
-        with_mass: sum up the attention that each prompt token gets (H2O).
+        with_mass: sum the attention of each prompt token (H2O).
     """
 
     def __init__(self, num_layers: int, capacity: int, start: int, with_mass: bool) -> None:
@@ -70,12 +74,12 @@ class Recording:
             layer.queries.append(query[:, max(0, self.start - 1 - first) :].clone())
         group = query.shape[0] // keys.shape[0]
         output = values.new_empty(*query.shape[:2], values.shape[-1])
-        at_a_time = _SCORES_AT_A_TIME.get(query.device.type, _SCORES_AT_A_TIME_ELSEWHERE)
-        rows = max(1, at_a_time // (group * end))
+        max_scores = _MAX_SCORES.get(query.device.type, _MAX_SCORES_ELSEWHERE)
+        rows = max(1, max_scores // (group * end))
         for begin in range(first, end, rows):
             positions = torch.arange(begin, min(begin + rows, end), device=query.device)
             reach = int(positions[-1]) + 1
-            # Without a window, all that these queries may not see lies among themselves.
+            # Without a window, the tokens hidden from these queries lie among themselves.
             low = begin if options.window is None else 0
             hidden = ~causal_mask(positions, reach, options.window)[:, low:]
             here = slice(begin - first, begin - first + len(positions))
@@ -91,11 +95,10 @@ class Recording:
         return output
 
     def layer_traces(self) -> list[LayerTrace]:
-        """What was recorded so far, prompt and replayed tokens.
+        """Return the recorded layers, prompt and replayed tokens.
 
         Raises:
-            RuntimeError: a layer without attention: the model is not all full or sliding-window
-                attention.
+            RuntimeError: a layer called no attention.
         """
         if any(layer.keys is None for layer in self._layers):
             missing = [i for i, layer in enumerate(self._layers) if layer.keys is None]
@@ -114,3 +117,62 @@ class Recording:
             )
             for layer in self._layers
         ]
+
+
+class Replay:
+    """Attention of a sparse pass: every replayed token reads the tokens that a policy keeps.
+
+    All replayed tokens go through the model at once, hidden from each other. Keys and values of
+    earlier tokens are the full pass's (level 3 has overwritten level 2's); a token's come from its
+    sparse hidden state.
+
+    Args:
+        layers: the recorded context.
+        policy: None keeps all tokens, the reference.
+    """
+
+    def __init__(self, layers: list[LayerTrace], policy: LabPolicy | None) -> None:
+        self._layers = layers
+        self._policy = policy
+        self._masses: list[torch.Tensor] = []
+        self._reads: list[torch.Tensor] = []
+
+    def __call__(
+        self,
+        layer_index: int,
+        query: torch.Tensor,  # [num_heads, num_replayed, head_dim]
+        keys: torch.Tensor,  # [num_kv_heads, num_replayed, head_dim], of the replayed tokens
+        values: torch.Tensor,  # [num_kv_heads, num_replayed, value_dim], of the replayed tokens
+        options: AttentionOptions,
+    ) -> torch.Tensor:  # [num_heads, num_replayed, value_dim]
+        layer = self._layers[layer_index]
+        visible = causal_mask(layer.positions(), layer.num_tokens, options.window)
+        output = values.new_empty(*query.shape[:2], values.shape[-1])
+        for head in range(keys.shape[0]):
+            heads = layer.heads(head)
+            scores = attention_scores(query[heads], layer.keys[head], options)
+            new_scores = self_scores(query[heads], keys[head], options)
+            scores.diagonal(layer.start, 1, 2).copy_(new_scores)
+            mask = visible[None]
+            if self._policy is not None and options.window is None:
+                mask = mask & self._policy.mask(layer, head, scores, visible)
+                self._masses.append(kept_mass(scores, visible, mask).mean())
+                self._reads.append(mask.sum(-1, dtype=torch.float32).mean())
+            weights = attention_weights(
+                scores.masked_fill_(~mask, float("-inf")), layer.sinks(head)
+            )
+            new_weights = weights.diagonal(layer.start, 1, 2).clone()
+            weights.diagonal(layer.start, 1, 2).zero_()
+            attended = weights.to(values.dtype) @ layer.values[head]
+            output[heads] = attended + new_weights[..., None].to(values.dtype) * values[head]
+        return output
+
+    @property
+    def kept_mass(self) -> float:
+        """Mean share of full attention on the kept tokens; 1 without a sparse layer."""
+        return float(torch.stack(self._masses).mean()) if self._masses else 1.0
+
+    @property
+    def tokens_read(self) -> float:
+        """Mean tokens that a query head of a sparse layer reads, the newest included."""
+        return float(torch.stack(self._reads).mean()) if self._reads else 0.0
