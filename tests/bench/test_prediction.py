@@ -8,10 +8,11 @@ from itertools import pairwise
 import pytest
 
 from tests.models import ROOT
+from vllm_triforce_bench.predict import steps
 from vllm_triforce_bench.predict.cpu import measure_cpu
 from vllm_triforce_bench.predict.geometry import MODELS, Geometry, draft_of
 from vllm_triforce_bench.predict.machine import MACHINES, Machine, machine_of, named_machine
-from vllm_triforce_bench.predict.passes import Counts, model_pass
+from vllm_triforce_bench.predict.passes import model_pass
 from vllm_triforce_bench.predict.settings import (
     DIRECT,
     DRAFT,
@@ -30,9 +31,9 @@ SETTINGS = [STOCK, Setting(DIRECT, 3, source=DRAFT), Setting(DIRECT, 4, source=L
 SETTINGS += [Setting(LEVELS, 12, 4, 1024, LOOKUP), Setting(LEVELS, 4, 0, 512)]
 
 
-def predictor(machine="H200", model="llama-3.1-8b", counts=None) -> Predictor:
+def predictor(machine="H200", model="llama-3.1-8b") -> Predictor:
     its = MODELS[model]
-    return Predictor(MACHINES[machine], its, draft_of(its), counts or Counts())
+    return Predictor(MACHINES[machine], its, draft_of(its))
 
 
 # By hand.
@@ -72,21 +73,23 @@ def test_a_pass_is_its_bytes_over_bandwidth():
 def test_a_large_batch_is_bound_by_arithmetic():
     """7.5 G weights but for the embedding, 2 operations each, 2,048 tokens."""
     machine = dataclasses.replace(MACHINES["H200"], kernel_seconds=0.0, graph_launch_seconds=0.0)
-    found = model_pass(machine, MODELS["llama-3.1-8b"], Counts(), [1] * 2048, [0] * 2048)
+    found = model_pass(machine, MODELS["llama-3.1-8b"], [1] * 2048, [0] * 2048)
     assert found.limit_seconds == pytest.approx(2 * 7.505e9 * 2048 / 989e12, rel=1e-3)
     assert found.seconds == pytest.approx(found.limit_seconds / 0.6, rel=1e-6)
 
 
-def test_launches_are_counted_where_no_graph_holds_them():
-    counts = Counts(round_kernels=22, logits_reads=0)
-    none = dataclasses.replace(counts, round_kernels=0)
-    ours, free = (predictor(counts=c).round_overhead(1, 2, True) for c in (counts, none))
-    assert ours - free == pytest.approx(22 * 5e-6)
+def test_launches_are_counted_where_no_graph_holds_them(monkeypatch):
+    def times() -> tuple[float, float]:
+        step = predictor().step(LEVELS_6, 8192, 1, Acceptance(0.9))
+        return predictor().round_overhead(1, 2, True), step.seconds
+
+    monkeypatch.setattr(steps, "ROUND_KERNELS", 22)
+    one_round, step = times()
+    monkeypatch.setattr(steps, "ROUND_KERNELS", 0)
+    free_round, free_step = times()
     rounds, _ = inner_loop(0.5, 6, 2)
-    ours, free = (
-        predictor(counts=c).step(LEVELS_6, 8192, 1, Acceptance(0.9)).seconds for c in (counts, none)
-    )
-    assert ours - free == pytest.approx(rounds * 22 * 5e-6)
+    assert one_round - free_round == pytest.approx(22 * 5e-6)
+    assert step - free_step == pytest.approx(rounds * 22 * 5e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 56, 448])

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -16,7 +17,7 @@ from vllm_triforce_bench.bench.report import tokens_text
 # Stand-ins, replaced by CSS variables of the page in the written SVG.
 _INK, _FAINT, _GRID = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _FAINT: "var(--faint)", _GRID: "var(--grid)"}
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,

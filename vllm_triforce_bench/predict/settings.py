@@ -7,7 +7,7 @@ PLAIN, DIRECT, LEVELS = "plain", "direct", "levels"
 DRAFT, LOOKUP = "draft", "lookup"
 # Retrieval budget at which ``Acceptance.level2`` is given.
 FULL_BUDGET = 4096
-# Growth of level 2's rejections when the budget is halved (docs/results/2026-11-21-lab.md: 0.057
+# Growth of level 2's rejections when the budget is halved (docs/results.md: 0.057
 # at 4,096 tokens to 0.131 at 256, at a context of 16,384).
 _REJECTIONS_PER_HALVING = 1.23
 

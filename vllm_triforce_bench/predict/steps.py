@@ -8,16 +8,26 @@ ones and the bonus or recovered token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
-from vllm_triforce_bench.predict.passes import NO_PASS, Counts, Pass, model_pass, uniform_pass
+from vllm_triforce_bench.predict.passes import NO_PASS, Pass, model_pass, uniform_pass
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Acceptance, Setting
 
-# Bytes of a logit in the sampler.
-_LOGIT_BYTES = 4
+# Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2
+# (docs/results.md). Kernels of drafting and of level 2's logits are in CUDA graphs.
+STEP_KERNELS, STEP_UPLOADS, STEP_SYNCS = 20, 2, 1  # any step, stock vLLM's too
+VERIFIED_KERNELS = 2  # more in a step that verifies drafts
+PROPOSAL_KERNELS, PROPOSAL_UPLOADS = 13, 4  # a proposal, without rounds
+DRAFTING_KERNELS = 6  # a drafted token, beside its pass
+LEVEL2_KERNELS = 3  # level 2's logits
+ROUND_KERNELS = 2  # a round of levels 1 and 2
+DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
+SELECTION_KERNELS = 17
+# Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
+_LOGIT_BYTES, _LOGIT_READS = 4, 3
 # Tokens that level 1 drafts in one graph for the full pass: gamma of Model Runner V2.
 DIRECT_GAMMA = 2
 # vLLM's default share of the device's memory; and the part of it that is neither weights nor KV
@@ -85,7 +95,6 @@ class Predictor:
     machine: Machine
     model: Geometry
     draft: Geometry | None = None
-    counts: Counts = field(default_factory=Counts)
     window: int = 256
     chunk: int = 16
     refresh_interval: int = 8
@@ -101,11 +110,11 @@ class Predictor:
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> Pass:
         """Predict a full pass of requests with ``tokens`` each at ``contexts``."""
-        return model_pass(self.machine, self.model, self.counts, tokens, contexts)
+        return model_pass(self.machine, self.model, tokens, contexts)
 
     def uniform_full_pass(self, batch: int, tokens: int, context: int) -> Pass:
         """Predict a full pass of ``batch`` equal requests."""
-        return uniform_pass(self.machine, self.model, self.counts, batch, tokens, context)
+        return uniform_pass(self.machine, self.model, batch, tokens, context)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> Pass:
         """Predict a pass of the target over a part of the KV cache.
@@ -118,15 +127,14 @@ class Predictor:
         """Predict one of ``gamma`` draft passes that share a CUDA graph."""
         if self.draft is None:
             return NO_PASS
-        counts = replace(self.counts, graphs_per_pass=self.counts.graphs_per_pass / max(1, gamma))
         kv_tokens = min(self.window, context)
-        return uniform_pass(self.machine, self.draft, counts, batch, 1, kv_tokens)
+        return uniform_pass(self.machine, self.draft, batch, 1, kv_tokens, 1 / max(1, gamma))
 
     # Outside the passes, in seconds.
 
     def _launch_s(self, kernels: float, uploads: float = 0, num_logits: float = 0) -> float:
         machine = self.machine
-        logits_bytes = num_logits * self.model.vocab * _LOGIT_BYTES * self.counts.logits_reads
+        logits_bytes = num_logits * self.model.vocab * _LOGIT_BYTES * _LOGIT_READS
         return (
             kernels * machine.launch_seconds
             + uploads * machine.upload_seconds
@@ -135,38 +143,36 @@ class Predictor:
 
     def step_overhead(self, batch: int) -> float:
         """Overhead of a plain step, stock vLLM's."""
-        counts = self.counts
-        wait_s = counts.step_syncs * self.machine.sync_seconds
-        return wait_s + self._launch_s(counts.step_kernels, counts.step_uploads, batch)
+        wait_s = STEP_SYNCS * self.machine.sync_seconds
+        return wait_s + self._launch_s(STEP_KERNELS, STEP_UPLOADS, batch)
 
     def drafts_overhead(self, batch: int, num_tokens: int) -> float:
         """Overhead of a proposal, without rounds and selection."""
-        counts = self.counts
-        kernels = counts.verified_kernels + counts.proposal_kernels
-        return self._launch_s(kernels, counts.proposal_uploads, batch * num_tokens)
+        kernels = VERIFIED_KERNELS + PROPOSAL_KERNELS
+        return self._launch_s(kernels, PROPOSAL_UPLOADS, batch * num_tokens)
 
     def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
         """Overhead of a round of levels 1 and 2."""
-        graph_kernels = self.counts.level2_kernels + self._drafting_kernels(gamma, has_draft)
-        launch_s = self._launch_s(self.counts.round_kernels, 0, batch * (gamma + 1))
+        graph_kernels = LEVEL2_KERNELS + self._drafting_kernels(gamma, has_draft)
+        launch_s = self._launch_s(ROUND_KERNELS, 0, batch * (gamma + 1))
         return launch_s + graph_kernels * self.machine.kernel_seconds
 
     def direct_overhead(self, num_tokens: int, has_draft: bool) -> float:
         """Overhead of level 1 alone."""
         rounds = -(-num_tokens // DIRECT_GAMMA)
         graph_s = self._drafting_kernels(num_tokens, has_draft) * self.machine.kernel_seconds
-        return self._launch_s(rounds * self.counts.direct_round_kernels) + graph_s
+        return self._launch_s(rounds * DIRECT_ROUND_KERNELS) + graph_s
 
     def _drafting_kernels(self, num_tokens: int, has_draft: bool) -> float:
         """Kernels beside the draft's passes."""
-        return num_tokens * self.counts.drafting_kernels if has_draft else 0.0
+        return num_tokens * DRAFTING_KERNELS if has_draft else 0.0
 
     def selection_seconds(self, batch: int, context: int) -> float:
         """A step's share of a selection."""
         machine = self.machine
         mean_key_bytes = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
         read_s = mean_key_bytes / (machine.bandwidth * machine.bandwidth_share)
-        return (read_s + self._launch_s(self.counts.selection_kernels)) / self.refresh_interval
+        return (read_s + self._launch_s(SELECTION_KERNELS)) / self.refresh_interval
 
     # Steps.
 

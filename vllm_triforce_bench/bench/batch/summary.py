@@ -65,9 +65,9 @@ def _row(repetitions: list[dict]) -> dict:
 
 def _outside_passes(repetitions: list[dict]) -> dict:
     """Medians, if passes were timed (``--pass-times``)."""
-    figures = [record.get("outside_passes") for record in repetitions]
-    if not all(figures):
+    if not all(record.get("outside_passes") for record in repetitions):
         return {}
+    figures = [record["outside_passes"] for record in repetitions]
     return {
         f"outside_passes_{name}": float(numpy.median([each[name] for each in figures]))
         for name in figures[0]
