@@ -26,7 +26,7 @@ step() {  # step NAME SECONDS COMMAND...
   [ $status -eq 0 ] || failed+=("$name")
   return $status
 }
-check() { python3 -m pytest -q -p no:cacheprovider --tb short "$@"; }
+check() { python3 -m pytest -q -s -p no:cacheprovider --tb short "$@"; }
 export -f check
 
 # 1. Correctness.

@@ -149,7 +149,12 @@ def _serve(settings: ServeSettings, folder: Path, argv: list[str]) -> int:
         measurement = ServeMeasurement(settings, servers, target, all_requests, store, progress)
         measurement.run(phases, done)
 
-    code = _measure(console, folder, measure, "pairs", num_pairs, len(done))
+    # Ended like interrupted: the servers stop, and the report is written.
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = _measure(console, folder, measure, "pairs", num_pairs, len(done))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     rows = summary.summarize(store.records)
     if not rows:
         return code
@@ -182,8 +187,6 @@ def _measure(
 
     if num_done:
         console.print(f"{num_done} of {total} {units} are in {folder} already")
-    # Ended like interrupted: servers are stopped, and the report is written.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with Progress(console, total, num_done, units) as progress:
             measure(progress)
@@ -194,8 +197,6 @@ def _measure(
         console.print(str(error), markup=False, highlight=False, style="red")
         console.print(f"the same command goes on from what is in {folder}")
         return SERVER_FAILED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

@@ -89,7 +89,7 @@ def write(
         title=title,
         heading=title,
         facts=list(facts.values()),
-        notes=[text, needle_answered(frame) or ""],
+        notes=list(filter(None, (text, needle_answered(frame)))),
         sections={"Tables": articles},
         run={**facts, **values},
     )
