@@ -44,7 +44,7 @@ step exact-offload 540 bash -c "check benchmarks/gpu/test_exactness.py -k offloa
 python3 -m benchmarks.gpu.models "$out/models" llama-3.1-8b
 step times 1200 bash -c "python3 -m vllm_triforce.cli bench \
   --target '$out/models/llama-3.1-8b' --draft '$out/models/llama-3.1-8b-draft' \
-  --methods stock,triforce:all --dataset-name random --dtypes bfloat16 \
+  --methods stock,triforce:all --prompts vllm_triforce --dtypes bfloat16 \
   --contexts ${CONTEXTS:-8000,32000,122000} --batch-sizes ${BATCH_SIZES:-1} --tokens 128 \
   --pass-times --engine '{\"load_format\": \"dummy\"}' --triforce '{\"min_context\": 0}' \
   --engines-at-once 2 --output '$out/times' || [ \$? = 1 ]"
