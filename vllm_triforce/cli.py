@@ -38,21 +38,16 @@ COMMANDS = {
         takes_more=True,
     ),
     "bench": Command(
-        "vllm_triforce_bench.compare.command",
+        "vllm_triforce_bench.bench.command",
         "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
         needs=("rich", "pandas", "matplotlib"),
         extra="bench",
     ),
     "lab": Command(
-        "vllm_triforce_bench.acceptance.command",
+        "vllm_triforce_bench.lab.command",
         "measure how often a sparse cache agrees with the full one, by policy, budget and context",
         needs=("transformers", "rich", "pandas", "matplotlib"),
         extra="bench",
-        needs_vllm=False,
-    ),
-    "predict": Command(
-        "vllm_triforce_bench.predict.command",
-        "predict the time of a step and TriForce's speed-up by arithmetic, by machine and model",
         needs_vllm=False,
     ),
 }

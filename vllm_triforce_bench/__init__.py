@@ -1,5 +1,5 @@
-"""What measures TriForce and is not needed to serve: ``pip install 'vllm-triforce[bench]'``.
+"""Tools that measure TriForce; serving needs none: ``pip install 'vllm-triforce[bench]'``.
 
-``compare`` runs it beside stock vLLM, ``acceptance`` replays sparse caches without vLLM,
-``gpu_suite`` checks and measures everything on a machine with a GPU.
+``bench`` compares TriForce with stock vLLM, ``lab`` replays sparse caches without vLLM, ``doctor``
+examines an installation and a model, ``predict`` is its model of time.
 """

@@ -1,39 +1,41 @@
-"""vLLM preloads libraries for its worker processes; here the workers are this process."""
+"""Preload the libraries that vLLM preloads for its workers: here the workers are this process."""
 
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
-_AGAIN = "VLLM_TRIFORCE_PRELOADED"
+_IS_RESTARTED = "VLLM_TRIFORCE_PRELOADED"
 
 
 def libraries() -> list[str]:
-    """Intel's OpenMP, without which vLLM's CPU build speculates slowly, and tcmalloc, as far as
-    they are installed and not preloaded yet. None beside a GPU build."""
-    present = os.environ.get("LD_PRELOAD", "")
-    found = []
+    """List Intel's OpenMP and tcmalloc, if they are installed and not preloaded.
+
+    vLLM's CPU build speculates slowly without this OpenMP. A GPU build has neither.
+    """
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    paths = []
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if "omp" not in present and openmp.exists():
-        found.append(str(openmp))
+    if "omp" not in preloaded and openmp.exists():
+        paths.append(str(openmp))
     spec = importlib.util.find_spec("vllm")
     for folder in (spec and spec.submodule_search_locations) or []:
         for library in sorted(Path(folder, "libs").glob("libtcmalloc*.so*"))[:1]:
-            if "libtcmalloc" not in present:
-                found.append(str(library))
-    return found
+            if "libtcmalloc" not in preloaded:
+                paths.append(str(library))
+    return paths
 
 
 def restart_if_needed(argv: list[str]) -> None:
-    """Replaces this process by the command with the libraries preloaded, once.
+    """Replace this process by ``vllm-triforce`` with the libraries preloaded, once.
 
     Args:
-        argv: of ``vllm-triforce``.
+        argv: arguments of ``vllm-triforce``.
     """
-    found = libraries()
-    if not found or os.environ.get(_AGAIN) or not sys.platform.startswith("linux"):
+    paths = libraries()
+    if not paths or os.environ.get(_IS_RESTARTED) or not sys.platform.startswith("linux"):
         return
-    preload = ":".join([*found, os.environ.get("LD_PRELOAD", "")]).strip(":")
-    environment = {**os.environ, "LD_PRELOAD": preload, _AGAIN: "1"}
+    preload = ":".join([*paths, os.environ.get("LD_PRELOAD", "")]).strip(":")
+    environment = {**os.environ, "LD_PRELOAD": preload, _IS_RESTARTED: "1"}
     command = [sys.executable, "-m", "vllm_triforce.cli", *argv]
     os.execve(sys.executable, command, environment)

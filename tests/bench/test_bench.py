@@ -3,10 +3,22 @@
 import pytest
 
 from vllm_triforce import cli
-from vllm_triforce_bench.compare import command, grid, methods, prompts, store, summary
-from vllm_triforce_bench.compare.errors import BadInput
-from vllm_triforce_bench.compare.page import render
-from vllm_triforce_bench.compare.pass_times import Mark, outside_passes
+from vllm_triforce_bench import colours
+from vllm_triforce_bench.bench import BadInput, command, methods, prompts, store
+from vllm_triforce_bench.bench.batch import grid, summary
+from vllm_triforce_bench.bench.batch.page import make_page, terminal_table
+from vllm_triforce_bench.bench.batch.settings import BatchSettings
+from vllm_triforce_bench.bench.batch.stream import Mark, Streamed, outside_passes
+from vllm_triforce_bench.bench.terminal import TimeLeft
+
+
+def asked(**more) -> BatchSettings:
+    fields = dict(target="a/model", draft=None, prompts=None, top_p=0.9, seed=0, engine_keys={})
+    fields |= dict(kv_cache_gib=None, methods=["stock"], contexts=[300], batch_sizes=[1])
+    fields |= dict(temperatures=[0.0], budgets=[128], dtypes=["float32"], tokens=16)
+    fields |= dict(repetitions=1, dataset_name="random", dataset_path=None, dataset_args="")
+    fields |= dict(method_keys={}, engines_at_once=None, pass_times=False)
+    return BatchSettings(**{**fields, **more})
 
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
@@ -65,7 +77,8 @@ def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
 
 
 def test_prompts_are_read_once_for_all_temperatures():
-    sets = grid.paired_sets(["float32"], [300, 500], [1], [0.0, 0.6], 2, 1)
+    settings = asked(contexts=[300, 500], temperatures=[0.0, 0.6], repetitions=2)
+    sets = grid.paired_sets(settings, 1)
     assert len(sets) == len({paired.key() for paired in sets}) == 8
     runs = list(grid.by_prompts(sets))
     assert len(runs) == 4
@@ -73,17 +86,18 @@ def test_prompts_are_read_once_for_all_temperatures():
 
 
 def test_time_left_is_shared_out_by_tokens():
-    sets = grid.paired_sets(["float32"], [1000, 3000], [1], [0.0], 1, 1)
-    left = grid.TimeLeft(num_tokens=50)  # counts as 1,000 tokens read
-    assert left.seconds(sets) is None
-    left.finished(sets[0], 10.0)
-    assert left.seconds(sets[1:]) == pytest.approx(20.0)
+    # 50 tokens written count as 1,000 tokens read.
+    first, second = (TimeLeft.weight(1, context, 50) for context in (1000, 3000))
+    left = TimeLeft()
+    assert left.seconds([first, second]) is None
+    left.finish(first, 10.0)
+    assert left.seconds([second]) == pytest.approx(20.0)
 
 
 def test_no_figure_stands_under_a_budget_that_was_not_used():
     from types import SimpleNamespace as Thing
 
-    from vllm_triforce_bench.compare.engines import _check_budget
+    from vllm_triforce_bench.bench.batch.engines import _check_budget
 
     variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
     config = Thing(cache_config=Thing(block_size=128))
@@ -103,44 +117,35 @@ def test_a_folder_is_its_texts_in_order(tmp_path):
     (tmp_path / "a.py").write_text("one")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00\x80")
-    assert prompts.text_of(tmp_path) == "a.py\none\n\nb/x.py\ntwo"
+    assert prompts.read_text(tmp_path) == "a.py\none\n\nb/x.py\ntwo"
 
 
-class Asked:
-    """Settings as far as prompts need them."""
-
-    batch_sizes, repetitions, contexts = [1, 2], 2, [10]
-    prompts, dataset_name, dataset_path, dataset_args, seed = None, "random", None, "", 0
+FOUR_PROMPTS = asked(batch_sizes=[1, 2], repetitions=2, contexts=[10])
 
 
 def test_each_request_and_repetition_has_another_stretch():
     tokens = list(range(100))
-    found = [p for turn in range(2) for p in prompts.cut(tokens, 10, 2, turn, Asked, 0)]
+    found = [p for turn in range(2) for p in prompts.cut(tokens, 10, 2, turn, FOUR_PROMPTS, 0)]
     assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
     assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
-    assert prompts.cut(tokens, 10, 1, 1, Asked, None) == [tokens[60:70]]
+    assert prompts.cut(tokens, 10, 1, 1, FOUR_PROMPTS, None) == [tokens[60:70]]
 
 
 def test_vllms_random_dataset_without_a_network(pair):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair["target"])
-    tokens = prompts.token_stream(Asked, tokenizer)
-    assert len(tokens) >= 4 * 10 and tokens == prompts.token_stream(Asked, tokenizer)
-
-    class Misspelt(Asked):
-        dataset_args = "--random-imput-len 5"
-
+    tokens = prompts.token_stream(FOUR_PROMPTS, tokenizer)
+    assert len(tokens) >= 4 * 10 and tokens == prompts.token_stream(FOUR_PROMPTS, tokenizer)
+    misspelt = asked(contexts=[10], dataset_args="--random-imput-len 5")
     with pytest.raises(BadInput, match="--random-imput-len"):
-        prompts.token_stream(Misspelt, tokenizer)
+        prompts.token_stream(misspelt, tokenizer)
 
 
 def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):
-    from types import SimpleNamespace
-
     from vllm.transformers_utils import config
 
-    from vllm_triforce_bench.compare import model_facts
+    from vllm_triforce_bench.bench import model_facts
 
     original, read = config.get_config, {}
 
@@ -149,14 +154,12 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
         return original(model, trust_remote_code)
 
     monkeypatch.setattr(config, "get_config", get_config)
-    asked = SimpleNamespace(target=pair["target"], draft=pair["draft"])
-    asked.engine_keys = {"revision": "t", "code_revision": "tc"}
+    pins = {"revision": "t", "code_revision": "tc"}
     for method in ("triforce", "draft_model"):
-        asked.method_keys = {"ngram": {"revision": "no"}, method: {"revision": "d"}}
-        model_facts.read_all(asked)
+        settings = asked(method_keys={"ngram": {"revision": "no"}, method: {"revision": "d"}})
+        model_facts.read_all(pair["target"], pair["draft"], pins, settings.draft_keys)
         assert read == {pair["target"]: ("t", "tc"), pair["draft"]: ("d", None)}
-    asked.engine_keys = asked.method_keys = {}
-    model_facts.read_all(asked)
+    model_facts.read_all(pair["target"], pair["draft"], {}, asked().draft_keys)
     assert set(read.values()) == {(None, None)}
 
 
@@ -164,8 +167,6 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
 
 
 def test_decode_speed_and_latencies_of_a_batch():
-    from vllm_triforce_bench.compare.stream import Streamed
-
     arrivals = [[(1.0, 1), (1.5, 3), (2.5, 2)], [(1.0, 1), (3.0, 5)]]
     found = Streamed([[]], arrivals)
     assert found.decode_tokens_per_second == pytest.approx((3 + 2 + 5) / 2.0)
@@ -227,13 +228,17 @@ class Undecided:
     ],
 )
 def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, outcome):
-    from vllm_triforce_bench.compare.identity import judge
+    from vllm_triforce_bench.bench.batch.identity import judge
 
     verdict = judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
     assert verdict.outcome == outcome
 
 
 # Going on, and what is written.
+
+
+def done(kept) -> set[tuple]:
+    return {grid.set_key(each) for each in grid.whole_sets(kept.records)}
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
@@ -244,7 +249,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / store.MEASUREMENTS
     path.write_text(path.read_text()[:-9])  # ended while it wrote
     again = store.Store(tmp_path, {"contexts": [300]})
-    assert again.done() == {("float32", 300, 1, 0.0, 0, 0)}
+    assert done(again) == {("float32", 300, 1, 0.0, 0, 0)}
+    # A set of which one measurement was left is measured anew, and counts once.
+    again.append([record(3, repetition=1), record(4, method="triforce", repetition=1)])
+    speeds = [r["decode_tokens_per_second"] for r in grid.whole_sets(again.records)]
+    assert speeds == [1, 2, 3, 4] and len(again.records) == 5
     assert again.settle("engines_at_once", lambda: 2) == 5
     with pytest.raises(BadInput, match=r"contexts \[300\] there, \[400\] here"):
         store.Store(tmp_path, {"contexts": [400]})
@@ -269,7 +278,7 @@ def test_a_run_that_is_ended_while_it_starts_loses_nothing(tmp_path, monkeypatch
             with pytest.raises(KeyboardInterrupt):
                 store.Store(tmp_path, {"contexts": [300]})
     again = store.Store(tmp_path, {"contexts": [300]})
-    assert again.done() == {("float32", 300, 1, 0.0, 0, 0)}
+    assert done(again) == {("float32", 300, 1, 0.0, 0, 0)}
     assert path.read_text().count("\n") == 2
 
 
@@ -282,16 +291,15 @@ def test_a_whole_file_is_not_written_again(tmp_path):
 
 
 def results(rows) -> dict:
-    asked = dict(target="a/model", draft=None, top_p=0.9, temperatures=[0.0], tokens=16)
-    asked |= dict(repetitions=1, seed=0, prompts="p", dataset_name=None)
-    asked |= dict(engine_keys={}, method_keys={})
     machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")
-    return dict(environment=machine, settings=asked, left_out={}, memory="RSS", rows=rows)
+    return dict(
+        environment=machine, settings=asked().to_dict(), left_out={}, memory="RSS", rows=rows
+    )
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
     rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
-    page = render(results(rows))
+    page = make_page(results(rows)).render()
     for number in ("123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;"):
         assert number in page
     assert page.count("<svg") == 3 and "prefers-color-scheme:dark" in page
@@ -304,7 +312,6 @@ def test_the_page_stands_alone_and_has_the_numbers():
 
 def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
     """A slow machine's figures are long; a file has no width of its own."""
-    from vllm_triforce_bench.compare.terminal import table
     from vllm_triforce_bench.console import stdout_console
 
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -312,16 +319,15 @@ def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
     rows = summary.summarize([record(9123.4, **slow), record(9308.5, method="triforce", **slow)])
     for row in rows:
         row |= {"outside_passes_share": 0.99, "outside_passes_ms_a_step": 12345.6}
-    stdout_console().print(table(rows))
+    stdout_console().print(terminal_table(rows))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip("─ ")]
     assert len(lines) == 1 + 1 + len(rows)  # The header, the cell's name and a line for each row.
     assert all("99%, 12345.6 ms a step" in line for line in lines[2:])
 
 
 def test_every_method_named_in_the_help_has_a_colour():
-    from vllm_triforce_bench.compare.style import colour_of
-
-    assert len({colour_of(name) for name in methods.METHODS}) == len(methods.METHODS)
+    assert list(colours.METHODS) == list(methods.METHODS)
+    assert len(set(colours.METHODS.values())) == len(methods.METHODS)
     assert command.add_arguments.__module__ in {c.module for c in cli.COMMANDS.values()}
 
 
@@ -340,7 +346,8 @@ def test_the_defaults_are_what_is_served(pair):
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_triforce.config import TriForceConfig
-    from vllm_triforce_bench.compare import model_facts, settings
+    from vllm_triforce_bench.bench import model_facts
+    from vllm_triforce_bench.bench.batch import settings
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

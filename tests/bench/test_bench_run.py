@@ -10,7 +10,7 @@ import pytest
 
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.compare import store
+from vllm_triforce_bench.bench import store
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measure
 
 @pytest.mark.engine
 def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured, monkeypatch):
-    from vllm_triforce_bench.compare import measure
+    from vllm_triforce_bench.bench.batch import measure
 
     folder, given, _ = measured
     asked = []

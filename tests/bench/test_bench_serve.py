@@ -10,21 +10,20 @@ import pytest
 
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.compare.errors import BadInput
-from vllm_triforce_bench.compare.serve import (
+from vllm_triforce_bench.bench import BadInput, store
+from vllm_triforce_bench.bench.serve import (
     cells,
     contenders,
     load,
+    page,
     schedule,
     server,
-    store,
     summary,
-    terminal,
 )
-from vllm_triforce_bench.compare.serve import requests as requests_module
-from vllm_triforce_bench.compare.serve.cells import Cell
-from vllm_triforce_bench.compare.serve.schedule import Contest
-from vllm_triforce_bench.compare.serve.settings import ServeSettings
+from vllm_triforce_bench.bench.serve import requests as requests_module
+from vllm_triforce_bench.bench.serve.cells import Cell
+from vllm_triforce_bench.bench.serve.schedule import Contest
+from vllm_triforce_bench.bench.serve.settings import ServeSettings
 
 OURS, CONTROL = Contest("triforce", "stock"), Contest("control", "stock")
 
@@ -79,7 +78,7 @@ MISTAKES = [
 def test_a_mistake_is_said_before_any_server_starts(
     mistake, says, pair, tmp_path, monkeypatch, capsys
 ):
-    from vllm_triforce_bench.compare.serve import measure
+    from vllm_triforce_bench.bench.serve import measure
 
     def started(*args, **kwargs):
         raise AssertionError("a server was started")
@@ -283,22 +282,23 @@ def record(role, speed, *, contest="triforce/stock", pair=0, half=0, cell_index=
 
 
 def test_a_kill_loses_the_run_it_was_at(tmp_path):
-    kept = store.RunStore(tmp_path, {"pairs": 2})
+    kept = store.Store(tmp_path, {"pairs": 2})
     kept.append([record("baseline", 100)])
     kept.append([record("challenger", 150)])
     kept.append([record("challenger", 150, pair=1, turn=0)])
     path = tmp_path / store.MEASUREMENTS
     path.write_text(path.read_text() + '{"contest": "tri')
-    again = store.RunStore(tmp_path, {"pairs": 2})
-    assert again.done() == {("triforce/stock", 0, 0, 0)} and len(again.records) == 3
+    again = store.Store(tmp_path, {"pairs": 2})
+    done = {schedule.pair_key(baseline) for baseline, _ in schedule.paired(again.records)}
+    assert done == {("triforce/stock", 0, 0, 0)} and len(again.records) == 3
     # The pair is measured anew, in its order; the lonely run does not count.
     again.append([record("challenger", 300, pair=1, turn=0)])
     again.append([record("baseline", 100, pair=1, turn=1)])
     assert len(path.read_text().splitlines()) == 5
-    (row,) = summary.summarize(store.RunStore(tmp_path, {"pairs": 2}).records)
+    (row,) = summary.summarize(store.Store(tmp_path, {"pairs": 2}).records)
     assert (row["throughput_ratio_min"], row["throughput_ratio_max"]) == (1.5, 3.0)
     with pytest.raises(BadInput, match="pairs 2 there, 3 here"):
-        store.RunStore(tmp_path, {"pairs": 3})
+        store.Store(tmp_path, {"pairs": 3})
 
 
 def run_of(speeds, contest="triforce/stock", **more):
@@ -320,7 +320,7 @@ def test_rows_against_figures_computed_by_hand():
     assert (ours["throughput_ratio_half_0"], ours["throughput_ratio_half_1"]) == (2.0, 1.0)
     assert ours["mean_acceptance_length"] == 2.5 and control["mean_acceptance_length"] is None
     assert (ours["steps_baseline"], ours["preemptions_challenger"]) == (11, 1)
-    assert "11 / 11" in terminal.counts(ours, "steps")
+    assert "11 / 11" in page.counts(ours, "steps")
     assert ours["idle_server_cpu_share"] == pytest.approx(0.005)
     verdicts = [row["verdict"] for row in (ours, control, uncontrolled)]
     assert verdicts == ["faster", "even", "slower"]
@@ -334,16 +334,15 @@ def test_slower_than_the_control_is_slower():
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
-    from vllm_triforce_bench.compare.serve.page import render
-
     rows = summary.summarize(run_of([(123.4, 308.5)]) + run_of([(100, 101)], "control/stock"))
     machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")
     results = dict(environment=machine, settings=asked().to_dict(), rows=rows)
-    page = render(results | dict(checkouts={"triforce": "abc"}, idle_share=0.01))
-    for text in ("123.4", "308.5", "2.50x", "TriForce / stock vLLM", "a &lt;CPU&gt;", "1.01-1.01x"):
-        assert text in page
-    assert page.count("<svg") == 4 and "prefers-color-scheme:dark" in page
-    outside = re.sub(r"http://www\.w3\.org/(2000/svg|1999/xlink)", "", page)
+    results |= dict(checkouts={"triforce": "abc"}, idle_share=0.01)
+    text = page.make_page(results).render()
+    for word in ("123.4", "308.5", "2.50x", "TriForce / stock vLLM", "a &lt;CPU&gt;", "1.01-1.01x"):
+        assert word in text
+    assert text.count("<svg") == 4 and "prefers-color-scheme:dark" in text
+    outside = re.sub(r"http://www\.w3\.org/(2000/svg|1999/xlink)", "", text)
     for word in ("http:", "https:", "<script", "<link", "src=", "@import", "url(h"):
         assert word not in outside, word
 

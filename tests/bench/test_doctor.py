@@ -238,8 +238,8 @@ def test_version(capsys):
 
 def test_other_commands_take_no_more_than_they_name(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["predict", "--machinse", "H200"])
-    assert ended.value.code == 2 and "--machinse" in capsys.readouterr().err
+        main(["lab", "MODEL", "--text", "FILE", "--polices", "h2o"])
+    assert ended.value.code == 2 and "--polices" in capsys.readouterr().err
 
 
 def test_a_vllm_that_is_not_supported(capsys, monkeypatch):

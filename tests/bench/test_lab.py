@@ -16,14 +16,12 @@ from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
-from vllm_triforce_bench.acceptance.agreement import acceptance, next_token_probs, same_argmax
-from vllm_triforce_bench.acceptance.attention import causal_mask, kept_mass
-from vllm_triforce_bench.acceptance.needle import PRESETS, plant
-from vllm_triforce_bench.acceptance.policies import H2O, POLICIES, LabPolicy, Sizes
-from vllm_triforce_bench.acceptance.recording import Recording
-from vllm_triforce_bench.acceptance.replay import Replay
-from vllm_triforce_bench.acceptance.target import Target
-from vllm_triforce_bench.acceptance.trace import AttentionOptions, LayerTrace
+from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
+from vllm_triforce_bench.lab.needle import PRESETS, plant
+from vllm_triforce_bench.lab.passes import Recording, Replay
+from vllm_triforce_bench.lab.policies import H2O, POLICIES, LabPolicy, Sizes
+from vllm_triforce_bench.lab.target import Target
+from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
 
 START, COUNT, DIM = 301, 37, 16
 SMALL = Sizes(budget=64, chunk_size=8, refresh_interval=2, tokens_per_pass=7)
@@ -407,9 +405,9 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
 )
 def test_bad_input_is_refused_before_the_model_loads(changed, named, capsys, monkeypatch):
     """Named in one message, exit code 2, and no weights are read."""
-    from vllm_triforce_bench.acceptance import loading
+    from vllm_triforce_bench.lab import target
 
-    monkeypatch.setattr(loading, "load_target", lambda _: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(target, "load_target", lambda _: pytest.fail("the model was loaded"))
     with pytest.raises(SystemExit) as end:
         cli.main([*RUN, *changed])
     assert end.value.code == 2
@@ -482,8 +480,8 @@ def test_settings_name_every_option():
     """No setting without an option, none without its default."""
     import argparse
 
-    from vllm_triforce_bench.acceptance.command import add_arguments, read_settings
-    from vllm_triforce_bench.acceptance.settings import LabSettings
+    from vllm_triforce_bench.lab.command import add_arguments, read_settings
+    from vllm_triforce_bench.lab.settings import LabSettings
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.contract import source, table_attention, table_bench, table_config, table_runners
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [ROOT / "vllm_triforce", ROOT / "vllm_triforce_bench" / "compare"]
+PACKAGES = [ROOT / "vllm_triforce", ROOT / "vllm_triforce_bench" / "bench"]
 TABLE = table_config.TABLE + table_runners.TABLE + table_attention.TABLE + table_bench.TABLE
 
 

@@ -6,7 +6,9 @@
 
 from tests.contract.surface import Surface, calls, does, has
 
-ENGINES, STREAM, IDENTITY = "vllm_triforce_bench/compare/engines.py", "vllm_triforce_bench/compare/stream.py", "vllm_triforce_bench/compare/identity.py"
+BATCH, SERVE = "vllm_triforce_bench/bench/batch/", "vllm_triforce_bench/bench/serve/"
+ENGINES, STREAM, IDENTITY = BATCH + "engines.py", BATCH + "stream.py", BATCH + "identity.py"
+FACTS, PROMPTS = "vllm_triforce_bench/bench/model_facts.py", "vllm_triforce_bench/bench/prompts.py"
 
 TABLE: list[Surface] = [
     has("entrypoints/llm.py", "LLM", "llm_engine reset_prefix_cache generate", ENGINES),
@@ -21,13 +23,12 @@ TABLE: list[Surface] = [
     has("sampling_params.py", "SamplingParams", "temperature top_p max_tokens ignore_eos output_kind", STREAM),
     has("sampling_params.py", "SamplingParams", "logprobs detokenize", IDENTITY),
     has("outputs.py", "RequestOutput", "num_cached_tokens outputs request_id", STREAM),
-    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", "vllm_triforce_bench/compare/model_facts.py"),
-    calls("tokenizers/registry.py", "get_tokenizer", "tokenizer_name, trust_remote_code=, revision=", "vllm_triforce_bench/compare/command.py"),
-    calls("tokenizers/registry.py", "get_tokenizer", "tokenizer_name", "vllm_triforce_bench/compare/serve/command.py"),
-    calls("benchmarks/serve.py", "add_cli_args", "parser", "vllm_triforce_bench/compare/serve/load.py"),
-    calls("benchmarks/serve.py", "main_async", "args", "vllm_triforce_bench/compare/serve/load.py"),
-    calls("benchmarks/datasets/datasets.py", "add_dataset_parser", "parser", "vllm_triforce_bench/compare/dataset.py"),
-    calls("benchmarks/datasets/datasets.py", "get_samples", "args, tokenizer", "vllm_triforce_bench/compare/dataset.py"),
-    has("benchmarks/datasets/datasets.py", "SampleRequest", "prompt", "vllm_triforce_bench/compare/dataset.py"),
+    calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", FACTS),
+    calls("tokenizers/registry.py", "get_tokenizer", "tokenizer_name, trust_remote_code=, revision=", PROMPTS),
+    calls("benchmarks/serve.py", "add_cli_args", "parser", SERVE + "load.py"),
+    calls("benchmarks/serve.py", "main_async", "args", SERVE + "load.py"),
+    calls("benchmarks/datasets/datasets.py", "add_dataset_parser", "parser", PROMPTS),
+    calls("benchmarks/datasets/datasets.py", "get_samples", "args, tokenizer", PROMPTS),
+    has("benchmarks/datasets/datasets.py", "SampleRequest", "prompt", PROMPTS),
     does("triton_utils/dispatcher.py", "_rebind_kernels", "vars(", "vllm_triforce/vllm_patches/cpu_build.py"),
 ]

@@ -19,7 +19,7 @@ from tests.emulated_gpu.page import current_commit, line, page
 from tests.emulated_gpu.requests import make_pair
 from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
 from tests.models import ROOT
-from vllm_triforce_bench.gpu_suite.machine import plugin_folder
+from tools.plugin_folder import plugin_folder
 
 
 class Runner:

@@ -153,7 +153,7 @@ def test_a_policy_is_one_file(copy):
     (copy / "vllm_triforce" / "selection" / "oldest.py").write_text(POLICY.lstrip())
     asked = "from vllm_triforce.config import TriForceConfig as C; C(selection='{}')"
     run(copy, "-c", asked.format("oldest"))
-    lab = "from vllm_triforce_bench.acceptance.policies import POLICIES as P; print(*P.values())"
+    lab = "from vllm_triforce_bench.lab.policies import POLICIES as P; print(*P.values())"
     assert "OldestPolicy" in run(copy, "-c", lab)
     tests = [
         "tests/unit/test_selection.py",

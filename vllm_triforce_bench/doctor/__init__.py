@@ -1,6 +1,6 @@
-"""``vllm-triforce doctor``: what TriForce would do here, and with a model, before any weights load.
+"""``vllm-triforce doctor``: TriForce on this machine and with a model, before weights load.
 
-``installation`` looks at versions and wrappers, ``engine`` makes the configuration as ``vllm
-serve`` does, ``layers`` builds the model without weights, ``memory`` and ``pays`` are arithmetic,
-``text`` prints it.
+``installation`` checks versions and patches, ``engine`` makes the configuration as ``vllm serve``
+does, ``layers`` builds the model without weights, ``memory`` and ``prediction`` are arithmetic,
+``text`` prints the report.
 """

@@ -1,4 +1,4 @@
-"""The configuration of an engine, made as ``vllm serve`` makes it; weights are not read."""
+"""Configuration of an engine, made as ``vllm serve`` makes it, without reading weights."""
 
 import logging
 from importlib.util import find_spec
@@ -8,46 +8,47 @@ from vllm_triforce.config.keys import METHOD
 
 
 class BadOptions(Exception):
-    """vLLM's parser does not understand the options; says which."""
+    """Options that vLLM's parser rejects."""
 
 
 def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
-    """
+    """Configure an engine with TriForce.
+
     Args:
-        options: of ``vllm serve``, for the engine.
+        options: options of ``vllm serve`` for the engine.
 
     Returns:
-        What it would run as, and vLLM's configuration; where it is refused the reason, and None.
+        The engine's settings and vLLM's configuration, or the refusal and None.
 
     Raises:
-        BadOptions: vLLM's parser does not understand the options.
+        BadOptions: vLLM's parser rejects the options.
     """
-    heard = _Heard()
+    messages = _MessageHandler()
     logger = logging.getLogger("vllm.triforce")
-    logger.addHandler(heard)
+    logger.addHandler(messages)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     try:
         vllm_config = _configure(model, options, METHOD)
     except BadOptions:
         raise
-    except Exception as error:  # whatever it is, it is what `vllm serve` would end with
-        refusal = _said(error) + _hint(error)
-        return {"model": model, "refusal": refusal, **_stock(model, options)}, None
+    except Exception as error:  # any error that would end `vllm serve` is the refusal
+        refusal = _message_of(error) + _hint(error)
+        return {"model": model, "refusal": refusal, **_stock_refusal(model, options)}, None
     finally:
-        logger.removeHandler(heard)
-    return {**_facts(vllm_config), "warnings": heard.messages}, vllm_config
+        logger.removeHandler(messages)
+    return {**_settings_of(vllm_config), "warnings": messages.texts}, vllm_config
 
 
-class _Heard(logging.Handler):
-    """Keeps what is logged."""
+class _MessageHandler(logging.Handler):
+    """Keeps logged messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        self.texts.append(record.getMessage())
 
 
 def _configure(model: str, options: list[str], method: str | None):
@@ -56,7 +57,7 @@ def _configure(model: str, options: list[str], method: str | None):
 
     class Parser(FlexibleArgumentParser):
         def error(self, message):
-            raise BadOptions(message)  # without the usage, which is of 250 lines
+            raise BadOptions(message)  # without the usage of 250 lines
 
     parser = EngineArgs.add_cli_args(Parser())
     args = parser.parse_args(["--model", model, *options])
@@ -68,17 +69,17 @@ def _configure(model: str, options: list[str], method: str | None):
     return EngineArgs.from_cli_args(args).create_engine_config()
 
 
-def _stock(model: str, options: list[str]) -> dict[str, Any]:
-    """Whether vLLM refuses the other options, without TriForce."""
+def _stock_refusal(model: str, options: list[str]) -> dict[str, Any]:
+    """Find out whether stock vLLM refuses the other options, too."""
     try:
         _configure(model, options, None)
     except Exception as error:
-        return {"refused_by": "vLLM", "refusal_without_triforce": _said(error)}
+        return {"refused_by": "vLLM", "refusal_without_triforce": _message_of(error)}
     return {"refused_by": "vllm-triforce"}
 
 
 def _hint(error: Exception) -> str:
-    """vLLM looks at a model's code in a process of its own, and says only that it failed."""
+    """Explain a failed inspection of a model, whose own error stays in another process."""
     if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
         return (
             " [models that take images need torchvision to be looked at, which is not installed "
@@ -87,15 +88,15 @@ def _hint(error: Exception) -> str:
     return ""
 
 
-def _said(error: Exception) -> str:
-    """Pydantic has the messages of validators in a list, with much around them."""
+def _message_of(error: Exception) -> str:
+    """Extract the message; pydantic keeps those of validators in a list."""
     errors = getattr(error, "errors", None)
     if callable(errors):
         return "; ".join(str(each.get("msg", each)) for each in errors())
     return str(error) or type(error).__name__
 
 
-def _facts(vllm_config) -> dict[str, Any]:
+def _settings_of(vllm_config) -> dict[str, Any]:
     settings = dict(vllm_config.additional_config[METHOD])
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     return {
@@ -103,7 +104,7 @@ def _facts(vllm_config) -> dict[str, Any]:
         "refusal": None,
         "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "worker": parallel.worker_cls,
-        "scheduler": _name(scheduler.scheduler_cls),
+        "scheduler": _class_name(scheduler.scheduler_cls),
         "asynchronous": bool(scheduler.async_scheduling),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "max_model_len": vllm_config.model_config.max_model_len,
@@ -116,6 +117,6 @@ def _facts(vllm_config) -> dict[str, Any]:
     }
 
 
-def _name(scheduler_cls) -> str:
+def _class_name(scheduler_cls) -> str:
     is_name = isinstance(scheduler_cls, str)
     return scheduler_cls if is_name else f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"

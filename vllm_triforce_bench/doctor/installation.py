@@ -1,4 +1,4 @@
-"""Versions, whether this vLLM is supported, and what is wrapped of it."""
+"""Versions, support of the installed vLLM, and its wrapped functions."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -8,37 +8,37 @@ import vllm_triforce
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
 
 _GROUP, _NAME = "vllm.general_plugins", "triforce"
-_LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xformers")
+LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xformers")
 
 
 def installation() -> dict[str, Any]:
-    """``refusal`` is None where method ``triforce`` is there to be asked for."""
+    """Examine the installation; ``refusal`` is None if vLLM offers the method ``triforce``."""
     try:
         import vllm
     except ImportError as error:
         return {**_versions(None), "refusal": f"vLLM cannot be imported: {error}; install it"}
-    found = _versions(vllm.__version__)
-    found["is_supported"] = is_supported(vllm.__version__)
-    if (refusal := _not_loaded()) is not None:
-        return {**found, "refusal": refusal}
+    results = _versions(vllm.__version__)
+    results["is_supported"] = is_supported(vllm.__version__)
+    if (refusal := _plugin_refusal()) is not None:
+        return {**results, "refusal": refusal}
     from vllm_triforce.plugin import DOES_NOT_LOAD, register, unsupported_reason
 
     if (reason := unsupported_reason()) is not None:
         remedy = f"install vLLM {', '.join(SUPPORTED_VLLM)}, or uninstall vllm-triforce"
         if reason.startswith(DOES_NOT_LOAD):
             remedy = f"mend its environment, with which TriForce has nothing to do{_hint(reason)}"
-        return {**found, "refusal": f"this vLLM is left alone: {reason}; {remedy}"}
+        return {**results, "refusal": f"this vLLM is left alone: {reason}; {remedy}"}
     register()
     from vllm.platforms import current_platform
 
-    found["platform"] = current_platform.device_type
+    results["platform"] = current_platform.device_type
     if not current_platform.is_cpu():
-        found["device"] = current_platform.get_device_name()
-    return {**found, **_patches()}
+        results["device"] = current_platform.get_device_name()
+    return {**results, **_patches()}
 
 
 def _hint(reason: str) -> str:
-    """What is known to break a CPU build."""
+    """Name the packages that are known to break a CPU build."""
     if "torchvision" not in reason:
         return ""
     return (
@@ -48,24 +48,21 @@ def _hint(reason: str) -> str:
 
 
 def _versions(vllm_version: str | None) -> dict[str, Any]:
-    libraries = {name: _version(name) for name in _LIBRARIES}
-    return {
+    versions = {
         "vllm_triforce": vllm_triforce.__version__,
         "vllm": vllm_version,
         "supported_vllm": ",".join(SUPPORTED_VLLM),
         "python": platform.python_version(),
-        **{name: its for name, its in libraries.items() if its is not None},
     }
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _not_loaded() -> str | None:
+def _plugin_refusal() -> str | None:
     from vllm import envs
 
     if _NAME not in entry_points(group=_GROUP).names:
@@ -86,6 +83,6 @@ def _patches() -> dict[str, Any]:
 
     patches = vllm_patches.PATCHES
     misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
-    wrapped = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
+    wraps = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
     refusal = f"vllm-triforce wraps {misfits[0]}" if misfits else None
-    return {"wraps": wrapped, "refusal": refusal}
+    return {"wraps": wraps, "refusal": refusal}

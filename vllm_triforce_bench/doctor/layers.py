@@ -1,4 +1,4 @@
-"""The target built as the worker builds it, but without weights: which layers would retrieve."""
+"""Attention layers of the target, built as the worker builds them, without weights."""
 
 import contextlib
 import tempfile
@@ -9,18 +9,19 @@ from typing import Any
 
 
 class NotBuilt(Exception):
-    """The model cannot be built without its weights; says why."""
+    """The model's code needs weights to be built."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The target's attention layers, as one rank of one would have them.
+    """The target's attention layers, unsharded.
 
     Args:
         backend: vLLM's attention backend.
-        retrieving, dense: by name; of a dense one why it does not retrieve.
-        weight_bytes: of the whole target.
-        ranks: of tensor parallelism, as it was asked for.
+        retrieving: layers that retrieve, by name.
+        dense: layers that stay dense and the reason, by name.
+        weight_bytes: bytes of the whole target.
+        ranks: ranks of tensor parallelism in the options.
     """
 
     backend: str
@@ -33,20 +34,19 @@ class Layers:
     def all(self) -> list[Any]:
         return [*self.retrieving.values(), *(layer for layer, _ in self.dense.values())]
 
-    def found(self) -> dict[str, Any]:
-        """As JSON has it."""
+    def to_dict(self) -> dict[str, Any]:
         return {
             "attention_backend": self.backend,
             "retrieve": list(self.retrieving),
-            "dense": {name: why for name, (_, why) in self.dense.items()},
+            "dense": {name: reason for name, (_, reason) in self.dense.items()},
         }
 
 
 def layers_of(vllm_config) -> Layers:
-    """Changes the configuration to that of one rank.
+    """Build the model and sort its attention layers; sets the configuration to one rank.
 
     Raises:
-        NotBuilt: the model's own code needs more than shapes.
+        NotBuilt: the model's code needs weights.
     """
     from vllm.platforms import current_platform
 
@@ -62,10 +62,10 @@ def layers_of(vllm_config) -> Layers:
         if attention.can_retrieve(layer):
             retrieving[name] = layer
         else:
-            dense[name] = layer, _why_dense(layer.impl)
-    weights = sum(tensor.nbytes for tensor in model.parameters())
+            dense[name] = layer, _reason_of_dense(layer.impl)
+    weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     backend = next(iter(layers.values())).get_attn_backend().get_name() if layers else "none"
-    return Layers(backend, retrieving, dense, weights, ranks)
+    return Layers(backend, retrieving, dense, weight_bytes, ranks)
 
 
 def _build(vllm_config):
@@ -80,7 +80,7 @@ def _build(vllm_config):
     try:
         with (
             set_current_vllm_config(vllm_config),
-            _one_rank(),
+            _single_rank(),
             set_default_torch_dtype(vllm_config.model_config.dtype),
             torch.device("meta"),
         ):
@@ -90,13 +90,13 @@ def _build(vllm_config):
 
 
 @contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
-    """vLLM's layers ask for their process group."""
+def _single_rank() -> Iterator[None]:
+    """Provide the process groups that vLLM's layers look up."""
     from vllm.distributed import parallel_state
 
     with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{Path(folder) / 'store'}"
-        parallel_state.init_distributed_environment(1, 0, place, 0, "gloo")
+        store = f"file://{Path(folder) / 'store'}"
+        parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
         try:
             yield
@@ -105,7 +105,7 @@ def _one_rank() -> Iterator[None]:
             parallel_state.destroy_distributed_environment()
 
 
-def _why_dense(impl) -> str:
+def _reason_of_dense(impl) -> str:
     window = getattr(impl, "sliding_window", None)
     if isinstance(window, tuple):
         window = window[0] + 1 if window[0] >= 0 else None

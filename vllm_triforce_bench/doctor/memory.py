@@ -1,4 +1,4 @@
-"""What TriForce would take of a rank's memory, beside vLLM's weights and KV cache."""
+"""Memory of a rank: weights, KV cache, and TriForce's buffers beside them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,43 +10,41 @@ from vllm_triforce_bench.predict.steps import OTHER_BYTES
 
 
 def memory(vllm_config, layers: Layers) -> dict[str, Any]:
-    """Bytes of one rank. Weights and layers are divided evenly, which they nearly are."""
+    """Compute the bytes of one rank, with weights and heads divided evenly over ranks."""
     from vllm.platforms import current_platform
 
     from vllm_triforce.worker.memory import extra_memory
 
     keys = dict(vllm_config.additional_config[METHOD])
-    draft = keys.pop("draft_model")
+    has_draft = bool(keys.pop("draft_model"))
     config = ResolvedConfig.from_dict(keys)
-    retrieving = {name: _of_rank(its, layers.ranks) for name, its in layers.retrieving.items()}
-    fixed, share = 0, 0.0
+    retrieving = {name: _sharded(layer, layers.ranks) for name, layer in layers.retrieving.items()}
+    fixed_bytes, share = 0, 0.0
     if not config.is_plain:
-        drafts = _draft_layers(vllm_config) if draft else {}
-        fixed, share = extra_memory(retrieving, drafts, config, vllm_config)
+        drafts = _draft_layers(vllm_config) if has_draft else {}
+        fixed_bytes, share = extra_memory(retrieving, drafts, config, vllm_config)
     each = _bytes_of_kv_number(vllm_config)
-    kv = sum(
-        2 * its.num_kv_heads * its.head_size * each
-        for its in (_of_rank(layer, layers.ranks) for layer in layers.all)
-    )
-    found = {
+    sharded = (_sharded(layer, layers.ranks) for layer in layers.all)
+    kv_bytes = sum(2 * layer.num_kv_heads * layer.head_size * each for layer in sharded)
+    results = {
         "ranks": layers.ranks,
         "weight_bytes": layers.weight_bytes // layers.ranks,
-        "kv_bytes_per_token": kv,
-        "triforce_bytes": fixed,
+        "kv_bytes_per_token": kv_bytes,
+        "triforce_bytes": fixed_bytes,
         "triforce_share_of_kv": share,
     }
     if config.kv_offload_gib is not None:
-        found["host_bytes"] = int(config.kv_offload_gib * 2**30)
+        results["host_bytes"] = int(config.kv_offload_gib * 2**30)
     if not current_platform.is_cpu():
-        total = current_platform.get_device_total_memory()
-        left = total * vllm_config.cache_config.gpu_memory_utilization
-        left -= found["weight_bytes"] + OTHER_BYTES + fixed
-        found["device_bytes"] = total
-        found["device_kv_tokens"] = max(0, int(left / (kv * (1 + share))))
-    return found
+        device_bytes = current_platform.get_device_total_memory()
+        free_bytes = device_bytes * vllm_config.cache_config.gpu_memory_utilization
+        free_bytes -= results["weight_bytes"] + OTHER_BYTES + fixed_bytes
+        results["device_bytes"] = device_bytes
+        results["device_kv_tokens"] = max(0, int(free_bytes / (kv_bytes * (1 + share))))
+    return results
 
 
-def _of_rank(layer, ranks: int) -> SimpleNamespace:
+def _sharded(layer, ranks: int) -> SimpleNamespace:
     return SimpleNamespace(
         num_heads=max(1, layer.num_heads // ranks),
         num_kv_heads=max(1, layer.num_kv_heads // ranks),
@@ -55,7 +53,7 @@ def _of_rank(layer, ranks: int) -> SimpleNamespace:
 
 
 def _draft_layers(vllm_config) -> dict[str, SimpleNamespace]:
-    """From the draft's configuration: it is not built."""
+    """Read the draft's layers off its configuration; the draft is not built."""
     model = vllm_config.speculative_config.draft_model_config
     parallel = vllm_config.speculative_config.draft_parallel_config
     layer = SimpleNamespace(

@@ -1,38 +1,36 @@
-"""What was found, as lines for a terminal."""
+"""The doctor's results as lines for a terminal."""
 
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_triforce_bench.doctor.installation import LIBRARIES
+
 _GIB = 2**30
 _INDENT, _WIDTH = 20, 100
-# The key, and what the controller calls its choice.
+# Keys, and the controller's names of their choice.
 _LENGTHS = {"num_speculative_tokens": "length", "gamma": "gamma", "min_context": "context"}
-_LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xformers")
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """
-    Args:
-        found: of ``examine()``.
-    """
-    yield from _installation(found["installation"], lists_wraps="engine" not in found)
-    if "engine" in found:
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    """Print the results of ``examine()``."""
+    yield from _installation(results["installation"], lists_wraps="engine" not in results)
+    if "engine" in results:
         yield ""
-        yield from _engine(found["engine"])
-    if "layers" in found:
-        yield from _layers(found["layers"])
-    if "memory" in found:
-        yield from _memory(found["memory"], found["engine"])
-    if "prediction" in found:
-        yield from _prediction(found["prediction"])
+        yield from _engine(results["engine"])
+    if "layers" in results:
+        yield from _layers(results["layers"])
+    if "memory" in results:
+        yield from _memory(results["memory"], results["engine"])
+    if "prediction" in results:
+        yield from _prediction(results["prediction"])
     yield ""
-    yield _verdict(found)
+    yield _verdict(results)
 
 
 def _line(name: str, value: str) -> str:
-    """A name and its value, which goes on below itself where it is long."""
+    """Format a name and its value, a long value wrapped below itself."""
     return textwrap.fill(
         f"{name:<{_INDENT}}{value}",
         _WIDTH,
@@ -42,52 +40,52 @@ def _line(name: str, value: str) -> str:
     )
 
 
-def _installation(found: dict[str, Any], lists_wraps: bool) -> Iterator[str]:
-    yield _line("vllm-triforce", found["vllm_triforce"])
-    if found["vllm"] is None:
+def _installation(results: dict[str, Any], lists_wraps: bool) -> Iterator[str]:
+    yield _line("vllm-triforce", results["vllm_triforce"])
+    if results["vllm"] is None:
         return
-    known = "supported" if found["is_supported"] else "not supported"
-    yield _line("vLLM", f"{found['vllm']} ({known}: {found['supported_vllm']})")
-    with_them = ", ".join(f"{name} {found[name]}" for name in _LIBRARIES if name in found)
-    yield _line("Python", f"{found['python']}; {with_them}")
-    if "platform" in found:
-        device = f", {found['device']}" if "device" in found else ""
-        yield _line("platform", f"{found['platform']}{device}")
-    if "wraps" in found:
-        names = [patch["what"] for patch in found["wraps"]]
+    support = "supported" if results["is_supported"] else "not supported"
+    yield _line("vLLM", f"{results['vllm']} ({support}: {results['supported_vllm']})")
+    libraries = ", ".join(f"{name} {results[name]}" for name in LIBRARIES if name in results)
+    yield _line("Python", f"{results['python']}; {libraries}")
+    if "platform" in results:
+        device = f", {results['device']}" if "device" in results else ""
+        yield _line("platform", f"{results['platform']}{device}")
+    if "wraps" in results:
+        names = [patch["what"] for patch in results["wraps"]]
         yield _line("wraps of vLLM", f"{len(names)} functions, inert unless TriForce is asked for")
-        for patch in found["wraps"] if lists_wraps else ():
+        for patch in results["wraps"] if lists_wraps else ():
             yield _line("", f"{patch['what']}: {patch['why']}")
 
 
-def _engine(found: dict[str, Any]) -> Iterator[str]:
-    yield _line("model", found["model"])
-    if found["refusal"] is not None:
-        yield _line("refused by", found["refused_by"])
-        yield _line("because", found["refusal"])
+def _engine(results: dict[str, Any]) -> Iterator[str]:
+    yield _line("model", results["model"])
+    if results["refusal"] is not None:
+        yield _line("refused by", results["refused_by"])
+        yield _line("because", results["refusal"])
         return
-    scheduling = "asynchronous" if found["asynchronous"] else "synchronous"
-    yield _line("model runner", f"{found['runner']}, {scheduling} scheduling")
-    settings = found["settings"]
-    if found["is_plain"]:
+    scheduling = "asynchronous" if results["asynchronous"] else "synchronous"
+    yield _line("model runner", f"{results['runner']}, {scheduling} scheduling")
+    settings = results["settings"]
+    if results["is_plain"]:
         yield _line("levels", "3: plain decoding over host memory")
     else:
-        yield from _speculation(found, settings)
+        yield from _speculation(results, settings)
     if settings["kv_offload_gib"] is not None:
         yield _line("KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank")
-    for warning in found["warnings"]:
+    for warning in results["warnings"]:
         yield _line("warning", warning)
 
 
-def _speculation(found: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
-    draft = found["draft"] or "no draft model"
+def _speculation(results: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
+    draft = results["draft"] or "no draft model"
     yield _line("level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})")
     budget, block = settings["retrieval_budget"], settings["block_size"]
     policy = settings["selection"]
     yield _line("level 2", f"{policy}, {budget:,} tokens in chunks of {block}")
     lengths = []
     for name, choice in _LENGTHS.items():
-        if choice not in found["chosen_while_running"]:
+        if choice not in results["chosen_while_running"]:
             lengths.append(f"{name} {settings[name]}")
         elif choice == "context":
             lengths.append(f"{name} chosen while running")
@@ -96,28 +94,28 @@ def _speculation(found: dict[str, Any], settings: dict[str, Any]) -> Iterator[st
     yield _line("lengths", "; ".join(lengths))
 
 
-def _layers(found: dict[str, Any]) -> Iterator[str]:
-    if "error" in found:
-        yield _line("layers", f"cannot be told without weights: {found['error']}")
+def _layers(results: dict[str, Any]) -> Iterator[str]:
+    if "error" in results:
+        yield _line("layers", f"cannot be told without weights: {results['error']}")
         return
-    retrieve, dense = found["retrieve"], found["dense"]
-    yield _line("attention backend", found["attention_backend"])
+    retrieve, dense = results["retrieve"], results["dense"]
+    yield _line("attention backend", results["attention_backend"])
     yield _line("layers", f"{len(retrieve)} of {len(retrieve) + len(dense)} retrieve")
-    for why, count in Counter(dense.values()).items():
-        yield _line("", f"{count} stay dense: {why}")
+    for reason, count in Counter(dense.values()).items():
+        yield _line("", f"{count} stay dense: {reason}")
 
 
-def _memory(found: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
-    of = " of each rank" if found["ranks"] > 1 else ""
-    yield _line("weights", f"{_size(found['weight_bytes'])}{of}")
-    kv, longest = found["kv_bytes_per_token"], engine["max_model_len"]
-    whole = _size(kv * longest)
-    yield _line("KV cache", f"{kv / 1024:g} KiB a token, {whole} for {longest:,} tokens{of}")
-    more = f"and {found['triforce_share_of_kv']:.1%} of the KV cache"
-    yield _line("beside them", f"{_size(found['triforce_bytes'])} {more}{of}, for TriForce")
-    if "device_bytes" in found:
-        room = f"room for about {found['device_kv_tokens']:,} tokens of KV cache"
-        yield _line("device", f"{_size(found['device_bytes'])}, {room}{of}")
+def _memory(results: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
+    of = " of each rank" if results["ranks"] > 1 else ""
+    yield _line("weights", f"{_size(results['weight_bytes'])}{of}")
+    kv, longest = results["kv_bytes_per_token"], engine["max_model_len"]
+    total = _size(kv * longest)
+    yield _line("KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}")
+    share = f"{results['triforce_share_of_kv']:.1%} of the KV cache"
+    yield _line("beside them", f"{_size(results['triforce_bytes'])} and {share}{of}, for TriForce")
+    if "device_bytes" in results:
+        room = f"room for about {results['device_kv_tokens']:,} tokens of KV cache"
+        yield _line("device", f"{_size(results['device_bytes'])}, {room}{of}")
 
 
 def _size(num_bytes: float) -> str:
@@ -126,21 +124,21 @@ def _size(num_bytes: float) -> str:
     )
 
 
-def _prediction(found: dict[str, Any]) -> Iterator[str]:
-    if "not_predicted" in found:
-        yield _line("prediction", f"none: {found['not_predicted']}")
+def _prediction(results: dict[str, Any]) -> Iterator[str]:
+    if "not_predicted" in results:
+        yield _line("prediction", f"none: {results['not_predicted']}")
         return
-    assumed = found["assumed"]
+    assumed = results["assumed"]
     yield ""
-    here = " (what is above is of the machine here)" if found.get("is_asked_for") else ""
+    here = " (what is above is of the machine here)" if results.get("is_asked_for") else ""
     yield textwrap.fill(
-        f"Predicted for {found['machine']}{here}, nothing of it measured: decode speed over plain "
-        f"decoding, by the acceptance of level 2's tokens; level 1's taken to be "
+        f"Predicted for {results['machine']}{here}, nothing of it measured: decode speed over "
+        f"plain decoding, by the acceptance of level 2's tokens; level 1's taken to be "
         f"{assumed['draft_acceptance']:g} for a draft, {assumed['lookup_acceptance']:g} for prompt "
         "lookup.",
         _WIDTH,
     )
-    for cell in found["cells"]:
+    for cell in results["cells"]:
         yield _cell(cell)
 
 
@@ -148,28 +146,28 @@ def _cell(cell: dict[str, Any]) -> str:
     name = f"{cell['batch']} x, at {cell['acceptance']:g}"
     if not cell["contexts"]:
         return _line(name, "does not fit this machine's memory")
-    since = cell["pays_from"]
-    start = "plain at every length" if since is None else f"pays from {since:,} tokens"
-    ends = [at for at in cell["contexts"] if at["setting"] != "plain"]
-    shown = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in ends[-3:])
-    return _line(name, f"{start}{': ' if shown else ''}{shown}")
+    pays_from = cell["pays_from"]
+    start = "plain at every length" if pays_from is None else f"pays from {pays_from:,} tokens"
+    gains = [at for at in cell["contexts"] if at["setting"] != "plain"]
+    longest = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in gains[-3:])
+    return _line(name, f"{start}{': ' if longest else ''}{longest}")
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    if (refusal := found["installation"]["refusal"]) is not None:
+def _verdict(results: dict[str, Any]) -> str:
+    if (refusal := results["installation"]["refusal"]) is not None:
         return f"TriForce is not available: {refusal}."
-    if "engine" not in found:
+    if "engine" not in results:
         return "TriForce is there to be asked for. Name a model to see what it would do with it."
-    engine = found["engine"]
+    engine = results["engine"]
     if engine["refusal"] is not None:
         if engine["refused_by"] == "vLLM":
             return "Stock vLLM refuses this as well: mend that first."
         return "TriForce would refuse to start; without it, vLLM takes the other options."
-    if found["runs"] is None:
+    if results["runs"] is None:
         return "It cannot be told without weights whether TriForce would run."
-    if not found["runs"]:
-        return f"TriForce would refuse to start: {found['layers']['refusal']}."
-    cells = found.get("prediction", {}).get("cells", [])
+    if not results["runs"]:
+        return f"TriForce would refuse to start: {results['layers']['refusal']}."
+    cells = results.get("prediction", {}).get("cells", [])
     if cells and all(cell["pays_from"] is None for cell in cells):
         return "TriForce would run, and by this prediction decode plainly, as stock vLLM does."
     return "TriForce would run."

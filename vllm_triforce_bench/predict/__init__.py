@@ -1,1 +1,1 @@
-"""``vllm-triforce predict``: what a step takes, by arithmetic (docs/prediction.md)."""
+"""Model of the time of a decoding step, from bytes, arithmetic and launches (docs/doctor.md)."""

@@ -1,11 +1,9 @@
-"""What of a model decides its time: sizes, read from a config.json or named."""
+"""Sizes of a model that decide the time of a pass."""
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Kinds of models whose passes read something else than is counted here.
+# Keys of models whose passes read more than is counted here.
 _UNCOUNTED = {
     "kv_lora_rank": "latent attention",
     "quantization_config": "quantised weights",
@@ -19,12 +17,12 @@ class Geometry:
     """Sizes of a decoder whose layers are alike.
 
     Args:
-        inner: of the feed-forward network; of one expert, where there are experts.
-        experts: of each layer; 0 for a dense model.
-        active_experts: that each token goes through.
-        shared_inner: of the experts that every token goes through.
-        is_tied: whether the output head is the embedding.
-        weight_bytes_each, kv_bytes_each: of a number.
+        inner: width of the feed-forward network; of one expert in a mixture.
+        experts: experts of each layer; 0 for a dense model.
+        active_experts: experts of each token.
+        shared_inner: width of the experts that every token passes.
+        is_tied: True if the output head is the embedding.
+        weight_bytes_each, kv_bytes_each: bytes of a number.
     """
 
     name: str
@@ -74,7 +72,7 @@ class Geometry:
 
     @property
     def weights(self) -> int:
-        """All numbers, norms left out."""
+        """All numbers but those of norms."""
         embedding = 0 if self.is_tied else self.vocab * self.hidden
         experts = self.layers * self.experts * self.expert_weights
         return self.dense_weights + embedding + experts
@@ -84,8 +82,10 @@ class Geometry:
         return self.weights * self.weight_bytes_each
 
     def experts_touched(self, num_tokens: int) -> float:
-        """Experts of a layer that a pass reads, expected, where routing is even: each token leaves
-        one out with probability ``1 - active / all``."""
+        """Expected experts of a layer that a pass reads, with even routing.
+
+        A token leaves an expert out with probability ``1 - active_experts / experts``.
+        """
         if not self.experts:
             return 0.0
         left_out = (1 - self.active_experts / self.experts) ** num_tokens
@@ -95,56 +95,36 @@ class Geometry:
         return replace(self, weight_bytes_each=each, kv_bytes_each=each)
 
     @classmethod
-    def load(cls, path: Path, dtype: str | None = None) -> "Geometry":
-        """From a Hugging Face config.json, or the folder that has it.
+    def from_config(cls, name: str, config: dict, dtype: str | None = None) -> "Geometry":
+        """Read the sizes from a Hugging Face config.
 
         Args:
-            dtype: instead of the one in the file.
+            config: content of config.json.
+            dtype: replaces the config's dtype.
 
         Raises:
-            ValueError: it cannot be read, or the model is of a kind that is not counted.
+            ValueError: the time of such a model is not predicted, or a size is missing.
         """
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            whole = json.loads(file.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file} cannot be read as a config.json: {error}") from error
-        return cls.from_config(str(file), whole, dtype, file.parent.name)
-
-    @classmethod
-    def from_config(
-        cls, where: str, whole: dict, dtype: str | None = None, name: str | None = None
-    ) -> "Geometry":
-        """From what a Hugging Face config.json has.
-
-        Args:
-            where: it is from, for messages.
-            dtype: instead of the one in it.
-            name: of the model; None: ``where``.
-
-        Raises:
-            ValueError: the model is of a kind that is not counted.
-        """
-        config = whole.get("text_config", whole)
-        for key, what in _UNCOUNTED.items():
-            if config.get(key) or whole.get(key):
+        text = config.get("text_config", config)
+        for key, kind in _UNCOUNTED.items():
+            if text.get(key) or config.get(key):
                 raise ValueError(
-                    f"{where} has {key}: {what} is not counted; use a model without, or a preset "
+                    f"{name} has {key}: {kind} is not counted; use a model without, or a preset "
                     "of nearly its sizes"
                 )
-        dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        dtype = dtype or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
-            raise ValueError(f"{where} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
+            raise ValueError(f"{name} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
         try:
-            return cls._from(name or where, config).with_bytes(_BYTES[dtype])
+            return cls._from_text_config(name, text).with_bytes(_BYTES[dtype])
         except KeyError as error:
-            raise ValueError(f"{where} has no {error}, which a decoder's sizes need") from error
+            raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error
 
     @classmethod
-    def _from(cls, name: str, config: dict) -> "Geometry":
+    def _from_text_config(cls, name: str, config: dict) -> "Geometry":
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        named = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((config[key] for key in named if config.get(key)), 0)
+        expert_keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((config[key] for key in expert_keys if config.get(key)), 0)
         inner = config["intermediate_size"]
         shared = config.get("shared_expert_intermediate_size") or 0
         if experts:

@@ -1,41 +1,40 @@
-"""What a machine can do: the handful of numbers that a decoding step is made of."""
+"""Rates and costs of a machine, from which the time of a decoding step is predicted."""
 
 import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-GIB = 2**30
-
-
+_GIB = 2**30
 _SHARES = (
     "bandwidth_share",
     "flops_share",
     "attention_bandwidth_share",
     "attention_flops_share",
 )
+_ABOVE_ZERO = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """
+    """Rates and costs of a device and its host.
+
     Args:
-        memory_bytes: of the device.
-        bandwidth: bytes a second, peak.
-        flops: a second, peak, in the weights' precision.
-        bandwidth_share, flops_share: of these, what kernels reach.
-        attention_bandwidth_share, attention_flops_share: what attention reaches; 0: as the others.
-        num_sms: multiprocessors; one thread block of attention runs on each. 0: not a GPU.
-        splits_queries: whether attention divides a sequence's KV among thread blocks, however many
-            tokens a query has (FlashAttention 3), or only where a query has one token and heads
-            are grouped (FlashAttention 2 as vLLM calls it).
-        launch_seconds: of a kernel that no CUDA graph holds.
-        graph_launch_seconds: of a CUDA graph.
-        kernel_seconds: of a kernel within a graph, beside what it reads and computes.
-        upload_seconds: of a copy from the host to the device.
-        sync_seconds: of waiting for the device once.
-        host_bandwidth: bytes a second that copies reach from host memory to the device, one
-            direction; None: unknown.
+        memory_bytes: memory of the device.
+        bandwidth: peak bytes per second.
+        flops: peak operations per second, in the weights' precision.
+        bandwidth_share, flops_share: share of the peak that kernels reach.
+        attention_bandwidth_share, attention_flops_share: share that attention reaches; 0 for the
+            kernels' share.
+        num_sms: multiprocessors, each with one thread block of attention; 0 without a GPU.
+        splits_queries: True if attention splits a sequence's KV over thread blocks for queries of
+            any length (FlashAttention 3). False if it does for one token with grouped heads only
+            (FlashAttention 2 as vLLM calls it).
+        launch_seconds: cost of a kernel outside CUDA graphs.
+        graph_launch_seconds: cost of a CUDA graph.
+        kernel_seconds: cost of a kernel in a graph, beside reading and computing.
+        upload_seconds: cost of a copy from host to device.
+        sync_seconds: cost of one wait for the device.
     """
 
     name: str
@@ -53,19 +52,12 @@ class Machine:
     kernel_seconds: float = 0.0
     upload_seconds: float = 0.0
     sync_seconds: float = 0.0
-    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
-            if field.type is float and (value < 0 or (value == 0 and field.name in least)):
+            if field.type is float and (value < 0 or (value == 0 and field.name in _ABOVE_ZERO)):
                 raise ValueError(f"machine {self.name!r} has {field.name}={value!r}; give more")
-        if self.host_bandwidth is not None and self.host_bandwidth <= 0:
-            raise ValueError(
-                f"machine {self.name!r} has host_bandwidth={self.host_bandwidth!r}; give more, or "
-                "leave it out where it is unknown"
-            )
         for name in _SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(
@@ -74,106 +66,88 @@ class Machine:
                 )
         if not self.splits_queries and not self.num_sms:
             raise ValueError(
-                f"machine {self.name!r} does not split queries' KV, and num_sms is 0: nothing says "
-                "what then stands idle; give num_sms"
+                f"machine {self.name!r} has splits_queries=False and num_sms=0: the share of idle "
+                "multiprocessors is unknown; give num_sms"
             )
 
     @property
     def attention_bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second that attention reads."""
         return self.bandwidth * (self.attention_bandwidth_share or self.bandwidth_share)
 
     @property
     def attention_flops(self) -> float:
-        """Operations a second."""
+        """Operations per second of attention."""
         return self.flops * (self.attention_flops_share or self.flops_share)
 
     def occupancy(self, num_reqs: int, query_tokens: int, heads: int, kv_heads: int) -> float:
         """Share of the device that attention keeps busy.
 
-        FlashAttention 2, in vLLM's ``varlen`` form, divides a sequence's KV only where each query
-        is one token and heads are grouped (``seqlenq_ngroups_swapped`` in its
-        ``csrc/flash_attn/flash_api.cpp``). Otherwise a request and head is one thread block, for
-        every 64 tokens of the query.
+        FlashAttention 2 in vLLM's ``varlen`` form splits a sequence's KV only for queries of one
+        token with grouped heads (``seqlenq_ngroups_swapped`` in its
+        ``csrc/flash_attn/flash_api.cpp``). Otherwise each head of a request is one thread block
+        for every 64 query tokens.
         """
         if self.splits_queries or (query_tokens == 1 and heads > kv_heads):
             return 1.0
-        blocks = num_reqs * heads * -(-query_tokens // 64)
-        return min(1.0, blocks / self.num_sms)
+        num_blocks = num_reqs * heads * -(-query_tokens // 64)
+        return min(1.0, num_blocks / self.num_sms)
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
-        """As ``vllm-triforce predict --measure-machine`` writes it.
+        """Read a JSON object with these fields.
 
         Raises:
-            ValueError: a key is missing, unknown, or out of range.
+            ValueError: a key is missing, unknown or out of range.
         """
-        return from_json(cls, path)
-
-
-def from_json(kind, path: Path):
-    """A dataclass of numbers and names from a JSON object with its fields.
-
-    Raises:
-        ValueError: it is no such object; the message names the file and the key.
-    """
-    try:
-        found = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    fields = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(found, dict) or (unknown := found.keys() - fields):
-        what = sorted(unknown) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{path} has {what}, which is not known; use {sorted(fields)}")
-    try:
-        return kind(**found)
-    except TypeError as error:
-        raise ValueError(f"{path}: {error}") from error
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or (unknown := values.keys() - names):
+            problem = sorted(unknown) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{path} has {problem}, which is unknown; use {sorted(names)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _gpu(
-    name: str,
-    gib: float,
-    bandwidth: float,
-    flops: float,
-    sms: int,
-    splits: bool,
-    host_bandwidth: float | None = None,
+    name: str, memory_gib: float, bandwidth: float, flops: float, num_sms: int, splits: bool
 ) -> Machine:
-    """Launches cost about the same on all of them: they are the host's."""
+    """Launches cost about the same on all GPUs: the host pays for them."""
     return Machine(
         name,
-        gib * GIB,
+        memory_gib * _GIB,
         bandwidth,
         flops,
-        num_sms=sms,
+        num_sms=num_sms,
         splits_queries=splits,
         launch_seconds=5e-6,
         graph_launch_seconds=15e-6,
         kernel_seconds=1.2e-6,
         upload_seconds=6e-6,
         sync_seconds=30e-6,
-        host_bandwidth=host_bandwidth,
     )
 
 
-# Peaks are the vendors' (dense, bfloat16 with float32 sums); shares and launches are assumptions
-# until they are measured (docs/prediction.md). Memory is what is left of 141, 80, 24 and 96 GB.
-# Host memory is reached at: PCIe 5 x16, 50 GB/s assumed of 63; PCIe 4 x16, 25 assumed of 31.5;
-# NVLink-C2C, 375 of 450, measured by others from host to device (arXiv 2407.07850).
+# Peaks are the vendors' (dense, bfloat16 with float32 sums). Shares and launches are assumptions
+# (docs/doctor.md). Memory is the usable part of 141, 80, 24 and 96 GB.
 MACHINES = {
-    "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True, 50e9),
+    "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True),
     "A100-80GB": _gpu("A100-80GB", 79, 2.039e12, 312e12, 108, False),
-    "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False, 25e9),
-    "GH200": _gpu("GH200", 94.5, 4.0e12, 989e12, 132, True, 375e9),
+    "RTX-4090": _gpu("RTX-4090", 23.5, 1.008e12, 165e12, 128, False),
+    "GH200": _gpu("GH200", 94.5, 4.0e12, 989e12, 132, True),
 }
 
 
 def named_machine(name: str) -> Machine:
-    """One of ``MACHINES``, or a file of ``vllm-triforce predict --measure-machine``.
+    """Return one of ``MACHINES``, or read the file of that name.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: there is neither.
     """
     if name in MACHINES:
         return MACHINES[name]
@@ -182,9 +156,9 @@ def named_machine(name: str) -> Machine:
     return Machine.load(Path(name))
 
 
-def machine_of(device: str) -> Machine | None:
-    """The machine that PyTorch calls so; None where it is not a named one."""
-    words = device.replace("-", " ").split()  # whole ones: a GH200 is no H200
+def machine_of(device_name: str) -> Machine | None:
+    """Return the machine of PyTorch's device name, None if there is none in ``MACHINES``."""
+    words = device_name.replace("-", " ").split()  # whole words: a GH200 is no H200
     for name, machine in MACHINES.items():
         if all(part in words for part in name.split("-")):
             return machine

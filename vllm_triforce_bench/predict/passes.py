@@ -1,17 +1,19 @@
-"""The roofline of a pass: what it must read, over bandwidth, or compute, over peak."""
+"""Roofline of a model pass: bytes over bandwidth or operations over peak, and launches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from vllm_triforce_bench.predict.counts import Counts
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
+
+# Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM).
+_LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 9, 5, 4
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a pass, and below which no machine of that bandwidth and peak can come."""
+    """Seconds of a pass, and seconds of the same bytes or operations at the machine's peak."""
 
     seconds: float
     limit_seconds: float
@@ -20,25 +22,29 @@ class Pass:
         return Pass(count * self.seconds, count * self.limit_seconds)
 
 
-NOTHING = Pass(0.0, 0.0)
+NO_PASS = Pass(0.0, 0.0)
 
 
 def model_pass(
     machine: Machine,
     model: Geometry,
-    counts: Counts,
     tokens: Sequence[int],
     kv_tokens: Sequence[int],
+    num_graphs: float = 1,
 ) -> Pass:
-    """A pass of requests with ``tokens`` each over ``kv_tokens`` of KV cache each.
+    """Predict a pass of requests with ``tokens`` each over ``kv_tokens`` of KV cache each.
 
-    Weights are read once, experts where a token goes through them, and each request's KV cache
-    once, whatever the number of its tokens. Dense layers, experts and attention follow one another:
-    each takes the longer of reading and computing.
+    Weights are read once, experts if a token is routed to them, each request's KV cache once for
+    all tokens. Dense layers, experts and attention follow one another; each takes the longer of
+    reading and computing.
+
+    Args:
+        num_graphs: CUDA graphs of the pass; passes that share one have a share of it each.
     """
     each, num_tokens = model.weight_bytes_each, sum(tokens)
-    rows = num_tokens * model.hidden * each  # of the embedding
-    dense = model.dense_weights * each + rows, 2 * model.dense_weights * num_tokens
+    embedding_rows = num_tokens * model.hidden * each
+    # Each part as bytes to read and operations to compute.
+    dense = model.dense_weights * each + embedding_rows, 2 * model.dense_weights * num_tokens
     layer_experts = model.expert_weights * model.layers
     experts = (
         layer_experts * model.experts_touched(num_tokens) * each,
@@ -51,24 +57,29 @@ def model_pass(
     )
     bandwidth = machine.bandwidth * machine.bandwidth_share
     flops = machine.flops * machine.flops_share
-    busy = machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
-    kernels = model.layers * counts.layer_kernels + counts.pass_kernels
-    kernels += model.layers * counts.moe_layer_kernels * (model.experts > 0)
+    busy_share = machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
+    layer_kernels = _LAYER_KERNELS + _MOE_LAYER_KERNELS * (model.experts > 0)
+    kernels = model.layers * layer_kernels + _PASS_KERNELS
     seconds = (
         max(dense[0] / bandwidth, dense[1] / flops)
         + max(experts[0] / bandwidth, experts[1] / flops)
         + max(attention[0] / machine.attention_bandwidth, attention[1] / machine.attention_flops)
-        / busy
+        / busy_share
         + kernels * machine.kernel_seconds
-        + counts.graphs_per_pass * machine.graph_launch_seconds
+        + num_graphs * machine.graph_launch_seconds
     )
-    read, computed = (sum(parts) for parts in zip(dense, experts, attention))
-    return Pass(seconds, max(read / machine.bandwidth, computed / machine.flops))
+    num_bytes, operations = (sum(parts) for parts in zip(dense, experts, attention))
+    return Pass(seconds, max(num_bytes / machine.bandwidth, operations / machine.flops))
 
 
 @cache
 def uniform_pass(
-    machine: Machine, model: Geometry, counts: Counts, batch: int, tokens: int, kv_tokens: int
+    machine: Machine,
+    model: Geometry,
+    batch: int,
+    tokens: int,
+    kv_tokens: int,
+    num_graphs: float = 1,
 ) -> Pass:
-    """Of ``batch`` requests that are alike."""
-    return model_pass(machine, model, counts, [tokens] * batch, [kv_tokens] * batch)
+    """Predict a pass of ``batch`` equal requests."""
+    return model_pass(machine, model, [tokens] * batch, [kv_tokens] * batch, num_graphs)

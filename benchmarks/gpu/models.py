@@ -1,0 +1,53 @@
+"""Models of real geometry with random weights: vLLM needs a config.json (``load_format=dummy``).
+
+python -m benchmarks.gpu.models FOLDER llama-3.1-8b      # and its draft
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from tests.models import PAIR
+from vllm_triforce_bench.predict.geometry import MODELS, Geometry, draft_of
+
+_MAX_POSITIONS = 131_072
+
+
+def write_model(geometry: Geometry, folder: Path) -> str:
+    """Write the config, and the embedded target's tokenizer; returns the folder."""
+    is_qwen = geometry.name.startswith("qwen3")
+    config = {
+        "architectures": ["Qwen3ForCausalLM" if is_qwen else "LlamaForCausalLM"],
+        "model_type": "qwen3" if is_qwen else "llama",
+        "hidden_size": geometry.hidden,
+        "intermediate_size": geometry.inner,
+        "num_hidden_layers": geometry.layers,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": _MAX_POSITIONS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "vocab_size": geometry.vocab,
+        "tie_word_embeddings": geometry.is_tied,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for file in (PAIR / "target").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+# Two layers with grouped queries, for one right answer.
+SMOKE = Geometry("smoke", 256, 2, 4, 2, 64, 512, 4096)
+SMOKE_DRAFT = Geometry("smoke-draft", 128, 1, 2, 2, 64, 256, 4096)
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        print(write_model(MODELS[name], Path(sys.argv[1]) / name))
+        print(write_model(draft_of(MODELS[name]), Path(sys.argv[1]) / f"{name}-draft"))

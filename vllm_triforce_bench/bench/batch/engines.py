@@ -1,0 +1,226 @@
+"""Engines of one process, alive side by side, so that methods can be interleaved."""
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from vllm.entrypoints.llm import LLM
+from vllm.platforms import current_platform
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_triforce.config.keys import METHOD
+from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
+from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.batch.settings import BatchSettings
+from vllm_triforce_bench.bench.methods import Variant
+from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
+from vllm_triforce_bench.bench.settings import GIB
+
+# Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
+# embedded pair on the CPU), and activations of a larger model.
+OVERHEAD_BYTES = 1 << 30
+# Share of the free memory that engines may take.
+SHARE_OF_FREE_MEMORY = 0.7
+
+
+@dataclass
+class SpeculationStats:
+    """Sums of vLLM's ``SpecDecodingStats`` of one engine."""
+
+    num_drafts: int = 0
+    """Requests times steps that verified a proposal."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def combine(self, other: Any, sign: int = 1) -> "SpeculationStats":
+        """Add other statistics, or subtract earlier ones."""
+        by_position = (self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
+        size = max(map(len, by_position))
+        padded = (list(counts) + [0] * (size - len(counts)) for counts in by_position)
+        return SpeculationStats(
+            self.num_drafts + sign * other.num_drafts,
+            self.num_draft_tokens + sign * other.num_draft_tokens,
+            self.num_accepted_tokens + sign * other.num_accepted_tokens,
+            [a + sign * b for a, b in zip(*padded)],
+        )
+
+
+class SpeculationRecorder(StatLoggerBase):
+    """Statistics of one engine; vLLM's Prometheus metrics belong to a process's last engine."""
+
+    def __init__(self, vllm_config=None, engine_index: int = 0) -> None:
+        self.sums = SpeculationStats()
+
+    def record(
+        self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0
+    ) -> None:
+        stats = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if stats is not None:
+            self.sums = self.sums.combine(stats)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+@dataclass
+class PassTimes:
+    """Seconds inside the models of an engine in this process; on a GPU, seconds of launching."""
+
+    seconds: float = 0.0
+    num_passes: int = 0
+
+    def watch(self, llm) -> None:
+        """Time the passes of the target and of the draft, if there is one."""
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        draft = getattr(getattr(worker, "triforce", None), "model", None)
+        for model in filter(None, (worker.model_runner.model, draft)):
+            model.forward = self._timed(model.forward, is_pass=True)
+            model.compute_logits = self._timed(model.compute_logits, is_pass=False)
+
+    def _timed(self, function, is_pass: bool):
+        def timed(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.num_passes += is_pass
+
+        return timed
+
+
+@dataclass
+class Engine:
+    """A running engine of one method.
+
+    Args:
+        memory_bytes: growth of the process while the engine was made (CPU), or bytes that the
+            device allocated (GPU).
+    """
+
+    variant: Variant
+    llm: LLM
+    recorder: SpeculationRecorder
+    memory_bytes: int
+    passes: PassTimes | None = None
+
+    def levels(self) -> LevelCounters | None:
+        return counters_of(self.llm) if self.variant.is_triforce else None
+
+
+def start(
+    settings: BatchSettings,
+    dtype: str,
+    variant: Variant,
+    target: ModelFacts,
+    draft: ModelFacts | None,
+) -> Engine:
+    """Start an engine that differs from stock vLLM's in ``speculative_config`` alone."""
+    # TriForce keeps its draft's KV in a small cache outside vLLM's.
+    shares_cache = draft is not None and variant.method == "draft_model"
+    models = (target, draft) if shares_cache else (target,)
+    arguments = dict(
+        dtype=dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=max(settings.batch_sizes),
+        gpu_memory_utilization=0.1,  # the KV cache's size is given
+        kv_cache_memory_bytes=_kv_bytes(settings, dtype, *models),
+        enable_prefix_caching=True,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+        use_tqdm_on_load=False,
+    )
+    fix_kernel_rebinding()
+    before = _memory_bytes()
+    llm = LLM(
+        settings.target,
+        speculative_config=None if variant.keys is None else dict(variant.keys),
+        **{**arguments, **settings.engine_keys},
+    )
+    if variant.is_triforce:
+        _check_budget(variant, llm.llm_engine.vllm_config)
+    recorder = SpeculationRecorder()
+    loggers: Any = llm.llm_engine.logger_manager
+    loggers.stat_loggers.append(recorder)
+    passes = PassTimes() if settings.pass_times else None
+    if passes is not None:
+        passes.watch(llm)
+        if variant.is_triforce and not current_platform.is_cpu():
+            # Without waits for the device, times of parts would be those of their launches.
+            llm.collective_rpc("triforce_synchronize_times", args=(True,))
+    return Engine(variant, llm, recorder, max(0, _memory_bytes() - before), passes)
+
+
+def _check_budget(variant: Variant, vllm_config) -> None:
+    """Raise BadInput if TriForce rounded the budget up to vLLM's KV block."""
+    budget = vllm_config.additional_config[METHOD]["retrieval_budget"]
+    if budget != variant.budget:
+        raise BadInput(
+            f"--budgets: {variant.budget} does not fit vLLM's KV block of "
+            f"{vllm_config.cache_config.block_size} tokens; use {budget}, or a smaller block "
+            "(--engine '{\"block_size\": 32}')"
+        )
+
+
+def end(engines: list[Engine]) -> None:
+    """Free the engines.
+
+    Make the next engine before any other takes a step: vLLM's process groups end with an engine.
+    """
+    engines.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fit_at_once(settings: BatchSettings, target: ModelFacts, draft: ModelFacts | None) -> int:
+    """Number of engines that fit into the free memory, at least 2."""
+    if settings.engines_at_once is not None:
+        return settings.engines_at_once
+    models = [target] if draft is None else [target, draft]
+    weights = 2 * sum(model.weights_bytes for model in models)
+    kv_cache = max(_kv_bytes(settings, dtype, *models) for dtype in settings.dtypes)
+    free = psutil.virtual_memory().available
+    if not current_platform.is_cpu():
+        free = torch.cuda.mem_get_info()[0]
+    return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
+
+
+def _kv_bytes(settings: BatchSettings, dtype: str, *models: ModelFacts) -> int:
+    """KV cache of an engine for the largest batch of the longest prompts of these models."""
+    if settings.kv_cache_gib is not None:
+        return int(settings.kv_cache_gib * GIB)
+    return kv_cache_bytes(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
+
+
+def memory_kind() -> str:
+    """Meaning of ``Engine.memory_bytes`` here."""
+    if current_platform.is_cpu():
+        return "growth of the process's resident memory while the engine was made"
+    return "device memory allocated while the engine was made, and the peak above it in a run"
+
+
+def _memory_bytes() -> int:
+    if current_platform.is_cpu():
+        return psutil.Process().memory_info().rss
+    return torch.cuda.memory_allocated()
+
+
+class DevicePeak:
+    """Growth of a GPU's allocated memory in a run; 0 on the CPU."""
+
+    def __init__(self) -> None:
+        self._has_gpu = torch.cuda.is_available()
+        if self._has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def growth_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before if self._has_gpu else 0

@@ -1,0 +1,202 @@
+"""The loop over sets: the engines of a group live together, and take turns."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
+from vllm_triforce_bench.bench.batch import grid, identity
+from vllm_triforce_bench.bench.batch.engines import DevicePeak, Engine, end, start
+from vllm_triforce_bench.bench.batch.grid import Cell, PairedSet
+from vllm_triforce_bench.bench.batch.settings import BatchSettings
+from vllm_triforce_bench.bench.batch.stream import Streamed, outside_passes, stream
+from vllm_triforce_bench.bench.methods import Variant
+from vllm_triforce_bench.bench.model_facts import ModelFacts
+from vllm_triforce_bench.bench.prompts import cut
+from vllm_triforce_bench.bench.store import Store
+from vllm_triforce_bench.bench.terminal import Progress, TimeLeft
+
+# Tokens of untimed decodes: enough for a few proposals, so that everything is compiled.
+WARM_UP_TOKENS = 16
+
+
+class Measurement:
+    """Measures sets and stores their records.
+
+    Args:
+        tokens: all tokens that prompts are cut from.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        groups: list[list[Variant]],
+        store: Store,
+        tokens: list[int],
+        bos_token_id: int | None,
+        target: ModelFacts,
+        draft: ModelFacts | None,
+        progress: Progress,
+    ) -> None:
+        self._settings, self._groups, self._store = settings, groups, store
+        self._tokens, self._bos = tokens, bos_token_id
+        self._target, self._draft = target, draft
+        self._progress = progress
+        self._engines: list[Engine] = []
+        self._warm: set[tuple] = set()
+
+    def run(self, sets: Sequence[PairedSet]) -> None:
+        """Measure sets that are not in the store yet, in their order."""
+        time_left = TimeLeft()
+        remaining, engines_of = list(sets), None
+        for prompts, run in grid.by_prompts(sets):
+            if (prompts.dtype, prompts.group) != engines_of:
+                engines_of = (prompts.dtype, prompts.group)
+                self._start_engines(*engines_of)
+            begin = time.perf_counter()
+            texts = self._cut(prompts)
+            cold = self._read_cold(texts, prompts.repetition)
+            for paired in run:
+                self._store.append(self._measure(paired, texts, cold))
+                remaining.remove(paired)
+                time_left.finish(self._weight(paired), time.perf_counter() - begin)
+                begin = time.perf_counter()
+                weights = map(self._weight, remaining)
+                self._progress.advance(len(remaining), time_left.seconds(weights))
+        end(self._engines)
+
+    def _weight(self, paired: PairedSet) -> float:
+        cell = paired.cell
+        return TimeLeft.weight(cell.batch_size, cell.context, self._settings.tokens)
+
+    def _start_engines(self, dtype: str, group: int) -> None:
+        # Before the next engines: two groups would not fit.
+        end(self._engines)
+        self._warm.clear()
+        for variant in self._groups[group]:
+            self._progress.say(f"starting {variant.label}, {dtype}")
+            self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
+            # vLLM registers its kernel again with every engine.
+            fix_expand_kernel()
+        longest = grid.Prompts(dtype, group, max(self._settings.contexts), 1, 0)
+        for engine in self._engines:
+            self._progress.say(f"warming up {engine.variant.label}, {dtype}")
+            for temperature in sorted({0.0, max(self._settings.temperatures)}):
+                self._warm_up(engine, self._cut(longest), temperature)
+
+    def _cut(self, prompts: grid.Prompts) -> list[list[int]]:
+        return cut(
+            self._tokens,
+            prompts.context,
+            prompts.batch_size,
+            prompts.repetition,
+            self._settings,
+            self._bos,
+        )
+
+    def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Streamed]:
+        """Let every engine read the prompts without its prefix cache."""
+        size = f"{len(texts)} x {len(texts[0])}"
+        cold = {}
+        for engine in grid.rotated(self._engines, turn):
+            self._progress.say(f"{engine.variant.label} reads {size} tokens")
+            if not engine.llm.reset_prefix_cache():
+                raise RuntimeError(f"{engine.variant.label}: the prefix cache could not be emptied")
+            cold[engine.variant] = self._warm_up(engine, texts, 0.0)
+        return cold
+
+    def _warm_up(self, engine: Engine, texts: list[list[int]], temperature: float) -> Streamed:
+        """Decode a few tokens."""
+        settings = self._settings
+        return stream(engine.llm, texts, WARM_UP_TOKENS, temperature, settings.top_p, settings.seed)
+
+    def _measure(
+        self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Streamed]
+    ) -> list[dict]:
+        """Return a record for each engine, in the order of the group."""
+        cell = paired.cell
+        order = grid.rotated(self._engines, paired.repetition)
+        shape = (cell.context, cell.batch_size, bool(cell.temperature))
+        if cell.temperature and shape not in self._warm:
+            for engine in order:
+                self._warm_up(engine, texts, cell.temperature)
+        self._warm.add(shape)
+        records: dict[Variant, dict] = {}
+        tokens: dict[Variant, list[list[int]]] = {}
+        for place, engine in enumerate(order):
+            self._progress.say(
+                f"{engine.variant.label}: {cell.batch_size} x {cell.context} tokens, "
+                f"{cell.dtype}, T={cell.temperature:g}, repetition {paired.repetition + 1}"
+            )
+            record, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
+            records[engine.variant] = record | {"order": place, "num_paired": len(order)}
+            tokens[engine.variant] = streamed.token_ids
+        if not cell.temperature:
+            self._check_identity(cell, texts, tokens, records)
+        return [records[engine.variant] for engine in self._engines]
+
+    def _measure_one(
+        self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
+    ) -> tuple[dict, Streamed]:
+        cell, settings, variant = paired.cell, self._settings, engine.variant
+        device = DevicePeak()
+        levels_before, speculation_before = engine.levels(), engine.recorder.sums
+        streamed = stream(
+            engine.llm,
+            texts,
+            settings.tokens,
+            cell.temperature,
+            settings.top_p,
+            settings.seed + paired.repetition,
+            engine.passes,
+        )
+        levels = engine.levels()
+        if levels is not None and levels_before is not None:
+            levels = levels.since(levels_before)
+        _check_cached(streamed, texts)
+        record = {
+            **asdict(cell),
+            "group": paired.group,
+            "repetition": paired.repetition,
+            "method": variant.method,
+            "budget": variant.budget,
+            "label": variant.label,
+            "decode_tokens_per_second": streamed.decode_tokens_per_second,
+            "time_to_first_token_s": [round(s, 6) for s in cold.time_to_first_token_s],
+            "inter_token_latency_s": [round(s, 6) for s in streamed.inter_token_latency_s],
+            "num_tokens": sum(map(len, streamed.token_ids)),
+            "num_steps": streamed.num_steps,
+            "seconds": streamed.seconds,
+            "outside_passes": outside_passes(streamed.marks),
+            "speculation": asdict(engine.recorder.sums.combine(speculation_before, sign=-1)),
+            "levels": None if levels is None else asdict(levels),
+            "greedy": None,
+            "memory_bytes": engine.memory_bytes + device.growth_bytes(),
+        }
+        return record, streamed
+
+    def _check_identity(
+        self,
+        cell: Cell,
+        texts: list[list[int]],
+        tokens: dict[Variant, list[list[int]]],
+        records: dict[Variant, dict],
+    ) -> None:
+        stock = next(engine for engine in self._engines if engine.variant.is_stock)
+        for variant, token_ids in tokens.items():
+            if not variant.is_stock:
+                verdict = identity.judge(
+                    stock.llm, texts, tokens[stock.variant], token_ids, cell.dtype
+                )
+                records[variant]["greedy"] = verdict.to_dict()
+
+
+def _check_cached(streamed: Streamed, texts: list[list[int]]) -> None:
+    """Raise RuntimeError if prompts were read again, which is not decoding."""
+    for num_cached, prompt in zip(streamed.num_cached_tokens, texts):
+        # vLLM computes the last token again, and with it a block of up to 128 tokens.
+        if num_cached < len(prompt) - 256:
+            raise RuntimeError(
+                f"only {num_cached} of a prompt's {len(prompt)} tokens were in the prefix cache; "
+                "give more --kv-cache-gib, or leave prefix caching on"
+            )

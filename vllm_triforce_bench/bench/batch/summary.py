@@ -1,0 +1,138 @@
+"""One row for each cell and variant, from the records: medians and spreads."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy
+
+from vllm_triforce_bench.bench.batch.grid import set_key, whole_sets
+from vllm_triforce_bench.bench.report import spread
+
+CELL = ["dtype", "context", "batch_size", "temperature"]
+VARIANT = ["method", "budget", "label"]
+REST = "full pass and vLLM"
+"""The part of a step outside ``propose()``."""
+_LEVEL_COUNTS = (
+    "num_level1_drafted",
+    "num_level1_accepted",
+    "num_level2_drafted",
+    "num_level2_accepted",
+    "num_level3_rejections",
+)
+
+
+def summarize(records: list[dict]) -> list[dict]:
+    """Make the rows: cells in order, variants in the order of their names.
+
+    A ratio is decode tokens per second over stock vLLM's of the same set: same prompts, one right
+    after the other. The row has median, minimum and maximum over repetitions.
+    """
+    records = whole_sets(records)
+    speed = "decode_tokens_per_second"
+    stock = {set_key(record): record[speed] for record in records if record["method"] == "stock"}
+    by_variant: dict[tuple, list[dict]] = defaultdict(list)
+    for record in records:
+        record = record | {"ratio": record[speed] / stock[set_key(record)]}
+        by_variant[tuple(record[name] for name in CELL + VARIANT)].append(record)
+    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
+    labels = list(dict.fromkeys(record["label"] for record in records))
+    rows = [
+        dict(zip(CELL + VARIANT, key)) | _row(repetitions)
+        for key, repetitions in by_variant.items()
+    ]
+
+    def order(row: dict) -> tuple:
+        cell = (row[name] for name in CELL[1:])
+        return (dtypes.index(row["dtype"]), *cell, labels.index(row["label"]))
+
+    return sorted(rows, key=order)
+
+
+def _row(repetitions: list[dict]) -> dict:
+    row: dict[str, Any] = {"measurements": len(repetitions)}
+    for name in ("decode_tokens_per_second", "ratio"):
+        row |= spread(name, [record[name] for record in repetitions])
+    first = [second for record in repetitions for second in record["time_to_first_token_s"]]
+    between = [second for record in repetitions for second in record["inter_token_latency_s"]]
+    row["time_to_first_token_ms"] = 1e3 * float(numpy.median(first))
+    for percentile in (50, 99):
+        latency_s = float(numpy.percentile(between, percentile))
+        row[f"inter_token_latency_p{percentile}_ms"] = 1e3 * latency_s
+    row["memory_mib"] = float(numpy.median([r["memory_bytes"] for r in repetitions])) / (1 << 20)
+    row |= _outside_passes(repetitions)
+    return row | _speculation(repetitions) | _levels(repetitions) | _greedy(repetitions)
+
+
+def _outside_passes(repetitions: list[dict]) -> dict:
+    """Medians, if passes were timed (``--pass-times``)."""
+    if not all(record.get("outside_passes") for record in repetitions):
+        return {}
+    figures = [record["outside_passes"] for record in repetitions]
+    return {
+        f"outside_passes_{name}": float(numpy.median([each[name] for each in figures]))
+        for name in figures[0]
+    }
+
+
+def _speculation(repetitions: list[dict]) -> dict:
+    """Sums of vLLM's own statistics over repetitions."""
+    stats = [record["speculation"] for record in repetitions]
+    drafts = sum(each["num_drafts"] for each in stats)
+    accepted = sum(each["num_accepted_tokens"] for each in stats)
+    by_position: dict[int, int] = defaultdict(int)
+    for each in stats:
+        for position, count in enumerate(each["num_accepted_tokens_per_pos"]):
+            by_position[position] += count
+    return {
+        # As vLLM counts: with the bonus token, over steps that verified a proposal.
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "draft_acceptance_rate": _share(accepted, sum(e["num_draft_tokens"] for e in stats)),
+        "acceptance_by_position": [n / drafts for n in by_position.values()] if drafts else [],
+    }
+
+
+def _levels(repetitions: list[dict]) -> dict:
+    """TriForce's acceptance rates, and milliseconds of an engine step by part."""
+    steps = sum(record["num_steps"] for record in repetitions)
+    seconds = sum(record["seconds"] for record in repetitions)
+    levels = [record["levels"] for record in repetitions if record["levels"]]
+    total = {name: sum(level[name] for level in levels) for name in _LEVEL_COUNTS}
+    parts: dict[str, float] = defaultdict(float)
+    for level in levels:
+        for part, part_s in level["time_seconds"].items():
+            parts[part] += part_s
+    parts[REST] = max(0.0, seconds - sum(parts.values()))
+    accepted = total["num_level2_accepted"]
+    return {
+        "level1_acceptance_rate": _share(total["num_level1_accepted"], total["num_level1_drafted"]),
+        "level2_acceptance_rate": _share(accepted, total["num_level2_drafted"]),
+        "level2_acceptance_per_test": _share(accepted, accepted + total["num_level3_rejections"]),
+        "tokens_per_step": sum(record["num_tokens"] for record in repetitions) / steps,
+        "step_ms": 1e3 * seconds / steps,
+        "step_parts_ms": {part: 1e3 * part_s / steps for part, part_s in parts.items()},
+        "time_shares": {part: part_s / seconds for part, part_s in parts.items()},
+    }
+
+
+def _greedy(repetitions: list[dict]) -> dict:
+    verdicts = [record["greedy"] for record in repetitions if record["greedy"]]
+    outcomes = [verdict["outcome"] for verdict in verdicts]
+    worst = next((o for o in ("different", "tie", "identical") if o in outcomes), None)
+    margins = [verdict["margin"] for verdict in verdicts if verdict["margin"] is not None]
+    return {"greedy": worst, "greedy_margin": max(margins, default=None)}
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def flat(row: dict) -> dict:
+    """Flatten a row for CSV: a column for each part of a step and each position."""
+    columns = dict(row)
+    for part, milliseconds in columns.pop("step_parts_ms").items():
+        columns[f"step_ms {part}"] = milliseconds
+    for part, share in columns.pop("time_shares").items():
+        columns[f"share {part}"] = share
+    for i, rate in enumerate(columns.pop("acceptance_by_position")):
+        columns[f"accepted at position {i + 1}"] = rate
+    return columns

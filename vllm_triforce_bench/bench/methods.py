@@ -1,0 +1,165 @@
+"""Methods by name, with their keys of vLLM's ``speculative_config``.
+
+A new method is one entry of ``METHODS``, and its colour in ``colours.py``.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.keys import METHOD as TRIFORCE
+from vllm_triforce_bench.bench import BadInput
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A speculative method.
+
+    Args:
+        title: name in tables and figures.
+        keys: keys of ``speculative_config``; None for no speculation.
+        needs_module: package that vLLM does not install; ``install`` is the command that does.
+    """
+
+    title: str
+    keys: Mapping[str, Any] | None
+    needs_draft: bool = False
+    needs_module: str = ""
+    install: str = ""
+
+    @property
+    def name(self) -> str | None:
+        """vLLM's name of the method, by which a user sets its keys."""
+        return None if self.keys is None else self.keys["method"]
+
+
+METHODS: dict[str, Method] = {
+    STOCK: Method("stock vLLM", None),
+    "draft_model": Method(
+        "stock draft_model",
+        {"method": "draft_model", "num_speculative_tokens": 3},
+        needs_draft=True,
+    ),
+    "ngram": Method(
+        "stock ngram",
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        },
+    ),
+    "suffix": Method(
+        "stock suffix",
+        {"method": "suffix"},
+        needs_module="arctic_inference",
+        install="pip install arctic-inference==0.1.1",
+    ),
+    # The defaults.
+    "triforce": Method("TriForce", {"method": TRIFORCE}),
+    # Levels switched off one by one; the controller must not switch off the rest.
+    "triforce:all": Method(
+        "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3", "adaptive": False}
+    ),
+    "triforce:level1": Method(
+        "TriForce, level 1 only", {"method": TRIFORCE, "levels": "1,3", "adaptive": False}
+    ),
+    "triforce:retrieval": Method(
+        "TriForce, retrieval only", {"method": TRIFORCE, "levels": "2,3", "adaptive": False}
+    ),
+    "triforce:streaming": Method(
+        "TriForce, streaming for retrieval",
+        {"method": TRIFORCE, "selection": "streaming", "adaptive": False},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method at one retrieval budget; one engine for each dtype.
+
+    Args:
+        budget: ``retrieval_budget`` in tokens; None for methods without.
+        keys: the whole ``speculative_config``; None for stock vLLM.
+    """
+
+    method: str
+    budget: int | None
+    keys: dict[str, Any] | None = field(compare=False)
+    label: str = field(compare=False)
+
+    @property
+    def is_stock(self) -> bool:
+        return self.method == STOCK
+
+    @property
+    def is_triforce(self) -> bool:
+        return self.keys is not None and self.keys["method"] == TRIFORCE
+
+
+def check_names(names: list[str]) -> None:
+    """Raise BadInput if a name is unknown or named twice."""
+    for name in names:
+        if name not in METHODS:
+            raise BadInput(f"method {name!r} is unknown; known: {', '.join(METHODS)}")
+        if names.count(name) > 1:
+            raise BadInput(f"method {name!r} is named {names.count(name)} times; name it once")
+
+
+def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the methods that can run here, and the reason for each other one.
+
+    Stock vLLM is first, named or not: every ratio is to it.
+    """
+    left_out = {}
+    for name in names:
+        method = METHODS[name]
+        if method.needs_module and importlib.util.find_spec(method.needs_module) is None:
+            left_out[name] = f"{method.needs_module} is not installed ({method.install})"
+    kept = [name for name in names if name not in left_out and name != STOCK]
+    return [STOCK, *kept], left_out
+
+
+def variants(
+    names: list[str], budgets: list[int], draft: str | None, user_keys: Mapping[str, dict]
+) -> list[Variant]:
+    """List the engines of a dtype: one for each method, and for TriForce one for each budget.
+
+    Args:
+        user_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
+
+    Raises:
+        BadInput: TriForce refuses its keys, or a draft model is missing.
+    """
+    variants = []
+    for name in names:
+        method = METHODS[name]
+        if method.needs_draft and not draft:
+            raise BadInput(f"method {name!r} needs a draft model; give --draft MODEL or drop it")
+        if method.keys is None:
+            variants.append(Variant(name, None, None, method.title))
+            continue
+        is_triforce = method.name == TRIFORCE
+        for budget in budgets if is_triforce else [None]:
+            keys = {**method.keys, **user_keys.get(method.name or "", {})}
+            label = method.title
+            if is_triforce:
+                keys["retrieval_budget"] = budget
+                _check_triforce(name, keys)
+                label += f", budget {budget}" if len(budgets) > 1 else ""
+            if draft and (is_triforce or method.needs_draft):
+                keys["model"] = draft
+            variants.append(Variant(name, budget, keys, label))
+    return variants
+
+
+def _check_triforce(name: str, keys: dict[str, Any]) -> None:
+    triforce_keys = {key: keys[key] for key in keys if key not in ("method", "model")}
+    try:
+        TriForceConfig.from_speculative_config(triforce_keys)
+    except ValueError as error:
+        raise BadInput(f"method {name!r}: {error}") from error

@@ -1,0 +1,108 @@
+"""Files of a report: results.json, results.csv and the page; and facts of the machine."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pandas
+
+from vllm_triforce_bench.page import Page, short_name
+
+
+def machine() -> dict[str, str]:
+    """Facts that measurements must share to be compared."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    import vllm_triforce
+
+    return {
+        "vllm-triforce": vllm_triforce.__version__,
+        "vLLM": vllm.__version__,
+        "device": _cpu_name() if current_platform.is_cpu() else torch.cuda.get_device_name(),
+        "cores": f"{len(os.sched_getaffinity(0))}",
+    }
+
+
+def environment(argv: list[str]) -> dict[str, str]:
+    """Facts of the run, in the order of the page.
+
+    Args:
+        argv: arguments of ``vllm-triforce``.
+    """
+    import torch
+
+    preloaded = os.environ.get("LD_PRELOAD", "").split(":")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
+        **machine(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "Python": platform.python_version(),
+        "threads of torch": f"{torch.get_num_threads()}",
+        "load when it ended": f"{os.getloadavg()[0]:.2f}",
+        "preloaded": " ".join(Path(path).name for path in preloaded if path) or "nothing",
+        "command": shlex.join(["vllm-triforce", *argv]),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def write_reports(folder: Path, results: dict, csv_rows: Sequence[dict], page: Page) -> None:
+    """Write the files.
+
+    Args:
+        results: content of results.json.
+        csv_rows: its rows, flat.
+    """
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    frame = pandas.DataFrame(csv_rows)
+    if "budget" in frame:
+        frame = frame.astype({"budget": "Int64"})
+    frame.to_csv(folder / "results.csv", index=False)
+    (folder / "report.html").write_text(page.render())
+
+
+def head_facts(results: dict) -> list[str]:
+    """Words below the page's heading."""
+    settings, run = results["settings"], results["environment"]
+    draft = settings["draft"]
+    return [
+        f"target {short_name(settings['target'])}",
+        f"draft {short_name(draft)}" if draft else "no draft: prompt lookup",
+        f"{run['device']}, {run['cores']} cores",
+        f"vLLM {run['vLLM']}",
+        run["date"],
+    ]
+
+
+def run_facts(results: dict, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of the page's last table."""
+    run = {name: value for name, value in results["environment"].items() if name != "command"}
+    return {**run, **more}
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum, as columns."""
+    return {
+        name: float(numpy.median(values)),
+        f"{name}_min": min(values),
+        f"{name}_max": max(values),
+    }
+
+
+def tokens_text(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"

@@ -1,0 +1,40 @@
+"""Colours of figures and tables.
+
+They are legible on white and on near black, and differ for a colour-vision deficiency (after Okabe
+and Ito); markers differ, too.
+"""
+
+_ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
+_INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
+
+METHODS = {
+    "stock": _GREY,
+    "draft_model": _ORANGE,
+    "ngram": _PINK,
+    "suffix": _OLIVE,
+    "triforce": _BLUE,
+    "triforce:all": _INDIGO,
+    "triforce:level1": _VERMILION,
+    "triforce:retrieval": _GREEN,
+    "triforce:streaming": _PLUM,
+}
+# Parts of a step, and the rest of it.
+PARTS = {"selection": _PINK, "level 1": _ORANGE, "level 2": _BLUE, "verification": _GREEN}
+OTHER_PART, REST = _PLUM, _GREY
+# Other checkouts in a serving benchmark.
+CHECKOUTS = (_VERMILION, _GREEN, _PLUM, _ORANGE)
+# Policies of the lab, with their markers.
+POLICIES = {
+    "topk": ("#000000", "s", "exact top-k (ceiling)"),
+    "retrieval": ("#0072b2", "o", "retrieval (TriForce)"),
+    "h2o": (_ORANGE, "^", "H2O"),
+    "streaming": (_VERMILION, "v", "StreamingLLM"),
+}
+MARKERS = "osD^vPX*<>"
+
+
+def shade(ratio: float) -> str:
+    """CSS colour of a speed ratio: green if faster, red if slower, translucent for any page."""
+    if ratio >= 1:
+        return f"rgba(0,158,115,{min(0.55, 0.28 * (ratio - 1)):.2f})"
+    return f"rgba(213,50,40,{min(0.6, 1.5 * (1 - ratio)):.2f})"

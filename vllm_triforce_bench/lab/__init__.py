@@ -1,0 +1,1 @@
+"""The acceptance lab: agreement of a sparse cache with the full one (docs/lab.md)."""

@@ -1,0 +1,130 @@
+"""Record every context once, replay it by every policy, and compare next-token distributions."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from vllm_triforce_bench.lab.contexts import Context
+from vllm_triforce_bench.lab.policies import POLICIES
+from vllm_triforce_bench.lab.settings import LabSettings
+from vllm_triforce_bench.lab.target import Target
+
+
+def query_key_pairs(context: Context) -> int:
+    """Work on a context, for a progress bar."""
+    length = len(context.prompt)
+    count = context.replayed if isinstance(context.replayed, int) else len(context.replayed)
+    replays = 1 + len({(r.policy, r.sizes) for r in context.replays})
+    return length * length // 2 + replays * count * length
+
+
+def measure_context(
+    target: Target,
+    context: Context,
+    settings: LabSettings,
+    advance: Callable[[int], None] = lambda pairs: None,
+) -> Iterator[dict]:
+    """Yield a row of figures for each replay.
+
+    Args:
+        advance: takes the query-key pairs done.
+    """
+    done = 0
+
+    def recorded(tokens: int) -> None:
+        nonlocal done
+        advance((done + tokens) ** 2 // 2 - done**2 // 2)
+        done += tokens
+
+    with_mass = any(POLICIES[replay.policy].needs_mass for replay in context.replays)
+    trace = target.record(context.prompt, context.replayed, with_mass, recorded)
+    pairs = len(trace.replayed) * trace.start
+    full_logits, _ = target.replay(trace, None)
+    full = next_token_probs(full_logits, settings.temperature, settings.top_p)
+    advance(pairs)
+    measured: dict[tuple, dict] = {}
+    for replay in context.replays:
+        key = (replay.policy, replay.sizes)
+        if key not in measured:
+            policy = POLICIES[replay.policy](replay.sizes)
+            logits, sparse = target.replay(trace, policy)
+            probs = next_token_probs(logits, settings.temperature, settings.top_p)
+            measured[key] = dict(
+                greedy_agreement=float(same_argmax(full_logits, logits).float().mean()),
+                acceptance=float(acceptance(full, probs).mean()),
+                kept_mass=sparse.kept_mass,
+                tokens_read=sparse.tokens_read,
+                **_answer_figures(context, full_logits, logits),
+            )
+            advance(pairs)
+        yield dict(
+            experiment=replay.experiment,
+            policy=replay.policy,
+            budget=replay.sizes.budget,
+            chunk_size=replay.sizes.chunk_size,
+            recent_tokens=replay.sizes.recent_tokens,
+            refresh_interval=replay.sizes.refresh_interval,
+            context=trace.start,
+            stretch=context.stretch,
+            needle_depth=context.needle_depth,
+            replayed_tokens=len(trace.replayed),
+            **measured[key],
+        )
+
+
+def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) -> dict:
+    """Probability of the needle's answer (geometric mean over tokens), and greedy hits."""
+    if context.answer is None:
+        return {}
+    answer = torch.tensor(context.answer, device=full.device)[:, None]
+    figures = {}
+    for name, logits in (("full", full), ("sparse", sparse)):
+        log_probs = logits.float().log_softmax(-1).gather(-1, answer)
+        figures[f"answer_probability_{name}"] = float(log_probs.mean().exp())
+        figures[f"answer_hits_{name}"] = float(
+            (logits.argmax(-1, keepdim=True) == answer).float().mean()
+        )
+    return figures
+
+
+# Agreement of two next-token distributions.
+
+
+def next_token_probs(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    temperature: float,
+    top_p: float,
+) -> torch.Tensor:  # [num_tokens, vocab_size], float32
+    """Distribution to sample from: temperature, then the fewest tokens that make up ``top_p``.
+
+    One-hot at the argmax for a temperature of 0.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    probs = (logits / temperature).softmax(-1)
+    if top_p >= 1:
+        return probs
+    ordered, tokens = probs.sort(dim=-1, descending=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the tokens before make up top_p
+    probs = probs.scatter(-1, tokens, ordered.masked_fill(outside, 0.0))
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def acceptance(
+    full: torch.Tensor,  # [num_tokens, vocab_size], probabilities
+    sparse: torch.Tensor,  # [num_tokens, vocab_size], probabilities
+) -> torch.Tensor:  # [num_tokens], between 0 and 1
+    """Probability that a token drawn from ``sparse`` is accepted, the sum of min(full, sparse).
+
+    Computed as one minus the total variation: equal distributions give exactly 1.
+    """
+    return (1 - 0.5 * (full - sparse).abs().sum(-1)).clamp_(0.0, 1.0)
+
+
+def same_argmax(
+    full: torch.Tensor,  # [num_tokens, vocab_size]
+    sparse: torch.Tensor,  # [num_tokens, vocab_size]
+) -> torch.Tensor:  # [num_tokens], bool
+    """True if greedy decoding accepts the token."""
+    return full.argmax(-1) == sparse.argmax(-1)

@@ -1,0 +1,74 @@
+"""Policies that serve, run by the retrieval cache as at level 2."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.selection import SelectionPolicy, Summary
+from vllm_triforce_bench.lab.policies.base import LabPolicy
+
+
+class ChunkedPolicy(LabPolicy):
+    """First chunk, selected chunks, and everything from the recent chunks on.
+
+    ``cache.retrieval_cache.RetrievalCache``, the class that serves requests, selects chunks before
+    full passes of the replay, every ``refresh_interval`` passes, with the newest query that the
+    full pass has seen. Between two selections the read tokens grow, as at level 2.
+    """
+
+    selection: ClassVar[type[SelectionPolicy]]
+
+    def keep(self, layer, kv_head, scores, visible):
+        sizes, keep = self.sizes, torch.zeros_like(visible)
+        cache = self._cache(layer, kv_head)
+        logical_blocks = np.arange(layer.num_tokens // sizes.chunk_size + 1, dtype=np.int32)
+        for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
+            # The full pass has computed all tokens before this one; queries[:, row] is its newest.
+            query = layer.queries[None, layer.heads(kv_head), row]
+            selected = cache.selection(
+                "replay", logical_blocks, layer.start + row, lambda query=query: query
+            )
+            chosen = keep.new_zeros(len(logical_blocks))
+            chosen[selected.blocks[0, 0]] = True
+            chosen[selected.tail_start :] = True
+            tokens = chosen.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
+            keep[row : row + sizes.tokens_per_pass] = tokens
+        return keep[None]
+
+    def _cache(self, layer, kv_head: int) -> RetrievalCache:
+        """Make a retrieval cache of one layer and KV head, with the context's blocks in order."""
+        size, keys = self.sizes.chunk_size, layer.keys[kv_head]
+        num_full = len(keys) // size
+        blocks = keys[: num_full * size].view(num_full, size, -1)
+
+        def block_summaries(ids: torch.Tensor, kind: Summary) -> torch.Tensor:  # [n, 1, head_dim]
+            return kind.reduce(blocks[ids], 1)[:, None]
+
+        policy = self.selection()
+        summaries = ChunkSummaries(
+            policy.summaries,
+            1,
+            num_full,
+            1,
+            keys.shape[-1],
+            keys.dtype,
+            keys.device,
+            [block_summaries],
+        )
+        return RetrievalCache(
+            summaries,
+            policy,
+            size,
+            self.sizes.budget_chunks,
+            self.sizes.recent_chunks,
+            self.sizes.refresh_interval,
+        )
+
+
+def chunked(policy: type[SelectionPolicy]) -> type[ChunkedPolicy]:
+    """Make the lab's class of a serving policy, with its name and description."""
+    namespace = {"name": policy.name, "selection": policy, "__doc__": policy.__doc__}
+    return type(policy.__name__, (ChunkedPolicy,), namespace)

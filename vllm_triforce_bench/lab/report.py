@@ -1,0 +1,147 @@
+"""Terminal, CSV, JSON, figures and a page, from the rows of a run."""
+
+import base64
+import dataclasses
+import html
+import io
+import json
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from vllm_triforce_bench import page
+from vllm_triforce_bench.colours import POLICIES
+from vllm_triforce_bench.lab.settings import LabSettings
+from vllm_triforce_bench.lab.summary import Table, needle_answered, tables
+
+_MEASURES = (
+    "How often a token that reads a budget of the KV cache is the token that the full cache gives. "
+    "Greedy agreement: same most probable token. Acceptance: the chance that speculative sampling "
+    "accepts it, at temperature {temperature:g} and top-p {top_p:g}. Attention kept: the share of "
+    "full attention that falls on the tokens read. Means over the stretches of text, plus or minus "
+    "half the distance of the extremes."
+)
+
+
+def save_rows(rows: list[dict], folder: Path) -> pd.DataFrame:
+    """Write ``rows.csv``, a line for each replay."""
+    frame = pd.DataFrame(rows)
+    frame.to_csv(folder / "rows.csv", index=False)
+    return frame
+
+
+def show(frame: pd.DataFrame, console: Console) -> None:
+    """Print the tables, so that they can be pasted into Markdown."""
+    for table in tables(frame):
+        rich_table = RichTable(box=box.MARKDOWN)
+        rich_table.add_column("policy", no_wrap=True)
+        rich_table.add_column("", no_wrap=True)
+        for value in table.values:
+            rich_table.add_column(str(value), justify="right", no_wrap=True)
+        for row in _lines(table):
+            rich_table.add_row(*row)
+        console.print(f"\n{table.title}")
+        # Lines of a file may be long.
+        width = None if console.is_terminal else console.measure(rich_table).maximum
+        console.print(rich_table, width=width, crop=False)
+    if text := needle_answered(frame):
+        console.print(text, soft_wrap=True)
+
+
+def _lines(table: Table) -> list[list[str]]:
+    return [
+        [policy, name, *(table.cell(policy, value, measure) for value in table.values)]
+        for policy in table.policies
+        for measure, name in table.measures.items()
+    ]
+
+
+def write(
+    frame: pd.DataFrame, settings: LabSettings, facts: dict[str, str], folder: Path
+) -> list[Path]:
+    """Write ``results.json``, a PNG for every table, and ``report.html`` with all of them.
+
+    Args:
+        facts: facts of the model and the machine.
+
+    Returns:
+        The files written.
+    """
+    values = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    document = dict(settings=values, facts=facts, rows=json.loads(frame.to_json(orient="records")))
+    written = [folder / "rows.csv", folder / "results.json"]
+    written[-1].write_text(json.dumps(document, indent=1))
+    articles = []
+    for table in tables(frame):
+        picture = io.BytesIO()
+        draw(table, settings).savefig(picture, format="png", dpi=130)
+        written.append(folder / f"{table.name}.png")
+        written[-1].write_bytes(picture.getvalue())
+        articles.append(_article(table, picture.getvalue()))
+    text = _MEASURES.format(temperature=settings.temperature, top_p=settings.top_p)
+    title = f"Acceptance lab: {settings.model}"
+    report = page.Page(
+        title=title,
+        heading=title,
+        facts=list(facts.values()),
+        notes=list(filter(None, (text, needle_answered(frame)))),
+        sections={"Tables": articles},
+        run={**facts, **values},
+    )
+    written.append(folder / "report.html")
+    written[-1].write_text(report.render())
+    return written
+
+
+def _article(table: Table, picture: bytes) -> page.Article:
+    data, title = base64.b64encode(picture).decode(), html.escape(table.title)
+    figure = f"<img alt='{title}' style='max-width:100%' src='data:image/png;base64,{data}'>"
+    columns = [page.Cell("policy", kind=""), page.Cell(kind=""), *map(page.Cell, table.values)]
+    rows = [
+        [page.Cell(policy, kind=""), page.Cell(name, kind=""), *map(page.Cell, cells)]
+        for policy, name, *cells in _lines(table)
+    ]
+    return page.Article(table.title, figure=figure, table=page.Table(columns, rows))
+
+
+def draw(table: Table, settings: LabSettings) -> Figure:
+    """Draw a panel for each measure: a line for each policy, a band over the stretches."""
+    figure = Figure(figsize=(4.2 * len(table.measures), 3.7), layout="constrained")
+    axes = figure.subplots(1, len(table.measures), squeeze=False)[0]
+    for axis, (measure, name) in zip(axes, table.measures.items()):
+        for policy in table.policies:
+            colour, marker, label = POLICIES.get(policy, (None, "o", policy))
+            part = table.figures.loc[policy][measure].sort_index()
+            (line,) = axis.plot(part.index, part["mean"], color=colour, marker=marker, label=label)
+            axis.fill_between(
+                part.index, part["min"], part["max"], color=line.get_color(), alpha=0.12, lw=0
+            )
+        if table.full_hits is not None and measure == "answer_hits_sparse":
+            hits = table.full_hits
+            axis.plot(hits.index, hits, color="grey", ls="--", label="full cache")
+            axis.legend(handles=axis.lines[-1:], fontsize=8)
+        if measure == "acceptance":
+            name = f"acceptance, T={settings.temperature:g}, top-p {settings.top_p:g}"
+        axis.set_title(name, fontsize=11)
+        axis.set_xlabel(table.label, fontsize=9)
+        if table.experiment != "needle":
+            axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_locator(FixedLocator(table.values))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axis.tick_params(labelsize=8)
+        axis.set_ylim(top=1.005)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=8, loc="best")
+    figure.suptitle(table.title, fontsize=12)
+    return figure
+
+
+def _tick(value: float, _) -> str:
+    return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

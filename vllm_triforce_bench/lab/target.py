@@ -1,0 +1,249 @@
+"""The target, run by Hugging Face transformers with the lab's attention."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from vllm_triforce.cache.allocation import checked_allocation
+from vllm_triforce_bench.lab.passes import Recording, Replay
+from vllm_triforce_bench.lab.policies.base import LabPolicy
+from vllm_triforce_bench.lab.settings import LabSettings
+from vllm_triforce_bench.lab.trace import AttentionOptions, Trace
+
+ATTENTION = "vllm_triforce_lab"
+_PREFILL_TOKENS = 2048
+_CHECKED_TOKENS = 24
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+_current: ContextVar[Recording | Replay] = ContextVar("current pass of the lab")
+
+
+def lab_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, n, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, n, head_dim], of the fed tokens
+    value: torch.Tensor,  # [1, num_kv_heads, n, value_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:  # [1, n, num_heads, value_dim]
+    """Let the current pass compute the attention, for transformers' ``AttentionInterface``."""
+    options = AttentionOptions(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, sliding_window
+    )
+    output = _current.get()(module.layer_idx, query[0], key[0], value[0], options)
+    return output.transpose(0, 1)[None], None
+
+
+class Target:
+    """A causal language model with the lab's attention in every layer.
+
+    Args:
+        model: transformers' model on its device.
+
+    Raises:
+        RuntimeError: the lab's attention changes the model's logits.
+    """
+
+    def __init__(self, model) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, lab_attention)
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.device = model.device
+        self._last_only = (
+            {"logits_to_keep": 1}
+            if "logits_to_keep" in inspect.signature(model.forward).parameters
+            else {}
+        )
+        model.set_attn_implementation("eager")  # others may leave out soft caps
+        expected = self._probe_logits()
+        model.set_attn_implementation(ATTENTION)
+        self._check(expected)
+
+    @torch.inference_mode()
+    def record(
+        self,
+        prompt: Sequence[int],
+        replayed: Sequence[int] | int,
+        with_mass: bool = False,
+        advance: Callable[[int], None] = lambda tokens: None,
+    ) -> Trace:
+        """Run a full pass over the prompt and the replayed tokens.
+
+        Args:
+            replayed: tokens that follow the prompt, or the number of greedy ones to generate.
+            advance: takes the number of tokens done, for a progress bar.
+
+        Raises:
+            MemoryError: the context's keys and values do not fit.
+        """
+        count = replayed if isinstance(replayed, int) else len(replayed)
+        capacity = len(prompt) + count
+        recording = Recording(self.config.num_hidden_layers, capacity, len(prompt), with_mass)
+        remedy = "lower --context or --contexts, or use --dtype bfloat16"
+        with (
+            checked_allocation("the full cache", self._cache_bytes(capacity), self.device, remedy),
+            _standing_in(recording),
+        ):
+            for begin in range(0, len(prompt), _PREFILL_TOKENS):
+                piece = prompt[begin : begin + _PREFILL_TOKENS]
+                logits = self._feed(recording, piece)
+                advance(len(piece))
+            if isinstance(replayed, int):
+                tokens = []
+                while len(tokens) < count:
+                    tokens.append(int(logits[-1].argmax()))
+                    logits = self._feed(recording, tokens[-1:])
+            else:
+                tokens = list(replayed)
+                self._feed(recording, tokens)
+        return Trace(recording.layer_traces(), tokens, len(prompt))
+
+    @torch.inference_mode()
+    def replay(
+        self, trace: Trace, policy: LabPolicy | None
+    ) -> tuple[torch.Tensor, Replay]:  # [num_replayed, vocab_size]
+        """Return the logits after each replayed token, which reads the tokens that a policy keeps.
+
+        Without a policy it reads all: the reference, by the same operations.
+        """
+        sparse = Replay(trace.layers, policy)
+        with _standing_in(sparse):
+            return self._logits(trace.replayed, trace.start), sparse
+
+    def _feed(self, recording: Recording, tokens: Sequence[int]) -> torch.Tensor:
+        logits = self._logits(tokens, recording.position, **self._last_only)
+        recording.position += len(tokens)
+        return logits
+
+    def _logits(self, tokens: Sequence[int], position: int, **kwargs) -> torch.Tensor:
+        ids = torch.tensor([tokens], device=self.device)
+        positions = torch.arange(position, position + len(tokens), device=self.device)[None]
+        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+        return output.logits[0]
+
+    def _cache_bytes(self, num_tokens: int) -> int:
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        size = torch.finfo(self.model.dtype).bits // 8
+        return 2 * config.num_hidden_layers * heads * head_dim * num_tokens * size
+
+    def _probe(self) -> list[int]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(
+            self.config.vocab_size, (_CHECKED_TOKENS,), generator=generator
+        ).tolist()
+
+    @torch.inference_mode()
+    def _probe_logits(self) -> torch.Tensor:
+        return self._logits(self._probe(), 0).float()
+
+    @torch.inference_mode()
+    def _check(self, expected: torch.Tensor) -> None:
+        """Compare logits: a model may need attention that the lab lacks (biases, chunks)."""
+        tokens = self._probe()
+        trace = self.record(tokens[:-2], tokens[-2:])
+        logits = self.replay(trace, None)[0].float()
+        error = float((logits - expected[-2:]).abs().max() / expected.std())
+        limit = 1e-3 if self.model.dtype == torch.float32 else 0.25
+        if not error <= limit:
+            raise RuntimeError(
+                f"{type(self.model).__name__} says something else with the lab's attention than "
+                f"with its own (logits differ by {error:.2g} standard deviations): it asks for "
+                "something of attention that the lab does not do; use another model"
+            )
+
+
+@contextmanager
+def _standing_in(current: Recording | Replay):
+    token = _current.set(current)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+# Loading: cheap checks first, the weights last.
+
+
+def load_config_and_tokenizer(settings: LabSettings) -> tuple:
+    """Load the model's config and tokenizer.
+
+    Raises:
+        ValueError: there is no such model, or the lab cannot run it.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    keys = dict(revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(settings.model, **keys)
+        check_config(config, settings)
+        return config, AutoTokenizer.from_pretrained(settings.model, **keys)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model {settings.model!r} cannot be read ({reason}); give a folder with a "
+            "transformers checkpoint and its tokenizer, or a name of the hub"
+        ) from error
+
+
+def check_config(config, settings: LabSettings) -> None:
+    """Raise ValueError if the lab cannot run the model, or not at these lengths."""
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model {settings.model!r} is an encoder-decoder; the lab replays causal language "
+            "models only"
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"model {settings.model!r} has layers of type {', '.join(sorted(unknown))}; the lab "
+            "knows full and sliding-window attention only"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    needed = settings.longest_context + settings.replay_tokens + 1
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"the longest context of {settings.longest_context} and its replay need {needed} "
+            f"positions, and model {settings.model!r} has {limit}; use shorter --context and "
+            "--contexts"
+        )
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if torch has no such device."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={device!r} cannot be used ({reason}); use cpu or cuda") from error
+
+
+def load_target(settings: LabSettings) -> Target:
+    """Load the weights.
+
+    Raises:
+        RuntimeError: the lab's attention changes the model's logits.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return Target(model.to(settings.device))
