@@ -86,12 +86,6 @@ def test_what_serves_needs_no_benchmark():
         assert not any(m.split(".")[0] == BENCHMARKS.name for m in imports(path)), path
 
 
-def test_what_is_shipped_needs_no_checkout():
-    for path in [*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")]:
-        tops = {module.split(".")[0] for module in imports(path)}
-        assert not tops & {"tests", "benchmarks", "examples", "tools"}, path
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_benchmarks_stand_alone(tool):
     for path in (BENCHMARKS / tool).rglob("*.py"):
