@@ -221,7 +221,7 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
     [
         (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
         (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
-        (dict(kv_offload_gib=1), "kv_offload_gib=1: Model Runner V1"),
+        (dict(kv_offload_gib=1), "kv_offload_gib=1 is not supported with Model Runner V1"),
         (
             dict(structured_outputs_config={"backend": "lm-format-enforcer"}),
             "'lm-format-enforcer' is not supported with method='triforce'",
