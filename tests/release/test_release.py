@@ -36,10 +36,10 @@ def test_a_wheel_that_lacks_a_module_is_noticed(dist, tmp_path):
     wheel = next(dist.glob("*.whl"))
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / wheel.name, "w") as less:
         for name in whole.namelist():
-            if name != "vllm_triforce/kernels/noise.py":
+            if name != "vllm_triforce/kernels/draw.py":
                 less.writestr(name, whole.read(name))
     (tmp_path / next(dist.glob("*.tar.gz")).name).symlink_to(next(dist.glob("*.tar.gz")))
-    with pytest.raises(release.Failed, match=r"lacks .*kernels/noise\.py"):
+    with pytest.raises(release.Failed, match=r"lacks .*kernels/draw\.py"):
         release.check_contents(tmp_path)
 
 
