@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
 from vllm_triforce.scheduler.v1 import TriForceScheduler
 from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
 from vllm_triforce.vllm_patches.counters import _into_scheduler_stats
@@ -42,7 +42,7 @@ class VLLMs:
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=sent)}
 
 
-class Ours(OutcomeStatsMixin, VLLMs):
+class Ours(RequestMetricsMixin, OutcomeStatsMixin, VLLMs):
     def step(self, **verified: tuple[int, int]):
         """A step that the worker has counted whole."""
         counters, result = LevelCounters(), SimpleNamespace(req_ids=list(verified))
@@ -72,13 +72,15 @@ def test_a_step_of_a_request_that_has_left_is_counted_by_nobody():
 
 
 def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
-    """The front finds the string, and by then the last output is there."""
+    """As of that output: a later step may be over before it is encoded."""
     scheduler = Ours(a=["."], b=[])
     by_name = {o.request_id: o for o in scheduler.step(a=(6, 2), b=(6, 2)).outputs}
-    assert by_name["a"].spec_decode_metrics is scheduler.requests["a"].spec_decode_metrics
+    sent = by_name["a"].spec_decode_metrics
+    assert sent == scheduler.requests["a"].spec_decode_metrics and sent.num_draft_tokens == 6
     assert by_name["b"].spec_decode_metrics is None
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(a=(6, 2)).outputs[0].spec_decode_metrics is None
+    assert sent.num_draft_tokens == 6 and sum(sent.histogram) == 1
 
 
 @pytest.mark.parametrize(

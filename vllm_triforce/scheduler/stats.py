@@ -9,6 +9,7 @@ end found a stop string. vLLM then discards the step's tokens and leaves them ou
 Workers cannot tell, so the scheduler's counts of outcomes replace theirs.
 """
 
+import copy
 from typing import Any
 
 from vllm_triforce.core.plan import plan_of, report_of
@@ -125,14 +126,7 @@ _OUTCOMES = (
 
 
 class OutcomeStatsMixin:
-    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does.
-
-    It also sends per-request metrics early for requests that may end by a stop string.
-    """
-
-    # Attributes of vLLM's scheduler.
-    requests: dict[str, Any]
-    spec_decode_metrics_level: Any
+    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does."""
 
     _outcomes = LevelCounters()
     """Outcomes of the current step."""
@@ -145,8 +139,6 @@ class OutcomeStatsMixin:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._outcomes.num_level3_steps:
             carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
-        if self.spec_decode_metrics_level != "none":
-            self._send_metrics_before_stop_strings(outputs)
         return outputs
 
     def make_spec_decoding_stats(
@@ -167,13 +159,25 @@ class OutcomeStatsMixin:
             request_id,
         )
 
-    def _send_metrics_before_stop_strings(self, outputs) -> None:
-        """Send metrics with every output of a request that has stop strings.
 
-        vLLM sends them with the last output only, and the front end decides which output that is.
-        """
-        for client_outputs in outputs.values():
-            for output in client_outputs.outputs:
-                request = self.requests.get(output.request_id)
-                if request is not None and request.sampling_params.stop:
-                    output.spec_decode_metrics = request.spec_decode_metrics
+class RequestMetricsMixin:
+    """Outermost mixin for vLLM's schedulers: sends metrics of requests with stop strings early.
+
+    vLLM sends per-request metrics with a request's last output. A stop string is found by the front
+    end, in any output, so all outputs of such a request carry metrics.
+    """
+
+    # Attributes of vLLM's scheduler.
+    requests: dict[str, Any]
+    spec_decode_metrics_level: Any
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.spec_decode_metrics_level != "none":
+            for client_outputs in outputs.values():
+                for output in client_outputs.outputs:
+                    request = self.requests.get(output.request_id)
+                    if request is not None and request.sampling_params.stop:
+                        # A copy: a thread encodes outputs while later steps change the request's.
+                        output.spec_decode_metrics = copy.deepcopy(request.spec_decode_metrics)
+        return outputs

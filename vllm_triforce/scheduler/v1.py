@@ -15,7 +15,7 @@ from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
 from vllm_triforce.scheduler.placeholders import drop_placeholders
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
 
 # Attribute of a ModelRunnerOutput: (drafts or None, True if the next step may propose).
 _ATTRIBUTE = "triforce_drafts"
@@ -48,6 +48,7 @@ class DraftCarrierMixin:
 
 
 class TriForceScheduler(
+    RequestMetricsMixin,
     LookaheadMixin,
     DraftCarrierMixin,
     PrefixCacheMixin,

@@ -37,7 +37,7 @@ from vllm_triforce.core.plan import (
 from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, RequestMetricsMixin
 
 
 @dataclass
@@ -270,12 +270,19 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
 
 
 class TriForceSchedulerV2(
-    StepPlanMixin, LookaheadMixin, PrefixCacheMixin, OutcomeStatsMixin, GrammarMaskMixin, Scheduler
+    RequestMetricsMixin,
+    StepPlanMixin,
+    LookaheadMixin,
+    PrefixCacheMixin,
+    OutcomeStatsMixin,
+    GrammarMaskMixin,
+    Scheduler,
 ):
     """Synchronous scheduler: waits for each step's proposals and has them verified."""
 
 
 class TriForceAsyncSchedulerV2(
+    RequestMetricsMixin,
     StepPlanMixin,
     LookaheadMixin,
     PaddingStatsMixin,
