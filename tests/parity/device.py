@@ -182,7 +182,7 @@ class _Inside:
         if worker._offload is not None:
             placed = worker._offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
-            assert (placed.num_device_layers > 0) if is_some else (placed.num_device_layers < 2)
+            assert placed.num_device_layers > 0 if is_some else placed.num_host_layers > 1
             _poison_staging()
             self._predicted = _PredictedBytes(worker)
             self._guard = HostMemoryGuard(worker._offload._memory._memory)
