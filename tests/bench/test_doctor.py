@@ -141,8 +141,8 @@ def config_of_llama(folder: Path, like) -> str:
     [
         ({"gama": 3}, [], "vllm-triforce", "did you mean 'gamma'"),
         ({"retrieval_budget": -1}, [], "vllm-triforce", "retrieval_budget=-1"),
-        ({"kv_offload_gib": 1}, [], "vllm-triforce", "Model Runner V1 has the KV cache in one"),
-        ({}, ["--pipeline-parallel-size", "2"], "vllm-triforce", "use tensor parallelism"),
+        ({"kv_offload_gib": 1}, [], "vllm-triforce", "is not supported with Model Runner V1"),
+        ({}, ["--pipeline-parallel-size", "2"], "vllm-triforce", "Use tensor parallelism"),
         ({}, ["--max-model-len", "1000000"], "vLLM", "max_model_len"),
     ],
 )
