@@ -59,10 +59,8 @@ def launches(sees_at: int, plans: list[StepPlan]) -> tuple[list, list]:
         proposer=device,
         slots=slots,
         adapters=None,
-        rows=SimpleNamespace(
-            faults=SimpleNamespace(slot=torch.tensor([1])), outcomes=torch.ones(2, 4)
-        ),
-        recorder=SimpleNamespace(expect=lambda selection: None, pausing=nullcontext),
+        rows=SimpleNamespace(slot_disabled=torch.tensor([1]), outcomes=torch.ones(2, 4)),
+        recorder=SimpleNamespace(expect=lambda selection: None, without_recording=nullcontext),
     )
     rank = module.TriForceSpeculatorV2.__new__(module.TriForceSpeculatorV2)
     torch.nn.Module.__init__(rank) if isinstance(rank, torch.nn.Module) else None
