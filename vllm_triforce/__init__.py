@@ -1,9 +1,8 @@
 """TriForce for vLLM: hierarchical speculative decoding of long sequences.
 
-The way of a token, folder by folder: ``config`` (what the user asked for) ->
-``worker`` (where vLLM lets us in) -> ``speculator`` (the levels) -> ``attention``
-and ``cache`` (what level 2 reads) -> ``verification`` (accept, recover, bonus) ->
-``metrics``. See docs/architecture.md.
+``config`` has the keys, ``scheduler`` and ``worker`` extend vLLM's, ``runner_v1`` and ``runner_v2``
+run the loop of ``core``, ``attention`` and ``cache`` are level 2's, ``controller`` chooses what is
+proposed, ``metrics`` counts. docs/architecture.md has the whole layout.
 """
 
 __version__ = "0.1.0"

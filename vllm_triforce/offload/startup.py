@@ -159,15 +159,12 @@ def _check_room(
     )
 
 
-def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dict:
+def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> None:
     """Log where layers lie and the least time that a full pass takes.
 
     Args:
         kv_cache_config: vLLM's, with the number of blocks of the rank that has the fewest.
         length: tokens of the longest request.
-
-    Returns:
-        This rank's figures in tokens, layers, bytes and bytes a second.
     """
     block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     placement = replace(offload.placement, num_blocks=kv_cache_config.num_blocks)
@@ -191,17 +188,6 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> dic
         bytes_per_token * length / bytes_per_s,
         bytes_per_s / 1e9,
     )
-    return {
-        "num_tokens": placement.num_blocks * block_size,
-        "num_device_layers": placement.num_device_layers,
-        "num_host_layers": placement.num_host_layers,
-        "device_bytes": placement.num_device_layers * placement.layer_bytes,
-        "host_bytes": placement.host_bytes,
-        "staging_bytes": placement.layer_bytes,
-        "pool_bytes": placement.num_host_layers * placement.pool_bytes,
-        "bytes_per_token": bytes_per_token,
-        "bytes_per_second": bytes_per_s,
-    }
 
 
 @contextmanager

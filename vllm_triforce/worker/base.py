@@ -44,7 +44,6 @@ class TriForceWorkerMixin:
     _counter_sender: CounterSender | None = None
     _offload: "OffloadedCache | None" = None
     """Set if some layers' KV cache lies in host memory."""
-    _offload_report: dict | None = None
     _sends_drafts = False
     """True if drafts are attached to the step's output, so that no call fetches them."""
 
@@ -112,7 +111,7 @@ class TriForceWorkerMixin:
             with offloaded_allocation(self._offload):
                 super().initialize_from_config(kv_cache_config)
             max_len = self.vllm_config.model_config.max_model_len
-            self._offload_report = report_offload(self._offload, kv_cache_config, max_len)
+            report_offload(self._offload, kv_cache_config, max_len)
         self.triforce.allocate(kv_cache_config, self._offload)
         self._counter_sender = CounterSender(self.triforce.sent_counters)
 
@@ -155,13 +154,6 @@ class TriForceWorkerMixin:
         """
         measured = self.triforce.measured_passes(remeasure)
         return None if measured is None else measured.to_dict()
-
-    def triforce_offload(self) -> dict | None:
-        """Return the placement in host memory and its bandwidth (``offload/startup.py``).
-
-        None without offloading.
-        """
-        return self._offload_report
 
     def triforce_synchronize_times(self, synchronize: bool) -> None:
         """Set whether each timed part waits for the device, for benchmarks.
