@@ -20,7 +20,6 @@ from vllm_triforce.controller import (
     StepTime,
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
-from vllm_triforce.controller.backoff import REEVALUATION_SHARE
 from vllm_triforce.controller.drafts import InnerRounds
 from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.learning import Planned
@@ -646,75 +645,6 @@ def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
     found = controller(LONG_PAYS, has_draft=False)
     late = routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 8, 20_000)
     assert late.count(LEVELS) > 0.97 * len(late), Counter(late)
-
-
-@pytest.mark.parametrize("level2, is_due", [(0.97, True), (0.0, False)])
-def test_those_who_join_do_not_wait_for_what_others_spent(level2, is_due):
-    """A re-evaluation of a lone request, in vain, is to be earned for a hundred steps; four new
-    ones of a kind that speculates from its first plan on are re-evaluated soon all the same."""
-    found = controller(LONG_PAYS, has_draft=False)
-    routes_taken(found, {LEVELS: level2, LOOKUP: 0.0}, 0, 20_000)
-    found.backoff.begin(
-        found.backoff.until_reevaluation(reevaluation_seconds=0.012, plain_seconds=0.011)
-    )
-    found.backoff.begin(100)
-    found.requests_joined(dict.fromkeys("abcd", kind_of(True, 20_000)))
-    steps = 0
-    while found.backoff.is_resting:
-        found.backoff.begin_step()
-        steps += 1
-    assert steps < 30 if is_due else steps > 60, steps
-
-
-def test_requests_with_a_seed_say_nothing_of_first_plans():
-    """They come between others of their kind: how soon those are looked at stays as it was."""
-    found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
-    routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 0, 20_000)
-    before = found._exploration.in_vain([kind])
-    for step in range(40):
-        found.choose([Candidate(f"seeded-{step}", 20_000, 16, has_seed=True)])
-        found.release(f"seeded-{step}")
-    assert found._exploration.in_vain([kind]) == before < 0.5
-
-
-@pytest.mark.parametrize("most", [0, 16, None])
-def test_trust_in_first_plans_is_bounded_and_lost_where_it_is_not_kept(most):
-    """Requests of a kind that speculated are followed by some of the same kind that never do: they
-    cannot propose anything, what they propose is wrong, or they leave before anything is decided
-    for them. One joins every third step, and a re-evaluation takes as long as a third of one."""
-    found, kind = controller(LONG_PAYS, has_draft=False), kind_of(True, 20_000)
-    routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 0, 20_000)
-    assert found._exploration.in_vain([kind]) < 0.5
-    for name in ("old-0", "old-1"):  # who stay, and of whom is known that nothing pays
-        found.acceptance.of(name, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
-    plain = found.model.full_pass([1] * 3, [20_000] * 3)
-    for size in (2, 3):
-        taken = plain / 3 + found.model.full_pass([1] * size, [20_000] * size)
-        found.measured.observe_step(
-            StepTime(True, [1] * size, [20_000] * size, taken, is_reevaluation=True)
-        )
-    found.start(found.measured)
-    num_steps, num_reevaluations = 6000, 0
-    for step in range(num_steps):
-        found.backoff.begin_step()
-        new = f"new-{step // 3}"
-        if step % 3 == 0:
-            found.requests_joined({new: kind})
-            found.acceptance.of(new, True).level2 = Rate(0.0, weight=10**6, memory=10**6)
-        elif not found.backoff.is_resting:
-            names = ["old-0", "old-1", *([] if most is None else [new])]
-            chosen = found.choose(
-                [Candidate(n, 20_000, 16 if n != new else most or 0) for n in names]
-            )
-            num_reevaluations += all(choice is PLAIN for choice in chosen)  # others are trials
-            for name, choice in zip(names, chosen):
-                if choice is not PLAIN:
-                    found.observe_full_pass(name, choice.num_tokens, 0)
-        if step % 3 == 2:
-            found.request_left(new)
-            found.release(new)
-    assert num_reevaluations / 3 <= 1.1 * REEVALUATION_SHARE * num_steps + 10
-    assert found._exploration.in_vain([kind]) > 0.8
 
 
 def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():

@@ -253,7 +253,6 @@ class AsyncController:
 
     def release(self, request_id: str) -> None:
         """A request has left."""
-        self.controller.request_left(request_id)
         self.controller.release(request_id)
         self._present.discard(request_id)
         self._alive.discard(request_id)

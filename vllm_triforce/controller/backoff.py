@@ -12,11 +12,8 @@ _TIMES_AT_REST = 8
 # Steps until a batch that decodes plainly is re-evaluated: the first time, and later at most as
 # long as it is not known what that takes; and bounds (a plain step has to be seen; contexts grow).
 REEVALUATE_FIRST, REEVALUATE_UNKNOWN, REEVALUATE_EARLIEST, REEVALUATE_LATEST = 8, 32, 4, 128
-# Share of the time that re-evaluations may take however often requests come and go; and as much
-# again for those of requests of a kind that speculates as a rule, where these turn out not to.
+# Share of the time that re-evaluations may take however often requests come and go.
 REEVALUATION_SHARE = 0.01
-# Steps of plain decoding that the latter may take at once.
-_ADVANCE = 4
 
 
 class SpeculationBackoff:
@@ -36,12 +33,6 @@ class SpeculationBackoff:
         """Step from which another re-evaluation is paid for, by those that were in the batch."""
         self._missing = 0.0
         """Steps at full promise until then, from the last re-evaluation on."""
-        self._advance = ExplorationBudget(first=_ADVANCE, most=_ADVANCE, share=REEVALUATION_SHARE)
-        """Of what re-evaluations have not earned yet; those that are worth it give it back."""
-        self._advanced = 0.0
-        """Seconds of it that the next re-evaluation has."""
-        self._earning = 0.0
-        """Seconds that a step earns for re-evaluations."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1
@@ -68,34 +59,19 @@ class SpeculationBackoff:
     def was_worth_it(self) -> None:
         """A re-evaluation: the next one is due early again."""
         self._num_reevaluations = 0
-        self._advance.give_back(self._advanced)
-        self._advanced = 0.0
 
-    def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> bool:
+    def requests_joined(self, promise: float = 1.0) -> None:
         """The batch has got requests of which little is known: a re-evaluation is due early again,
         as soon as it is paid for. The step that reads them is no time for it.
 
         Args:
             promise: theirs; more of it than the others' brings the re-evaluation forward.
-            in_vain: how often one of such requests was; what is not in vain need not be earned.
-
-        Returns:
-            whether the re-evaluation comes before it is earned.
         """
         if not self.is_resting:
-            return False
+            return
         self._num_reevaluations = 0
         earned = min(self._affordable, self._counted + _ceil(self._missing / promise))
-        trusted = min(earned, self._counted + _ceil(in_vain * self._missing / promise))
-        earned, trusted = max(self.step + 1, earned), max(self.step + 1, trusted)
-        before = min(self._until, earned)
-        self._until = before
-        unearned = (before - trusted) * promise * self._earning
-        if unearned <= 0 or not self._advance.spend(unearned):
-            return False
-        self._advanced += unearned
-        self._until = trusted
-        return True
+        self._until = min(self._until, max(self.step + 1, earned))
 
     def until_reevaluation(
         self, reevaluation_seconds: float, plain_seconds: float, promise: float = 1.0
@@ -109,9 +85,7 @@ class SpeculationBackoff:
             promise: part of that share that is to be spent (``promise.py``).
         """
         each = promise * plain_seconds
-        self._earning, self._advanced = REEVALUATION_SHARE * plain_seconds, 0.0
-        for budget in (self._reevaluations, self._advance):
-            budget.earn((self.step - self._counted) * each, plain_seconds)
+        self._reevaluations.earn((self.step - self._counted) * each, plain_seconds)
         self._counted = self.step
         self._reevaluations.take(reevaluation_seconds)
         self._missing = self._reevaluations.missing(reevaluation_seconds) / (

@@ -91,15 +91,7 @@ class Controller(Learning):
         if "context" not in self.chooses:
             self.backoff.reset()
             return
-        exploration, theirs = self._exploration, list(kinds.values())
-        is_early = self.backoff.requests_joined(
-            exploration.promise(theirs), exploration.in_vain(theirs)
-        )
-        exploration.joined(kinds, is_early)
-
-    def request_left(self, request_id: str) -> None:
-        """Whether or not anything was decided for it; see ``release()``."""
-        self._exploration.left(request_id)
+        self.backoff.requests_joined(self._exploration.promise(list(kinds.values())))
 
     # Before a proposal.
 
@@ -142,7 +134,6 @@ class Controller(Learning):
             if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
                 found = self._options(candidates, sharing, num_plain)
                 best, _ = self._plan(found, plain, fixed, num_plain)
-            self._exploration.note_first_plans(candidates, found, best)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
             if self._exploration.probes_baseline_now(self.backoff.step, best, plain, has_seed):

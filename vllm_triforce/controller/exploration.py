@@ -1,13 +1,11 @@
 """Finding out what present choices do not show, within ``exploration_budget.py``'s time."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from vllm_triforce.controller.acceptance import Rate
 from vllm_triforce.controller.exploration_budget import ExplorationBudget
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, best_alone
@@ -24,8 +22,6 @@ _INVESTED = 8
 _SAVED = 4
 # Of so many decisions one looks whether requests that speculate should try another route.
 _OTHER_ROUTES_EVERY = 4
-# First plans that the guess "in vain" is worth, and those after which one counts 1/e.
-_FIRST_PLANS_WEIGHT, _FIRST_PLANS_MEMORY = 2.0, 32.0
 # Tokens of a trial: what a round of level 1 and level 2 adds, about.
 _TRIAL_LENGTH = 3
 
@@ -64,14 +60,6 @@ class Exploration:
         self.baseline_probes = ExplorationBudget(first=0, most=_PROBE_STEPS)
         self._last_plain = 0
         self._promise = Promise()
-        self._first_plans: dict[Kind, Rate] = defaultdict(
-            lambda: Rate(0.0, _FIRST_PLANS_WEIGHT, _FIRST_PLANS_MEMORY)
-        )
-        """By kind, how often the first plan with a request has it speculate."""
-        self._joined: dict[str, Kind] = {}
-        """Requests of which nothing was planned yet."""
-        self._awaited: set[str] = set()
-        """Those of them for which a re-evaluation comes before it is earned."""
         self._turn = 0
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
@@ -98,37 +86,6 @@ class Exploration:
     def promise(self, kinds: Sequence[Kind]) -> float:
         """Of requests together; 1 where there are none."""
         return max((self._promise.of(kind) for kind in kinds), default=1.0)
-
-    def joined(self, kinds: Mapping[str, Kind], are_awaited: bool) -> None:
-        """
-        Args:
-            are_awaited: whether a re-evaluation comes for their sake before it is earned.
-        """
-        self._joined.update(kinds)
-        if are_awaited:
-            self._awaited.update(kinds)
-
-    def left(self, request_id: str) -> None:
-        """A request has left, whether or not anything was ever decided for it."""
-        kind = self._joined.pop(request_id, None)
-        if kind is not None and request_id in self._awaited:
-            self._first_plans[kind].add(1, 0)
-        self._awaited.discard(request_id)
-
-    def note_first_plans(self, candidates: Sequence[Candidate], found: Options, best: Plan) -> None:
-        """What is planned for requests of which this is the first decision. One that can propose
-        nothing says something only where a re-evaluation was had for its sake."""
-        could = found.is_possible.any(axis=1)
-        for row, candidate in enumerate(candidates):
-            name = candidate.request_id
-            kind = self._joined.pop(name, None)
-            if kind is not None and (could[row] or name in self._awaited):
-                self._first_plans[kind].add(1, int(best.options[row] >= 0))
-            self._awaited.discard(name)
-
-    def in_vain(self, kinds: Sequence[Kind]) -> float:
-        """How often a first re-evaluation of requests of these kinds was for nothing, lately."""
-        return 1 - max((self._first_plans[kind].value for kind in kinds), default=0.0)
 
     def promise_of(self, candidates: Sequence[Candidate], found: Options) -> float:
         """Of those candidates that could be tried."""
@@ -255,10 +212,9 @@ class Exploration:
 
     @property
     def num_requests(self) -> int:
-        return max(map(len, (self._waits_since, self._trying, self._joined, self._awaited)))
+        return max(len(self._waits_since), len(self._trying))
 
     def release(self, request_id: str) -> None:
-        self.left(request_id)
         self._waits_since.pop(request_id, None)
         self._trying.pop(request_id, None)
         self._in_flight.discard(request_id)
