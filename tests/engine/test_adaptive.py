@@ -176,19 +176,14 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
     """It draws nothing that a seed could keep: alone and beside others it is as one without."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    controller, candidates, joined = built(llm).speculator.controller, [], []
-    choose, requests_joined = controller.choose, controller.requests_joined
+    controller, candidates = built(llm).speculator.controller, []
+    choose = controller.choose
 
     def chosen(found, num_plain=0):
         candidates.extend(found)
         return choose(found, num_plain)
 
-    def seen(kinds):
-        joined.extend(kinds)
-        requests_joined(kinds)
-
     monkeypatch.setattr(controller, "choose", chosen)
-    monkeypatch.setattr(controller, "requests_joined", seen)
     text = held_out_tokens(llm.get_tokenizer(), 3000)
     asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
     asked += [(0, 48, 2**31), (0, 12, 0)]
@@ -209,7 +204,6 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
     number[outputs[-1].request_id] = 0
     found = {number[c.request_id.split("-")[0]]: c.has_seed for c in candidates}
     assert found == {i: i in drawing for i in range(len(asked))}
-    assert {number[name.split("-")[0]] for name in joined} == found.keys() - set(drawing)
 
 
 def test_plain_steps_and_reevaluations_are_timed(engines, pair):

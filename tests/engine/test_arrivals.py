@@ -193,7 +193,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     monkeypatch.setattr(
         controller,
         "requests_joined",
-        lambda kinds: joined.append((controller.backoff.step - step, dict(kinds))) or join(kinds),
+        lambda: joined.append(controller.backoff.step - step) or join(),
     )
     monkeypatch.setattr(
         controller,
@@ -212,10 +212,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
         ],
     }
     drive(llm, arrivals)
-    names = [(at, [name.split("-")[0] for name in kinds]) for at, kinds in joined]
-    assert names == [(5, ["long"]), (9, ["short"])]
-    assert [kind for _, kinds in joined for kind in kinds.values()] == [(True, 4), (True, 2)]
-    assert seeded == [9]
+    assert joined == [5, 9] and seeded == [9]
 
 
 @pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
@@ -225,14 +222,14 @@ def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys
     keys = {"method": "triforce", "retrieval_budget": 192, **keys}
     llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
     controller, path = built(llm).speculator.controller, adapter(llm)._steps
-    seen: list[dict] = []
+    seen: list[bool] = []
     monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
-    monkeypatch.setattr(controller, "requests_joined", seen.append)
+    monkeypatch.setattr(controller, "requests_joined", lambda: seen.append(True))
     monkeypatch.setattr(path, "_present", frozenset({"short"}))
     step = SimpleNamespace(
         finished_req_ids=set(), num_scheduled_tokens={"long": 1}, scheduled_new_reqs=[]
     )
-    assert path._note_changes(step) and seen == [{}]
+    assert path._note_changes(step) and seen == [True]
     assert not path._note_changes(step) and len(seen) == 1
 
 

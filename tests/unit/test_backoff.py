@@ -15,7 +15,6 @@ from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration_budget import SHARE
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.promise import kind_of
 from vllm_triforce.controller.routes import PLAIN
 
 
@@ -117,7 +116,7 @@ def test_reevaluations_take_no_more_however_often_requests_join(each, every):
     for step in range(num_steps):
         found.backoff.begin_step()
         if step % every == 0:
-            found.requests_joined({})
+            found.requests_joined()
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             num_reevaluations += 1
@@ -137,45 +136,11 @@ def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
     for step in range(100):
         found.backoff.begin_step()
         if step == 90:
-            found.requests_joined({})
+            found.requests_joined()
         if not found.backoff.is_resting:
             found.choose([Candidate("a", 4000, 16)])
             seen.append(step)
     assert 91 in seen and 90 not in seen
-
-
-@pytest.mark.parametrize("promise", [1.0, 1 / 8])
-def test_reevaluations_take_as_much_less_as_there_is_promise(promise):
-    backoff, each, num_reevaluations, num_steps = SpeculationBackoff(), 0.001, 0, 20_000
-    for _ in range(num_steps):
-        backoff.begin_step()
-        backoff.requests_joined(promise)
-        if not backoff.is_resting:
-            num_reevaluations += 1
-            backoff.begin(backoff.until_reevaluation(each, 0.01, promise))
-    assert num_reevaluations * each == pytest.approx(
-        promise * REEVALUATION_SHARE * num_steps * 0.01, rel=0.1
-    )
-
-
-def test_one_that_joins_does_not_wait_for_what_the_others_promise():
-    """After a re-evaluation of requests of little promise was in vain, 80 steps are to be waited
-    for the next; for one that joins with more of it 10 are."""
-    for joins, until in ((1.0, 10), (1 / 8, 80)):
-        backoff = SpeculationBackoff()
-        for _ in range(400):  # what was kept for re-evaluations is spent
-            backoff.begin_step()
-            backoff.requests_joined(1 / 8)
-            if not backoff.is_resting:
-                backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
-        while backoff.is_resting:
-            backoff.begin_step()
-        begin = backoff.step
-        backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
-        backoff.requests_joined(joins)
-        while backoff.is_resting:
-            backoff.begin_step()
-        assert backoff.step - begin == pytest.approx(until, abs=2)
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
@@ -185,7 +150,7 @@ def test_who_must_not_wait_does_not(has_seed, keys):
     found.backoff.begin(50)
     found.backoff.begin_step()
     assert found.backoff.is_resting
-    found.seeded_request_joined() if has_seed else found.requests_joined({"a": kind_of(True, 99)})
+    found.seeded_request_joined() if has_seed else found.requests_joined()
     assert not found.backoff.is_resting
 
 

@@ -26,7 +26,6 @@ from vllm_triforce.controller.learning import Planned
 from vllm_triforce.controller.measurements import Measurements, interpolate
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
-from vllm_triforce.controller.promise import Promise, kind_of
 from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route, SourceTraits
 
 # One source whose tokens take passes, and one that has some where it finds a match.
@@ -396,15 +395,14 @@ class World:
 
         for _ in range(num_steps):
             found.backoff.begin_step()
-            joined = {}
+            has_joined = len(running) < size
             while len(running) < size:
-                joined[str(num_begun)] = kind_of(False, context)
                 running[str(num_begun)], num_begun = 0, num_begun + 1
             names = list(running)
             contexts = [context + running[name] for name in names]
             choices, proposing = dict.fromkeys(names, PLAIN), 0.0
-            if joined:
-                found.requests_joined(joined)
+            if has_joined:
+                found.requests_joined()
             elif not found.backoff.is_resting:
                 candidates = [
                     Candidate(n, at, 16, is_greedy=False, num_left=128 - running[n])
@@ -612,7 +610,7 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
         found.backoff.begin_step()
         names = [f"{step // 100}-{i}" for i in range(4)]
         if step % 100 == 0:
-            found.requests_joined(dict.fromkeys(names, kind_of(True, context)))
+            found.requests_joined()
         if found.backoff.is_resting:
             continue
         candidates = [Candidate(n, context, 16, confidence=matched(match_length)) for n in names]
@@ -655,18 +653,6 @@ def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculat
     assert found.take_plan().seconds == pytest.approx(0.01 + found.model.reading_window(200))
     found.reads_window(200)
     assert found.take_plan() is None
-
-
-def test_what_was_in_vain_of_one_kind_of_request_says_nothing_of_another():
-    promise = Promise()
-    vain, other, longer = kind_of(False, 600), kind_of(True, 600), kind_of(False, 5000)
-    assert kind_of(False, 1023) == vain and kind_of(False, 1024) != vain
-    for _ in range(200):
-        promise.add(vain, False)
-    assert promise.of(vain) == 1 / 8 and promise.of(other) == promise.of(longer) == 1
-    for _ in range(200):
-        promise.add(vain, True)
-    assert promise.of(vain) > 0.95
 
 
 @pytest.mark.parametrize("speculating", [0.02, 0.1])

@@ -16,7 +16,6 @@ from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.learning import Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.promise import kind_of
 from vllm_triforce.controller.round_lengths import extend_to_shared_rounds
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice
 
@@ -192,13 +191,8 @@ class AsyncController:
         if any(candidate.has_seed for candidate in joined):
             self._kept = None
             self.controller.seeded_request_joined()
-        kinds = {
-            candidate.request_id: kind_of(candidate.is_greedy, candidate.context)
-            for candidate in joined
-            if not candidate.has_seed
-        }
-        if kinds:
-            self.controller.requests_joined(kinds)
+        if not all(candidate.has_seed for candidate in joined):
+            self.controller.requests_joined()
 
     def _rounds(self, candidate: Candidate, choice: Choice) -> int:
         """As many as it takes on average; of a request with a seed, as many as it is hoped to take,

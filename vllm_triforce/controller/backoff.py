@@ -30,9 +30,7 @@ class SpeculationBackoff:
         self._counted = 0
         """Step up to which re-evaluations have earned their time."""
         self._affordable = 0
-        """Step from which another re-evaluation is paid for, by those that were in the batch."""
-        self._missing = 0.0
-        """Steps at full promise until then, from the last re-evaluation on."""
+        """Step from which another re-evaluation is paid for."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1
@@ -60,42 +58,31 @@ class SpeculationBackoff:
         """A re-evaluation: the next one is due early again."""
         self._num_reevaluations = 0
 
-    def requests_joined(self, promise: float = 1.0) -> None:
+    def requests_joined(self) -> None:
         """The batch has got requests of which little is known: a re-evaluation is due early again,
-        as soon as it is paid for. The step that reads them is no time for it.
-
-        Args:
-            promise: theirs; more of it than the others' brings the re-evaluation forward.
-        """
+        as soon as it is paid for. The step that reads them is no time for it."""
         if not self.is_resting:
             return
         self._num_reevaluations = 0
-        earned = min(self._affordable, self._counted + _ceil(self._missing / promise))
-        self._until = min(self._until, max(self.step + 1, earned))
+        self._until = min(self._until, max(self.step + 1, self._affordable))
 
-    def until_reevaluation(
-        self, reevaluation_seconds: float, plain_seconds: float, promise: float = 1.0
-    ) -> int:
+    def until_reevaluation(self, reevaluation_seconds: float, plain_seconds: float) -> int:
         """Steps after a re-evaluation in vain: few at first, since little is known of a request or
         a passage, and each time twice as many, until they take the share of the time that may be
         spent on finding out.
 
         Args:
             reevaluation_seconds: what a re-evaluation takes; 0 where that is not known.
-            promise: part of that share that is to be spent (``promise.py``).
         """
-        each = promise * plain_seconds
-        self._reevaluations.earn((self.step - self._counted) * each, plain_seconds)
+        self._reevaluations.earn((self.step - self._counted) * plain_seconds, plain_seconds)
         self._counted = self.step
         self._reevaluations.take(reevaluation_seconds)
-        self._missing = self._reevaluations.missing(reevaluation_seconds) / (
-            REEVALUATION_SHARE * plain_seconds
-        )
-        soonest = _ceil(self._missing / promise)
+        missing = self._reevaluations.missing(reevaluation_seconds)
+        soonest = _ceil(missing / (REEVALUATION_SHARE * plain_seconds))
         self._affordable = self.step + soonest
         most = REEVALUATE_UNKNOWN
         if reevaluation_seconds:
-            most = min(int(reevaluation_seconds / (SHARE * each)), REEVALUATE_LATEST)
+            most = min(int(reevaluation_seconds / (SHARE * plain_seconds)), REEVALUATE_LATEST)
         doubled = REEVALUATE_FIRST << min(self._num_reevaluations, 8)
         self._num_reevaluations += 1
         return max(min(doubled, max(most, REEVALUATE_EARLIEST)), soonest)

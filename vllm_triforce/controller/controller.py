@@ -25,7 +25,6 @@ from vllm_triforce.controller.planner import (
     plan_by_routes,
     seconds_of_batch,
 )
-from vllm_triforce.controller.promise import Kind
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
@@ -81,17 +80,13 @@ class Controller(Learning):
         """No rest may put off where its speculation begins."""
         self.backoff.reset()
 
-    def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
+    def requests_joined(self) -> None:
         """The prompts of requests without a seed have been read, up to their ends in this step; or
-        requests that were here before have come back.
-
-        Args:
-            kinds: of the new ones, by name.
-        """
+        requests that were here before have come back."""
         if "context" not in self.chooses:
             self.backoff.reset()
             return
-        self.backoff.requests_joined(self._exploration.promise(list(kinds.values())))
+        self.backoff.requests_joined()
 
     # Before a proposal.
 
@@ -224,10 +219,7 @@ class Controller(Learning):
         """Adds trials, and says whether there are any; where nobody speculates even so, the batch
         rests."""
         exploration, without = self._exploration, columns.copy()
-        promise = exploration.promise_of(candidates, found)
-        exploration.earn(
-            (1 + self._num_held) * best.seconds, plain, promise if best.is_plain else 1.0
-        )
+        exploration.earn((1 + self._num_held) * best.seconds, plain)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer; the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
@@ -244,20 +236,18 @@ class Controller(Learning):
             around,
         )
         if (columns < 0).all():
-            num_steps = self._steps_of_rest(candidates, num_plain, plain, promise)
-            exploration.earn(num_steps * plain, plain, promise)
+            num_steps = self._steps_of_rest(candidates, num_plain, plain)
+            exploration.earn(num_steps * plain, plain)
             self.backoff.begin(num_steps)
         else:
             self.backoff.was_worth_it()
         return bool((columns != without).any())
 
-    def _steps_of_rest(
-        self, candidates, num_plain: int, plain_seconds: float, promise: float
-    ) -> int:
+    def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
         """Until the next re-evaluation."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         each = self.model.reevaluation_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.backoff.until_reevaluation(each, plain_seconds, promise)
+        num_steps = self.backoff.until_reevaluation(each, plain_seconds)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

@@ -9,7 +9,6 @@ import numpy as np
 from vllm_triforce.controller.exploration_budget import ExplorationBudget
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, best_alone
-from vllm_triforce.controller.promise import Kind, Promise, kind_of
 from vllm_triforce.controller.routes import LEVELS, Route
 
 # Steps with drafts after which a plain one says again what is compared with.
@@ -31,14 +30,11 @@ class _Trial:
     """What a request tries in this step.
 
     Args:
-        kind: the request's; None where it would have proposed something else, which says nothing
-            of whether it is promising to try where nobody speculates.
         charged: seconds of the budget.
         needed: tokens that have to be accepted for such proposals to pay.
         num_reqs, plain_seconds: of the batch's step.
     """
 
-    kind: Kind | None
     charged: float
     needed: float
     num_reqs: int
@@ -59,7 +55,6 @@ class Exploration:
         """As much time again, for trials after one that was as good as it had to be."""
         self.baseline_probes = ExplorationBudget(first=0, most=_PROBE_STEPS)
         self._last_plain = 0
-        self._promise = Promise()
         self._turn = 0
         self._waits_since: dict[str, int] = {}
         """Each request's turn at which it came, or had its last trial in vain."""
@@ -83,20 +78,9 @@ class Exploration:
         self._last_plain = step
         return True
 
-    def promise(self, kinds: Sequence[Kind]) -> float:
-        """Of requests together; 1 where there are none."""
-        return max((self._promise.of(kind) for kind in kinds), default=1.0)
-
-    def promise_of(self, candidates: Sequence[Candidate], found: Options) -> float:
-        """Of those candidates that could be tried."""
-        could = found.is_possible.any(axis=1)
-        return self.promise(
-            [kind_of(c.is_greedy, c.context) for c, can in zip(candidates, could) if can]
-        )
-
-    def earn(self, seconds: float, plain_seconds: float, promise: float) -> None:
+    def earn(self, seconds: float, plain_seconds: float) -> None:
         """For trials, by decoding for so long with steps that are plain in ``plain_seconds``."""
-        self.trials.earn(promise * seconds, plain_seconds)
+        self.trials.earn(seconds, plain_seconds)
         self._promising.earn(seconds, plain_seconds)
 
     def begin_turn(self, candidates: Sequence[Candidate]) -> None:
@@ -183,9 +167,7 @@ class Exploration:
                 found.shared_seconds[row, trial] = alone().shared_seconds[row, trial]
             columns[row] = trial
             more = 0.0
-            its = candidates[row]
             self._trying[names[row]] = _Trial(
-                kind_of(its.is_greedy, its.context) if is_plain else None,
                 seconds,
                 float(present * (share + found.seconds[row, trial]) - 1),
                 num_reqs,
@@ -201,8 +183,6 @@ class Exploration:
         if trial is None:
             return
         is_promising = num_accepted >= min(trial.needed, num_drafted)
-        if trial.kind is not None:
-            self._promise.add(trial.kind, is_promising)
         worth = min(trial.charged, trial.worth(num_accepted))
         if is_promising and self._promising.spend(trial.charged - worth):
             worth = trial.charged

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_triforce.controller import Controller, StepTime
-from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.core.eligibility import seed_of_draws
-from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
@@ -44,8 +42,7 @@ class _PrefillState:
     """A prompt that is being read."""
 
     num_tokens: int
-    kind: Kind | None
-    """The request's; None for one that draws by a seed."""
+    has_seed: bool
 
 
 class PlainSteps:
@@ -139,10 +136,10 @@ class PlainSteps:
         if joined & seeded:
             self._controller.seeded_request_joined()
         if joined - new.keys():  # who had to wait, or lost its blocks, and may be long
-            self._controller.requests_joined({})
+            self._controller.requests_joined()
         for name, request in new.items():
-            kind = None if name in seeded else _kind_of(request)
-            self._reading[name] = _PrefillState(len(request.prompt_token_ids or ()), kind)
+            num_tokens = len(request.prompt_token_ids or ())
+            self._reading[name] = _PrefillState(num_tokens, name in seeded)
         return True
 
     def _note_prompts_read(self, scheduler_output) -> bool:
@@ -154,14 +151,14 @@ class PlainSteps:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
         done = {
-            name: reading.kind
+            name: reading.has_seed
             for name, reading in self._reading.items()
             if name in scheduled and computed.get(name, 0) + scheduled[name] >= reading.num_tokens
         }
         for name in done:
             del self._reading[name]
-        if kinds := {name: kind for name, kind in done.items() if kind is not None}:
-            self._controller.requests_joined(kinds)
+        if not all(done.values()):
+            self._controller.requests_joined()
         return bool(done)
 
     def sample(self, logits, spec_decode_metadata):
@@ -246,10 +243,3 @@ class PlainSteps:
                 planned,
                 proposal_seconds,
             )
-
-
-def _kind_of(request) -> Kind:
-    """Of a request that begins; its prompt is nearly all of its context."""
-    params = request.sampling_params
-    is_greedy = params is None or params.temperature < GREEDY_EPSILON
-    return kind_of(is_greedy, len(request.prompt_token_ids or ()))
