@@ -61,8 +61,8 @@ def rest_long(llm, monkeypatch) -> None:
 
     monkeypatch.setattr(controller_module, "plan", plain)
     controller = built(llm).speculator.controller
-    monkeypatch.setattr(controller._exploration, "add_trials", lambda *args: None)
-    monkeypatch.setattr(controller.backoff, "until_reevaluation", lambda *args: 128)
+    monkeypatch.setattr(controller._trials, "add", lambda *args: False)
+    monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
 
 
 def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:

@@ -21,12 +21,12 @@ from vllm_triforce.controller import (
 )
 from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
 from vllm_triforce.controller.drafts import InnerRounds
-from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
 from vllm_triforce.controller.learning import Planned
 from vllm_triforce.controller.measurements import Measurements, interpolate
 from vllm_triforce.controller.options import Options, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route, SourceTraits
+from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
 
 # One source whose tokens take passes, and one that has some where it finds a match.
 DRAFT, LOOKUP = "a draft", "a lookup"
@@ -292,21 +292,23 @@ def test_gains_follow_what_came():
     assert gain.value == pytest.approx(0.75, abs=0.03)
 
 
-def test_an_allowance_is_a_share_of_the_time():
-    allowance, spent = ExplorationBudget(first=1, most=4), 0
+def test_trials_have_a_share_of_the_time():
+    budget, spent = TrialBudget(first_steps=1, max_steps=4), 0
     for _ in range(10_000):
-        allowance.earn(0.010, 0.010)
-        spent += allowance.spend(0.025)
-    assert spent * 0.025 == pytest.approx(SHARE * 10_000 * 0.010, rel=0.05)
-    allowance.earn(1000, 0.010)
-    assert allowance.spend(0.040) and not allowance.spend(0.001)
-    assert not allowance.covers(0.001)
+        budget.earn(0.010, 0.010)
+        spent += budget.spend(0.025)
+    assert spent * 0.025 == pytest.approx(TRIAL_SHARE * 10_000 * 0.010, rel=0.05)
+    budget.earn(1000, 0.010)
+    assert budget.spend(0.040) and not budget.spend(0.001)
+    assert not budget.covers(0.001) and budget.can_save(0.040) and not budget.can_save(0.041)
+    budget.refund(1000)
+    assert budget.covers(0.040) and not budget.covers(0.041)
 
 
 def test_one_bad_request_proposes_next_to_nothing_the_others_do_not_mind():
     found = controller(LONG_PAYS, has_draft=False)
     good, bad = Candidate("good", 100_000, 16), Candidate("bad", 100_000, 16)
-    found._exploration.trials = ExplorationBudget(first=0, most=0)
+    found._trials.budget = TrialBudget(first_steps=0, max_steps=0)
     for _ in range(40):
         for request, choice in zip((good, bad), found.choose([good, bad])):
             right = choice.num_tokens * (request is good)
@@ -533,7 +535,7 @@ def scarce_trials(least: float = 0.01) -> Controller:
     """There is time for one trial now and then, and of what is tried little is expected."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(least, weight=50, memory=512)
-    found._exploration.trials = ExplorationBudget(first=0.5, most=0.5)
+    found._trials.budget = TrialBudget(first_steps=0.5, max_steps=0.5)
     return found
 
 
@@ -600,7 +602,7 @@ def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
             found.observe_full_pass("good", choice.num_tokens, choice.num_tokens)
             found.acceptance.of("good").level2 = Rate(0.05, weight=200, memory=1000)
     assert num_trials > 0
-    assert lost <= 2.2 * SHARE * num_steps * plain, (num_trials, lost / num_steps / plain)
+    assert lost <= 2.2 * TRIAL_SHARE * num_steps * plain, (num_trials, lost / num_steps / plain)
 
 
 def routes_taken(found, rates: dict[Route, float], match_length: int, context: int) -> list[Route]:
@@ -863,4 +865,4 @@ def test_a_trial_bears_what_speculating_takes_besides():
         if not found.backoff.is_resting:
             candidates = [Candidate(str(i), 500, 16, confidence=matched(8)) for i in range(4)]
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
-    assert 0.5 < num_trials * around / (SHARE * num_steps * plain) < 1.3
+    assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3

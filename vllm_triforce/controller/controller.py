@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Rates
-from vllm_triforce.controller.backoff import SpeculationBackoff
+from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.drafts import DraftLengths
 from vllm_triforce.controller.fixed import FixedChoices
@@ -26,9 +26,12 @@ from vllm_triforce.controller.planner import (
     seconds_of_batch,
 )
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.trials import TRIAL_SHARE
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
 _ADOPT_EVERY = 16
+# Steps with proposals after which the baseline is probed, at the earliest.
+_PROBE_AFTER = 16
 # Lengths of a proposal that are always compared; longer ones where their full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
 
@@ -59,6 +62,7 @@ class Controller(Learning):
         self._num_held = 0  # steps that did the same as the one before
         self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
         self.backoff = SpeculationBackoff()
+        self._probed_at = 0
         self._optimistic_rates = Rates.hoped(sources)
         self._level1 = DraftLengths(config, self.sources, self.acceptance)
 
@@ -86,7 +90,7 @@ class Controller(Learning):
         if "context" not in self.chooses:
             self.backoff.reset()
             return
-        self.backoff.requests_joined()
+        self.backoff.on_requests_joined()
 
     # Before a proposal.
 
@@ -120,7 +124,7 @@ class Controller(Learning):
         plain += model.overhead(num_rows + num_plain, is_greedy)
         found = self._options(candidates, num_rows, num_plain)
         if "context" in self.chooses:
-            self._exploration.begin_turn(candidates)
+            self._trials.begin_decision(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
             best, hoped = self._plan(found, plain, fixed, num_plain)
             self.share = best.seconds / (num_rows + num_plain)
@@ -131,9 +135,9 @@ class Controller(Learning):
                 best, _ = self._plan(found, plain, fixed, num_plain)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
-            if self._exploration.probes_baseline_now(self.backoff.step, best, plain, has_seed):
+            if self._probe_is_due(best, plain) and not has_seed:
                 columns = np.full(num_rows, -1)
-                self.backoff.start_probe()
+                self.backoff.begin_probe()
             else:
                 has_trials = self._try_again(best, columns, candidates, found, plain, num_plain)
                 self.is_steady = not (has_trials or has_seed)
@@ -218,18 +222,17 @@ class Controller(Learning):
     ) -> bool:
         """Adds trials, and says whether there are any; where nobody speculates even so, the batch
         rests."""
-        exploration, without = self._exploration, columns.copy()
-        exploration.earn((1 + self._num_held) * best.seconds, plain)
+        budget = self._trials.budget
+        budget.earn((1 + self._num_held) * best.seconds, plain)
         num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
         # The step that verifies a trial takes longer; the one after it is a re-evaluation.
         around = self.model.speculating_seconds(num_reqs, is_greedy)
         around += self.model.reevaluation_seconds(num_reqs, is_greedy)
-        exploration.add_trials(
+        has_trials = self._trials.add(
             columns,
             candidates,
             found,
-            lambda: self._options(candidates, 1, num_plain),
-            lambda: self._options(candidates, len(candidates), num_plain, self._optimistic_rates),
+            lambda: self._options(candidates, 1, num_plain, self._optimistic_rates),
             plain,
             num_plain,
             self.model.error,
@@ -237,17 +240,32 @@ class Controller(Learning):
         )
         if (columns < 0).all():
             num_steps = self._steps_of_rest(candidates, num_plain, plain)
-            exploration.earn(num_steps * plain, plain)
+            budget.earn(num_steps * plain, plain)
             self.backoff.begin(num_steps)
         else:
-            self.backoff.was_worth_it()
-        return bool((columns != without).any())
+            self.backoff.restart()
+        return has_trials
+
+    def _probe_is_due(self, best: Plan, plain: float) -> bool:
+        """True if the baseline has not been timed for long.
+
+        Speculation is compared with plain decoding: unseen, it could be overrated for long.
+        """
+        if best.is_plain:
+            self._probed_at = self.backoff.step
+            return False
+        num_steps = self.backoff.step - self._probed_at
+        lost_s = PROBE_STEPS * plain * (1 - 1 / best.speedup)
+        if num_steps < _PROBE_AFTER or lost_s > TRIAL_SHARE * num_steps * best.seconds:
+            return False
+        self._probed_at = self.backoff.step
+        return True
 
     def _steps_of_rest(self, candidates, num_plain: int, plain_seconds: float) -> int:
         """Until the next re-evaluation."""
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         each = self.model.reevaluation_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.backoff.until_reevaluation(each, plain_seconds)
+        num_steps = self.backoff.next_rest(each, plain_seconds)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may put off where its speculation begins
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

@@ -8,10 +8,10 @@ import numpy as np
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.trials import Trials
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Learning:
         """What this rank measured; None where nothing is chosen."""
         self.model: CostModel | None = None
         """What decisions are made by."""
-        self._exploration = Exploration()
+        self._trials = Trials()
         self.planned: Planned | None = None
         self._chosen: dict[str, tuple[Choice, float]] = {}
         """What each request did last, and how many tokens that was expected to gain."""
@@ -154,11 +154,11 @@ class Learning:
 
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """There may be decisions before it is known what came of theirs."""
-        self._exploration.await_outcomes(request_ids)
+        self._trials.await_outcomes(request_ids)
 
     def outcome_lost(self, request_id: str) -> None:
         """Nothing came of its proposal, or nobody will know."""
-        self._exploration.lost(request_id)
+        self._trials.discard(request_id)
 
     def observe_full_pass(
         self,
@@ -175,7 +175,7 @@ class Learning:
         choice, expected = made or self.chosen_for(request_id)
         if choice is PLAIN or not self.chooses:
             return
-        self._exploration.came_of_it(request_id, drafted, accepted)
+        self._trials.on_verified(request_id, drafted, accepted)
         if expected and drafted == choice.num_tokens:
             is_greedy = self.acceptance.is_greedy(request_id)
             gain = self.acceptance.gains[choice.route, is_greedy]
@@ -220,9 +220,9 @@ class Learning:
     @property
     def num_requests(self) -> int:
         held = len(self._chosen), len(self.acceptance.requests)
-        return max(*held, self._exploration.num_requests)
+        return max(*held, self._trials.num_requests)
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
-        self._exploration.release(request_id)
+        self._trials.release(request_id)
         self._chosen.pop(request_id, None)

@@ -67,10 +67,10 @@ class Options:
     passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
     shared_seconds: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
 
-    def next_seconds(self, row: int, column: int) -> float:
-        """What a request's next proposal takes, with all that has to be made for it first."""
-        first = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
-        return float(self.seconds[row, column] + first[row, column])
+    def first_seconds(self, row: int, column: int) -> float:
+        """Return the seconds of a request's next proposal, all of its setup included."""
+        remaining = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
+        return float(self.seconds[row, column] + remaining[row, column])
 
     def choice(self, row: int, column: int) -> Choice:
         if column < 0:
