@@ -25,7 +25,7 @@ from vllm_triforce.controller.planner import (
     plan_by_routes,
     seconds_of_batch,
 )
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.trials import TRIAL_SHARE
 
 # Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
@@ -126,13 +126,8 @@ class Controller(Learning):
         if "context" in self.chooses:
             self._trials.begin_decision(candidates)
             fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
-            best, hoped = self._plan(found, plain, fixed, num_plain)
+            best = plan_by_routes(model, found, plain, fixed, num_plain, self.round_drafts)
             self.share = best.seconds / (num_rows + num_plain)
-            sharing = sum(found.routes[c] == LEVELS for c in hoped if c >= 0)
-            sharing = sharing or int((hoped >= 0).sum())
-            if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
-                found = self._options(candidates, sharing, num_plain)
-                best, _ = self._plan(found, plain, fixed, num_plain)
             columns = best.options
             has_seed = any(c.has_seed for c in candidates)
             if self._probe_is_due(best, plain) and not has_seed:
@@ -153,18 +148,8 @@ class Controller(Learning):
                 chosen[row] = self._fixed.choice(candidate)
         if len(rows) == sum(choice is not PLAIN for choice in chosen):
             self.planned = Planned.of(found, rows, columns[rows], candidates, model)
-            if self._whole_rounds:
-                self.planned.add(seconds_of_batch(model, found, columns, self.round_drafts))
+            self.planned.add(seconds_of_batch(model, found, columns, self.round_drafts))
         return chosen, expected
-
-    def _plan(
-        self, found: Options, plain: float, fixed: float, num_plain: int
-    ) -> tuple[Plan, np.ndarray]:
-        """And what each request would do if passes were shared as ``found`` supposes."""
-        if not self._whole_rounds:
-            best = plan(found, plain, fixed, num_plain, self.model.error)
-            return best, best.options
-        return plan_by_routes(self.model, found, plain, fixed, num_plain, self.round_drafts)
 
     def preview(self, candidate: Candidate) -> Choice:
         """What a new request alone would do, by the times measured so far."""

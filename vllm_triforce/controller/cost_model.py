@@ -55,9 +55,6 @@ class CostModel:
     rounds: dict[int, float] = field(default_factory=dict)
     """Seconds of a round of level 1, level 2 and the test between them, by requests in powers of 2
     (``int.bit_length``)."""
-    straggler_factors: dict[int, float] = field(default_factory=dict)
-    """Seconds of all rounds of a proposal over what the requests' shares of them came to, by size
-    of the batch: requests need unequal numbers of rounds, and the last ones are not shared."""
 
     def copy(self) -> "CostModel":
         """One that does not change with this one; the measurements never do."""
@@ -161,14 +158,6 @@ class CostModel:
     def observe_round(self, num_rows: int, seconds: float) -> None:
         size = num_rows.bit_length()
         self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
-
-    def straggler_factor(self, num_rows: int) -> float:
-        return self.straggler_factors.get(num_rows.bit_length(), 1.0)
-
-    def observe_proposal(self, num_rows: int, shares: float, seconds: float) -> None:
-        """All rounds of a proposal took ``seconds``, where ``shares`` were expected."""
-        size, new = num_rows.bit_length(), seconds / shares
-        self.straggler_factors[size] = self._moved(self.straggler_factor(num_rows), new, 1.0)
 
     def overhead(self, num_rows: int, is_greedy: bool = True) -> float:
         """Of a plain step, beside its full pass."""

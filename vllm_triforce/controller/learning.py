@@ -122,16 +122,6 @@ class Learning:
             predicted = max(num_drafts) * measured.draft(len(num_drafts))
             measured.observe("level 1", predicted, level1_seconds)
 
-    def observe_proposal(self, request_ids: list[str], lengths: list[int], seconds: float) -> None:
-        """Levels 1 and 2 made proposals of these lengths together."""
-        rounds = sum(
-            length / max(1.0, self.acceptance.of(request_id).round_tokens)
-            for request_id, length in zip(request_ids, lengths)
-        )
-        num_rows = len(lengths)
-        share = self.measured.round_seconds(num_rows, self.round_drafts) / num_rows
-        self.measured.observe_proposal(num_rows, rounds * share, seconds)
-
     def observe_rounds(
         self, request_id: str, source: str | None, num_rounds: int, accepted: int, rejected: int
     ) -> None:
@@ -214,8 +204,7 @@ class Learning:
 
     def round_seconds(self, num_rows: int) -> float:
         """A request's share of a round of level 1 and level 2."""
-        seconds = self.model.round_seconds(num_rows, self.round_drafts) / num_rows
-        return seconds * self.model.straggler_factor(num_rows)
+        return self.model.round_seconds(num_rows, self.round_drafts) / num_rows
 
     @property
     def num_requests(self) -> int:

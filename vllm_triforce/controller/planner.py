@@ -139,7 +139,7 @@ def plan_by_routes(
     speculating_seconds: float,
     num_plain: int,
     round_drafts: int,
-) -> tuple[Plan, np.ndarray]:
+) -> Plan:
     """The best of several plans: one in which each request goes by the route that is best for it,
     and one for each route that takes passes, in which nobody goes by another that does.
 
@@ -149,10 +149,6 @@ def plan_by_routes(
     Args:
         options: with each request's share of passes that all share.
         round_drafts: passes of the draft in a round.
-
-    Returns:
-        The plan; and what each request would do if passes were shared as ``options`` suppose,
-        [num_reqs].
     """
     arguments = plain_seconds, speculating_seconds, num_plain, model.error
     plans = [plan(options, *arguments)]
@@ -174,7 +170,7 @@ def plan_by_routes(
         speedup = float(np.exp(gained / num_reqs) * plain_seconds / seconds)
         if speedup > 1 + model.error and (best is None or speedup > best.speedup):
             best = Plan(its.options, speedup, seconds)
-    return best or Plan(np.full(num_reqs - num_plain, -1), 1.0, plain_seconds), plans[0].options
+    return best or Plan(np.full(num_reqs - num_plain, -1), 1.0, plain_seconds)
 
 
 def seconds_of_batch(

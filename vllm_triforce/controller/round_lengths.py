@@ -29,13 +29,10 @@ def extend_to_shared_rounds(
         chosen: by ``controller.choose()``, just now.
         rounds: that each needs.
     """
-    planned, model, measured = controller.planned, controller.model, controller.measured
-    if planned is None or model is None or measured is None:
+    planned, model = controller.planned, controller.model
+    if planned is None or model is None:
         return chosen
-    batch = BatchOfRounds(controller, model)
-    shares, seconds = batch.seconds(chosen, rounds)
-    if shares > 0:
-        measured.observe_proposal(batch.num_rows, shares, seconds)
+    batch = BatchOfRounds(controller, model, chosen, rounds)
     settled = batch.lengthen(candidates, chosen)
     for candidate, before, after in zip(candidates, chosen, settled):
         if grown := after.num_tokens - before.num_tokens:
@@ -46,20 +43,17 @@ def extend_to_shared_rounds(
 class BatchOfRounds:
     """The rounds of one step."""
 
-    def __init__(self, controller: Controller, model: CostModel) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        model: CostModel,
+        chosen: Sequence[Choice],
+        rounds: Sequence[int],
+    ) -> None:
         self._controller, self._model = controller, model
-        self.num_rows = self._num_rounds = 0
-        """Requests that go through the levels, and in how many rounds."""
-        self._company = 1.0
-
-    def seconds(self, chosen: Sequence[Choice], rounds: Sequence[int]) -> tuple[float, float]:
-        """What the requests' own rounds come to, each with its share of a round, and what all
-        rounds take."""
         own = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]
-        self.num_rows, self._num_rounds = len(own), max(own)
-        self._company = self._model.company(self.num_rows, self.num_rows)[1]
-        round_seconds = self._model.round_seconds(self.num_rows, self._controller.round_drafts)
-        return round_seconds * sum(own) / self.num_rows, round_seconds * self._num_rounds
+        self._num_rounds = max(own)
+        self._company = model.company(len(own), len(own))[1]
 
     def lengthen(self, candidates: Sequence[Candidate], chosen: Sequence[Choice]) -> list[Choice]:
         """Proposals that end where the rounds end, as far as that pays."""

@@ -56,7 +56,6 @@ class ObserverV1:
         if name == "selection":
             if self._controller.measured is not None and not self._is_first:
                 self._controller.measured.observe_begin(len(self._batch), seconds)
-            self._began = time.perf_counter()
 
     def round_ended(self, rows: list[int], sourced: RoutedDraft, verified: Verified) -> None:
         drafted = sourced.drafted
@@ -68,18 +67,11 @@ class ObserverV1:
         self._is_first, self._is_usual = False, self._is_usual and not drafted.is_first
         self._num_read += drafted.num_read
 
-    def proposal_ended(self, lengths: list[int]) -> None:
-        """
-        Args:
-            lengths: that were planned.
-        """
+    def proposal_ended(self) -> None:
         if not self._is_usual:
             self._controller.forget_plan()
         elif self._num_read:
             self._controller.reads_window(self._num_read)
-        elif self._controller.chooses:
-            seconds = time.perf_counter() - self._began
-            self._controller.observe_proposal(self._batch.request_ids, lengths, seconds)
 
     def _learn_acceptance(self, rows, sourced: RoutedDraft, num_accepted: list[int]) -> None:
         for row, source, confidence, drafted, accepted in zip(
@@ -176,7 +168,7 @@ class TriForceSpeculator:
         )
         observer = ObserverV1(batch, self.level2, self.controller, self.counters, began)
         propose(levels, observer)
-        observer.proposal_ended(lengths)
+        observer.proposal_ended()
         whole_proposal.put(rows, levels.proposal)
 
     def _propose_directly(
