@@ -53,9 +53,8 @@ class ObserverV1:
         seconds = time.perf_counter() - start
         self._seconds[name] = seconds
         self._counters.add_time(name, seconds)
-        if name == "selection":
-            if self._controller.measured is not None and not self._is_first:
-                self._controller.measured.observe_begin(len(self._batch), seconds)
+        if name == "selection" and self._controller.measured is not None and not self._is_first:
+            self._controller.measured.observe_begin(len(self._batch), seconds)
 
     def round_ended(self, rows: list[int], sourced: RoutedDraft, verified: Verified) -> None:
         drafted = sourced.drafted
