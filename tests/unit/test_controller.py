@@ -19,11 +19,11 @@ from vllm_triforce.controller import (
     CostModel,
     StepTime,
 )
-from vllm_triforce.controller.acceptance import Gain, Rate, expected_by_length
-from vllm_triforce.controller.drafts import InnerRounds
-from vllm_triforce.controller.learning import Planned
+from vllm_triforce.controller.acceptance import Acceptance, Gain, Rate, expected_by_length
+from vllm_triforce.controller.controller import Planned
+from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import Measurements, interpolate
-from vllm_triforce.controller.options import Options, build_options
+from vllm_triforce.controller.options import Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import plan
 from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route, SourceTraits
 from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
@@ -163,9 +163,12 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
     assert model.full_pass([13] + [1] * 7, [8000] * 8) == pytest.approx(passes)
     assert model.full_pass([13], [8000]) == pytest.approx(7.0)
     # Beyond what was measured the machine is full; and noise makes nothing cheaper.
-    assert model.company(64, 64) == (model.company(8, 8)[0], model.company(8, 8)[1])
+    assert model.attention_scales(64, 64) == (
+        model.attention_scales(8, 8)[0],
+        model.attention_scales(8, 8)[1],
+    )
     falling = dataclasses.replace(measured, of_several=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
-    sums = [n * CostModel(falling).company(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
+    sums = [n * CostModel(falling).attention_scales(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
     assert sums == sorted(sums) and sums[0] == 1
 
 
@@ -242,11 +245,11 @@ def test_options_are_what_the_parts_come_to():
     ]
     rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
     rates[1].round_tokens = 3.0
-    routes = [LEVELS, LOOKUP, DRAFT]
+    routes = {LEVELS: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     gains = [{LEVELS: 0.5}, {}]
-    options = build_options(
-        model, candidates, rates, gains, [7, 16], [1, 4, 16], 1e-3, 0.5, 0.01, 0.0004, SOURCES, True
-    )
+    lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
+    costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=0.01, draft_s=0.0004)
+    options = build_options(model, candidates, rates, gains, lengths, costs, routes)
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]
@@ -268,20 +271,26 @@ def test_options_are_what_the_parts_come_to():
             seconds += n * 0.0004
         assert options.seconds[row, column] == pytest.approx(seconds)
         assert options.tokens[row, column] == pytest.approx(tokens)
-    lengths = {"a": {1, 4, 7}, "b": {1, 4, 16}}
-    wanted = {("a", route, n) for route in routes for n in lengths["a"]}
-    wanted |= {("b", route, n) for route in (LEVELS, DRAFT) for n in lengths["b"]}
+    wanted = {("a", route, n) for route in routes for n in (1, 4, 7)}
+    wanted |= {("b", route, n) for route in (LEVELS, DRAFT) for n in (1, 4, 16)}
     assert seen == wanted
 
 
 def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
-    rounds = InnerRounds(CostModel(LONG_PAYS), 1, 4, True)
-    gammas = [rounds.best(rate, 4, takes_passes=True)[0] for rate in (0.0, 0.5, 0.9, 0.99)]
+    def gamma(rate: float, max_tokens: int = 4, measured=LONG_PAYS, source=SOURCES[0]) -> int:
+        source = dataclasses.replace(source, hopes=(rate,))
+        acceptance = Acceptance([source])
+        acceptance.of("a")
+        config = TriForceConfig().fill(can_adapt=True, model=DRAFT).resolve(32)
+        lengths = DraftLengths(config, [source], acceptance)
+        lengths.use_costs(CostModel(measured))
+        return lengths.best("a", {source.name: 0}, 1, max_tokens)[1]
+
+    gammas = [gamma(rate) for rate in (0.0, 0.5, 0.9, 0.99)]
     assert gammas == sorted(gammas) and gammas[0] == 0 and gammas[-1] == 4
-    assert rounds.best(0.99, 2, takes_passes=True)[0] == 2
-    dear = CostModel(dataclasses.replace(LONG_PAYS, draft=0.1))
-    assert InnerRounds(dear, 1, 4, True).best(0.9, 4, takes_passes=True)[0] == 0
-    assert InnerRounds(dear, 1, 4, True).best(0.9, 4, takes_passes=False)[0] == 4
+    assert gamma(0.99, max_tokens=2) == 2
+    dear = dataclasses.replace(LONG_PAYS, draft=0.1)
+    assert gamma(0.9, measured=dear) == 0 and gamma(0.9, measured=dear, source=SOURCES[1]) == 4
 
 
 def test_gains_follow_what_came():
@@ -366,8 +375,10 @@ class World:
                     level1 = count * truth.draft(1)
                     level2 = truth.level2(1, count + 1)
                     kept = accepted(draw, self.draft, count)
-                    found.observe_round("a", route, 0, count, kept)
-                    found.observe_times(1, count, [count], count + 1, True, level1, level2, 0.0)
+                    found.acceptance.observe_round("a", route, 0, count, kept)
+                    found.measured.observe_round(
+                        1, count, [count], count + 1, True, level1, level2, 0.0
+                    )
                     made += kept + 1
                     proposing += level1 + level2
             elif choice.route == DRAFT:
@@ -424,10 +435,10 @@ class World:
                 for name, count in zip(some, counts):
                     kept = accepted(draw, self.draft, count)
                     source = DRAFT if count else None
-                    found.observe_round(name, source, 0, count, kept)
+                    found.acceptance.observe_round(name, source, 0, count, kept)
                     made[name] += kept + 1
                 drafts, tests = [n for n in counts if n], sum(counts) + len(counts)
-                found.observe_times(
+                found.measured.observe_round(
                     len(some), max(counts), drafts, tests, False, level1, level2, 0.0
                 )
                 proposing += level1 + level2
@@ -790,7 +801,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
             choice = one.choose([Candidate("a", 30_000 + step, 16, confidence=found)])
             decided.append((choice, one.level1("a", False, found, 1, 9), one.backoff.is_resting))
             one.observe_full_pass("a", 16, accepted)
-            one.observe_times(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
+            one.measured.observe_round(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
             slow = 0.05 * (1 + rank * draw.random())
             one.observe_step(StepTime(True, [17], [30_000], slow, 16), one.take_plan())
         assert decided[0] == decided[1]

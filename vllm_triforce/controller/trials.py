@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_triforce.controller.options import Candidate, Options
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.planner import StepCosts, unshared_seconds
 
 # Share of the time for trials; as much goes into re-evaluations, or into baseline probes.
 TRIAL_SHARE = 0.005
@@ -43,7 +43,7 @@ class TrialBudget:
 
     def spend(self, seconds: float) -> bool:
         """Spend ``seconds`` if they are left."""
-        if not self.covers(seconds):
+        if self._balance_s is None or seconds > self._balance_s:
             return False
         self._balance_s -= seconds
         return True
@@ -110,19 +110,15 @@ class Trials:
         candidates: Sequence[Candidate],
         options: Options,
         optimistic: Callable[[], Options],
-        plain_s: float,
-        num_plain: int,
-        margin: float,
-        fixed_s: float,
+        costs: StepCosts,
+        reevaluation_s: float,
     ) -> bool:
         """Start trials while the budget lasts, longest-waiting request first.
 
         Args:
-            optimistic: builds the options of requests that share no pass, with prior acceptance.
-            num_plain: further requests of the batch.
-            margin: relative gain below which a trial is not worth it.
-            fixed_s: what speculating at all adds to the step; the first trial bears it where
-                nobody else speculates.
+            optimistic: builds the options with prior acceptance.
+            reevaluation_s: of the decision after a trial. Where nobody else speculates, the first
+                trial pays for it, and for the seconds that verifying any drafts adds.
 
         Returns:
             True if a trial was started.
@@ -131,14 +127,15 @@ class Trials:
         is_trial[[c.request_id in self._in_flight for c in candidates]] = False
         if self._num_decisions % _OTHER_ROUTES_EVERY:
             is_trial[columns >= 0] = False
-        fixed_s = 0.0 if (columns >= 0).any() else fixed_s
+        fixed_s = 0.0 if (columns >= 0).any() else costs.speculating_s + reevaluation_s
         if not is_trial.any() or not self.budget.covers(_cheapest(options, is_trial) + fixed_s):
             return False
-        hoped, share_s = optimistic(), plain_s / (len(columns) + num_plain)
-        speeds = (1 + hoped.tokens) / (share_s + options.seconds)
+        num_reqs = len(columns) + costs.num_plain
+        share_s = costs.plain_s / num_reqs
+        speeds = (1 + optimistic().tokens) / (share_s + options.seconds)
         speeds = np.where(is_trial, speeds, -np.inf)
         planned = np.flatnonzero(columns >= 0)
-        step_s = plain_s + options.seconds[planned, columns[planned]].sum()
+        step_s = costs.plain_s + options.seconds[planned, columns[planned]].sum()
 
         def turn(row: int) -> tuple[bool, int]:
             """Requests that decode plainly come first."""
@@ -151,23 +148,23 @@ class Trials:
                 present_tokens = options.tokens[row, present]
                 present_s = options.seconds[row, present]
                 # A trial also costs the tokens that the present proposal would have gained.
-                lost_s = max(0.0, step_s * share_s / plain_s * np.log1p(present_tokens) - present_s)
+                lost_s = max(0.0, step_s / num_reqs * np.log1p(present_tokens) - present_s)
             present_speed = (1 + present_tokens) / (share_s + present_s)
-            if speeds[row].max() <= (1 + margin) * present_speed:
+            if speeds[row].max() <= (1 + costs.model.error) * present_speed:
                 continue  # it would not pay whatever is accepted
             trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
-            cost_s = float(hoped.first_seconds(row, trial) + lost_s + fixed_s)
+            alone = np.full(len(columns), -1)
+            alone[row] = trial
+            cost_s = options.first_seconds(row, trial) + unshared_seconds(options, alone, costs)
+            cost_s = float(cost_s + lost_s + fixed_s)
             if not self.budget.can_save(cost_s):
                 continue
             if not self.budget.spend(cost_s):
                 break  # save for the request whose turn it is
-            if not any(options.routes[column] == LEVELS for column in columns if column >= 0):
-                options.seconds[row, trial] = hoped.seconds[row, trial]
-                options.shared_seconds[row, trial] = hoped.shared_seconds[row, trial]
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
             min_accepted = present_speed * (share_s + options.seconds[row, trial]) - 1
             self._pending[candidates[row].request_id] = _Trial(
-                cost_s, float(min_accepted), len(columns) + num_plain, plain_s
+                cost_s, float(min_accepted), num_reqs, costs.plain_s
             )
         return num_trials > 0
 

@@ -81,11 +81,13 @@ class ObserverV1:
             num_accepted,
         ):
             name = self._batch.request_ids[row]
-            self._controller.observe_round(name, source, confidence, len(drafted), accepted)
+            self._controller.acceptance.observe_round(
+                name, source, confidence, len(drafted), accepted
+            )
 
     def _learn_times(self, rows, sourced: RoutedDraft) -> None:
         tokens = sourced.drafted.token_ids
-        self._controller.observe_times(
+        self._controller.measured.observe_round(
             len(rows),
             max(map(len, tokens)),
             [len(t) for t, with_model in zip(tokens, sourced.with_model) if with_model],
