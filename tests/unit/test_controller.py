@@ -19,7 +19,7 @@ from vllm_triforce.controller import (
     CostModel,
     StepTime,
 )
-from vllm_triforce.controller.acceptance import Acceptance, Gain, Rate, expected_by_length
+from vllm_triforce.controller.acceptance import Acceptance, Rate, expected_by_length
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import Measurements, interpolate
@@ -246,10 +246,9 @@ def test_options_are_what_the_parts_come_to():
     rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
     rates[1].round_tokens = 3.0
     routes = {LEVELS: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
-    gains = [{LEVELS: 0.5}, {}]
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
     costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=0.01, draft_s=0.0004)
-    options = build_options(model, candidates, rates, gains, lengths, costs, routes)
+    options = build_options(model, candidates, rates, lengths, costs, routes)
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]
@@ -266,7 +265,6 @@ def test_options_are_what_the_parts_come_to():
         tokens = sum(rate**i for i in range(1, n + 1))
         if choice.route == LEVELS:
             seconds += 0.002 + n / rates[row].round_tokens * 0.01
-            tokens *= gains[row].get(LEVELS, 1.0)
         elif choice.route == DRAFT:
             seconds += n * 0.0004
         assert options.seconds[row, column] == pytest.approx(seconds)
@@ -291,14 +289,6 @@ def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
     assert gamma(0.99, max_tokens=2) == 2
     dear = dataclasses.replace(LONG_PAYS, draft=0.1)
     assert gamma(0.9, measured=dear) == 0 and gamma(0.9, measured=dear, source=SOURCES[1]) == 4
-
-
-def test_gains_follow_what_came():
-    gain = Gain()
-    assert gain.value == 1.0
-    for _ in range(300):
-        gain.add(4.0, 3.0)
-    assert gain.value == pytest.approx(0.75, abs=0.03)
 
 
 def test_trials_have_a_share_of_the_time():

@@ -1,12 +1,11 @@
 """Acceptance of proposed tokens: exponentially weighted, per request and for the engine."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.routes import LEVELS, Choice, Route, SourceTraits
+from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results/2026-11-21-cpu.md has 0.96."""
@@ -15,17 +14,13 @@ ROUND_PRIOR = 2.0
 CAUTION = 0.8
 """Share of the prior that an engine begins with, where a token takes a pass.
 
-Where even that pays, everybody speculates; elsewhere trials find out. With all of the prior, the
-first proposals of a batch are too many and too long, and their failure is taken for a correction
-(``Gain``)."""
+Where even that pays, everybody speculates; elsewhere trials find out."""
 
 # Tests after which an old one counts 1/e: text changes within a request, traffic changes slowly.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
-# Expected tokens that the correction 1 is worth: a few proposals.
-_GAIN_WEIGHT = 16.0
 # Share of level 2's estimates that is forgotten where a draft does better than level 2 did.
 _DOUBT = 1 / 16
 # Chance below which a run of rejected proposals is a change of the text.
@@ -139,27 +134,6 @@ class Rates:
                     rate.fade(_DOUBT)
 
 
-@dataclass
-class Gain:
-    """Accepted tokens over expected ones, by which expectations are corrected.
-
-    The proposal that looks best is more often overrated than underrated, and tokens are not
-    accepted independently of each other.
-    """
-
-    expected: float = 0.0
-    accepted: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return (self.accepted + _GAIN_WEIGHT) / (self.expected + _GAIN_WEIGHT)
-
-    def add(self, expected: float, accepted: float) -> None:
-        keep = max(0.0, 1 - expected / _ENGINE_MEMORY)
-        self.expected = self.expected * keep + expected
-        self.accepted = self.accepted * keep + accepted
-
-
 class Acceptance:
     """Estimates of all requests, and the engine's, which a new request begins with.
 
@@ -172,8 +146,6 @@ class Acceptance:
         self.sampled = Rates.prior(sources, CAUTION)
         self.requests: dict[str, tuple[Rates, bool]] = {}
         """Estimates of each request, and True if it is greedy."""
-        self.gains: dict[tuple[Route, bool], Gain] = defaultdict(Gain)
-        """By route, and True for greedy requests."""
 
     def of(self, request_id: str, is_greedy: bool = True) -> Rates:
         """Return a request's estimates; a new one is of the given kind."""
@@ -189,10 +161,6 @@ class Acceptance:
         """Return the estimates of a request, and of the engine for requests like it."""
         rates = self.of(request_id)
         return rates, self.greedy if self.is_greedy(request_id) else self.sampled
-
-    def gains_by_route(self, is_greedy: bool) -> dict[Route, float]:
-        """Return the correction of expected tokens by route."""
-        return {route: gain.value for (route, key), gain in self.gains.items() if key == is_greedy}
 
     def observe_round(
         self,
@@ -230,21 +198,9 @@ class Acceptance:
                     rate.add(1, 0)
 
     def observe_full_pass(
-        self,
-        request_id: str,
-        choice: Choice,
-        num_drafted: int,
-        num_accepted: int,
-        expected: float,
+        self, request_id: str, choice: Choice, num_drafted: int, num_accepted: int
     ) -> None:
-        """Learn from the full pass's test of a proposal.
-
-        Args:
-            expected: tokens; 0 where the proposal is not the one that was expected.
-        """
-        if expected:
-            gain = self.gains[choice.route, self.is_greedy(request_id)]
-            gain.add(expected / gain.value, num_accepted)
+        """Learn from the full pass's test of a proposal."""
         for rates in self.both(request_id):
             if choice.route == LEVELS:
                 rates.level2.add(num_drafted, num_accepted)

@@ -65,13 +65,9 @@ class StepSeen:
 
 @dataclass
 class _Pending:
-    """A step whose outcome is not known yet.
+    """A step whose outcome is not known yet."""
 
-    Args:
-        choices: by request, with the expected tokens.
-    """
-
-    choices: dict[str, tuple[Choice, float]]
+    choices: dict[str, Choice]
     planned: Planned | None
 
 
@@ -153,8 +149,7 @@ class AsyncController:
         plan = self._plan(candidates, num_plain)
         if plan:
             planned = controller.take_plan()
-            chosen = {name: controller.chosen_for(name) for name in plan}
-            self._add_pending(number, _Pending(chosen, planned))
+            self._add_pending(number, plan, planned)
             if controller.is_steady:
                 now = self._clock()
                 until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
@@ -201,17 +196,16 @@ class AsyncController:
                 choice, is_same = replace(choice, num_tokens=max_tokens), False
             plan[name] = choice, num_rounds
         if plan:
-            # Gains are learned from a decision's first step alone: for the others the expectation
-            # has not been corrected by it.
-            chosen = {name: (choice, 0.0) for name, (choice, _) in plan.items()}
-            planned = replace(held.planned) if is_same and held.planned else None
-            self._add_pending(number, _Pending(chosen, planned))
+            self._add_pending(number, plan, held.planned if is_same else None)
         return plan
 
-    def _add_pending(self, number: int, pending: _Pending) -> None:
-        self._pending[number] = pending
-        self.controller.await_outcomes(pending.choices)
-        self._alive.update(pending.choices)
+    def _add_pending(
+        self, number: int, plan: Mapping[str, tuple[Choice, int]], planned: Planned | None
+    ) -> None:
+        choices = {name: choice for name, (choice, _) in plan.items()}
+        self._pending[number] = _Pending(choices, planned)
+        self.controller.await_outcomes(choices)
+        self._alive.update(choices)
 
     def _note_joined(self, joined: Sequence[Candidate]) -> None:
         if any(candidate.has_seed for candidate in joined):
@@ -227,11 +221,11 @@ class AsyncController:
             for name in self._pending.pop(number).choices:  # of a step without an output
                 self.controller.outcome_lost(name)
         if pending is not None:
-            for name, chosen in pending.choices.items():
+            for name, choice in pending.choices.items():
                 if name not in step.outcomes:
                     self.controller.outcome_lost(name)
                 elif name in self._alive:
-                    self._learn(name, step.outcomes[name], chosen)
+                    self._learn(name, step.outcomes[name], choice)
         if self.controller.measured is None or not step.is_comparable or not step.tokens:
             return
         num_drafts = sum(step.tokens) - len(step.tokens)
@@ -240,8 +234,7 @@ class AsyncController:
             None if pending is None else pending.planned,
         )
 
-    def _learn(self, name: str, outcome: Outcome, chosen: tuple[Choice, float]) -> None:
-        choice, _ = chosen
+    def _learn(self, name: str, outcome: Outcome, choice: Choice) -> None:
         if choice.route == LEVELS and outcome.num_rounds:
             self.controller.acceptance.observe_rounds(
                 name,
@@ -252,11 +245,11 @@ class AsyncController:
             )
         if outcome.num_verified:
             self.controller.observe_full_pass(
-                name, outcome.num_verified, outcome.num_accepted, chosen
+                name, outcome.num_verified, outcome.num_accepted, choice
             )
         elif outcome.num_proposed == 0 and choice.route != LEVELS:
             # Nothing to propose is as good as a rejection.
-            self.controller.observe_full_pass(name, 1, 0, chosen)
+            self.controller.observe_full_pass(name, 1, 0, choice)
         else:
             self.controller.outcome_lost(name)
 

@@ -82,8 +82,8 @@ class Controller:
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
-        self._chosen: dict[str, tuple[Choice, float]] = {}
-        """Each request's newest choice, and its expected tokens."""
+        self._chosen: dict[str, Choice] = {}
+        """Each request's newest choice."""
         self._num_decisions = self._num_held_steps = self._last_plain_step = 0
 
     @property
@@ -126,7 +126,6 @@ class Controller:
         """
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
-        expected = [0.0] * len(candidates)
         if self.chooses:
             if self._num_decisions % _ADOPT_EVERY == 0 or (
                 self._num_decisions < _ADOPT_EVERY and self._num_decisions.bit_count() == 1
@@ -140,12 +139,9 @@ class Controller:
                 # A seeded request's samples depend on its lengths, which must not depend on costs.
                 if not candidate.has_seed:
                     choices[row] = options.choice(row, column)
-                if column >= 0:
-                    expected[row] = float(options.tokens[row, column])
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(candidates, options, columns, costs)
-        for candidate, choice, tokens in zip(candidates, choices, expected):
-            self._chosen[candidate.request_id] = choice, tokens
+        self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices
 
@@ -244,11 +240,8 @@ class Controller:
             routes = {self._preferred.name: self._preferred}
         elif "gamma" in self.chooses:
             routes |= {source.name: source for source in self.sources}
-        gains: list[dict[str, float]] = [{}] * count
-        if rates is None:
-            gains = [self.acceptance.gains_by_route(c.is_greedy) for c in candidates]
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
-        return build_options(model, candidates, acceptance, gains, lengths, costs, routes)
+        return build_options(model, candidates, acceptance, lengths, costs, routes)
 
     def extend_to_shared_rounds(
         self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
@@ -307,10 +300,6 @@ class Controller:
 
     # Outcomes.
 
-    def chosen_for(self, request_id: str) -> tuple[Choice, float]:
-        """Return a request's newest choice, and its expected tokens."""
-        return self._chosen.get(request_id, (PLAIN, 0.0))
-
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """Expect outcomes of these proposals after further decisions."""
         self._trials.await_outcomes(request_ids)
@@ -324,20 +313,18 @@ class Controller:
         request_id: str,
         drafted: int,
         accepted: int,
-        made: tuple[Choice, float] | None = None,
+        choice: Choice | None = None,
     ) -> None:
         """Learn from the full pass's test of a request's proposal.
 
         Args:
-            made: ``chosen_for()`` at the time of the decision; by default the newest.
+            choice: that made it; by default the newest.
         """
-        choice, expected = made or self.chosen_for(request_id)
+        choice = choice or self._chosen.get(request_id, PLAIN)
         if choice is PLAIN or not self.chooses:
             return
         self._trials.on_verified(request_id, drafted, accepted)
-        if drafted != choice.num_tokens:
-            expected = 0.0
-        self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, expected)
+        self.acceptance.observe_full_pass(request_id, choice, drafted, accepted)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
         """Learn from the seconds of a step.

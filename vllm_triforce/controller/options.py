@@ -101,7 +101,6 @@ def build_options(
     model: CostModel,
     candidates: Sequence[Candidate],
     rates: Sequence[Rates],
-    gains: Sequence[Mapping[Route, float]],
     lengths: np.ndarray,
     costs: SharedCosts,
     routes: Mapping[Route, SourceTraits | None],
@@ -110,7 +109,6 @@ def build_options(
 
     Args:
         rates: acceptance, for each candidate.
-        gains: correction of expected tokens by route, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``LEVELS``.
     """
@@ -135,8 +133,7 @@ def build_options(
     parts = []
     for route, source in routes.items():
         acceptance = [_acceptance(route, r, known) for r, known in zip(rates, confidences)]
-        expected = expected_by_length(column(acceptance), max_tokens)[rows, lengths]
-        tokens = column(gain.get(route, 1.0) for gain in gains) * expected
+        tokens = expected_by_length(column(acceptance), max_tokens)[rows, lengths]
         is_possible = lengths > 0
         if source is None:
             passes = lengths / column(max(1.0, r.round_tokens) for r in rates)
