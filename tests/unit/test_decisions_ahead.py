@@ -297,7 +297,7 @@ def test_nothing_is_kept_of_those_who_left():
     made = decisions(MHA_ON_GPU)
     Device(MHA_ON_GPU, 0.9, 0.6, length=50).decode(made, 4, 300, 100_000)
     assert made.controller.num_requests <= 4
-    assert len(made._decided) <= 3
+    assert len(made._pending) <= 3
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -21,8 +21,6 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
-# Share of level 2's estimates that is forgotten where a draft does better than level 2 did.
-_DOUBT = 1 / 16
 # Chance below which a run of rejected proposals is a change of the text.
 _SURPRISING = 1e-4
 
@@ -66,9 +64,9 @@ class Rate:
             self.accepted = 0.0
             self.rejected += self.weight
 
-    def fade(self, share: float | None = None) -> None:
+    def fade(self) -> None:
         """Forget a little of an estimate that is not tested, so that it is tried again."""
-        keep = 1 - (1 / (8 * self.memory) if share is None else share)
+        keep = 1 - 1 / (8 * self.memory)
         self.accepted *= keep
         self.rejected *= keep
 
@@ -120,18 +118,6 @@ class Rates:
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
-
-    def doubt_level2(self) -> None:
-        """Forget some of level 2's estimates: they are of another text.
-
-        For where a draft is accepted more often than level 2, which has the target's weights.
-        """
-        self.level2.fade(_DOUBT)
-        self.round_tokens += _DOUBT * max(0.0, ROUND_PRIOR - self.round_tokens)
-        for (_, through_level2), by_confidence in self.level1.items():
-            if through_level2:
-                for rate in by_confidence:
-                    rate.fade(_DOUBT)
 
 
 class Acceptance:
@@ -205,10 +191,7 @@ class Acceptance:
             if choice.route == LEVELS:
                 rates.level2.add(num_drafted, num_accepted)
             elif choice.confidence is not None:
-                straight = rates.of(choice.route, False, choice.confidence)
-                straight.add(num_drafted, num_accepted)
-                if straight.value > rates.level2.value:
-                    rates.doubt_level2()
+                rates.of(choice.route, False, choice.confidence).add(num_drafted, num_accepted)
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

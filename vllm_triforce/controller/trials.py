@@ -1,5 +1,6 @@
 """Trial proposals: a fixed share of the time goes into what the plan would not do."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ TRIAL_SHARE = 0.005
 _FIRST_STEPS, _MAX_STEPS = 2, 4
 # Requests that speculate try another route in every fourth decision.
 _OTHER_ROUTES_EVERY = 4
+# Part of a route's seconds that is remembered over a trial.
+_SPENT_MEMORY = 0.9
 # Tokens of a trial: about what a round of levels 1 and 2 adds.
 _TRIAL_LENGTH = 3
 
@@ -83,6 +86,8 @@ class Trials:
         self._waiting_since: dict[str, int] = {}
         """Decision in which a request came, or had its last trial that did not pay."""
         self._pending: dict[str, _Trial] = {}
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds of trials by route, forgotten exponentially: routes have equal time."""
         self._in_flight: set[str] = set()
         """Requests whose trial's outcome comes after further decisions."""
 
@@ -150,9 +155,12 @@ class Trials:
                 # A trial also costs the tokens that the present proposal would have gained.
                 lost_s = max(0.0, step_s / num_reqs * np.log1p(present_tokens) - present_s)
             present_speed = (1 + present_tokens) / (share_s + present_s)
-            if speeds[row].max() <= (1 + costs.model.error) * present_speed:
-                continue  # it would not pay whatever is accepted
-            trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
+            pays = speeds[row] > (1 + costs.model.error) * present_speed
+            routes = {options.routes[column] for column in np.flatnonzero(pays)}
+            if not routes:
+                continue  # no trial would pay whatever is accepted
+            route = min(sorted(routes), key=self._spent_s.__getitem__)
+            trial = _short_proposal(options, row, route)
             alone = np.full(len(columns), -1)
             alone[row] = trial
             cost_s = options.first_seconds(row, trial) + unshared_seconds(options, alone, costs)
@@ -161,6 +169,9 @@ class Trials:
                 continue
             if not self.budget.spend(cost_s):
                 break  # save for the request whose turn it is
+            for name in self._spent_s:
+                self._spent_s[name] *= _SPENT_MEMORY
+            self._spent_s[route] += cost_s
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
             min_accepted = present_speed * (share_s + options.seconds[row, trial]) - 1
             self._pending[candidates[row].request_id] = _Trial(
