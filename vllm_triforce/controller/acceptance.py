@@ -16,8 +16,9 @@ CAUTION = 0.8
 
 Where even that pays, everybody speculates; elsewhere trials find out."""
 
-# Tests after which an old one counts 1/e: text changes within a request, traffic changes slowly.
-_REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 512.0
+# Tests after which an old one counts 1/e. With 512 for the engine, traffic that becomes good again
+# is found after more than 1,500 steps; with 128 after 750.
+_REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 128.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0

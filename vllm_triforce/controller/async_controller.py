@@ -161,7 +161,7 @@ class AsyncController:
     ) -> dict[str, tuple[Choice, int]]:
         choices = self.controller.choose(list(candidates), num_plain)
         rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
-        # Requests share rounds: one that lacks tokens goes on while there are rounds for another.
+        # Requests share rounds: one that lacks tokens goes on while another has rounds left.
         shared = max((n for n, choice in zip(rounds, choices) if choice.route == LEVELS), default=0)
         choices = self.controller.extend_to_shared_rounds(candidates, choices, shared)
         return {

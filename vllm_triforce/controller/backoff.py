@@ -2,7 +2,7 @@
 
 from vllm_triforce.controller.trials import TRIAL_SHARE
 
-# Steps after the last proposal until a step takes what plain decoding takes.
+# Steps after the last proposal until a step is as fast as plain decoding.
 _SETTLING_STEPS = 2
 # Plain steps of a baseline probe.
 PROBE_STEPS = _SETTLING_STEPS + 1
@@ -63,7 +63,7 @@ class SpeculationBackoff:
         share of the time that trials have.
 
         Args:
-            reevaluation_s: what the decision took, 0 if that is not known.
+            reevaluation_s: of the decision, 0 if that is not known.
             plain_s: of a plain step.
         """
         paid = min(round(reevaluation_s / (TRIAL_SHARE * plain_s)), LONGEST_PAID_REST)
@@ -88,7 +88,7 @@ class SpeculationBackoff:
 
     @property
     def is_settled(self) -> bool:
-        """True if this step takes what plain decoding takes."""
+        """True if this step is as fast as plain decoding."""
         return self.is_resting and self.step - self._since >= _SETTLING_STEPS
 
     @property

@@ -214,7 +214,7 @@ class Controller:
         """Build the options of a batch.
 
         Args:
-            rates: replace what was learned of the requests.
+            rates: of every request, in place of the learned ones.
         """
         model, max_tokens, count = self.model, self.config.num_speculative_tokens, len(candidates)
         fixed_lengths: list[int] = []
@@ -344,7 +344,7 @@ class Controller:
         return planned
 
     def reads_window(self, num_tokens: int) -> None:
-        """Add the draft model's reading of so many tokens to the present plan."""
+        """Add the draft model's reading of ``num_tokens`` to the present plan."""
         if self.planned is not None:
             self.planned.seconds += self.model.reading_window(num_tokens)
 
@@ -354,7 +354,7 @@ class Controller:
 
     @property
     def num_requests(self) -> int:
-        """Requests of which anything is kept."""
+        """Number of requests with any state."""
         return max(len(self._chosen), len(self.acceptance.requests), self._trials.num_requests)
 
     def release(self, request_id: str) -> None:

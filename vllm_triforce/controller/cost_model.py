@@ -96,7 +96,7 @@ class CostModel:
         return self.speed * np.maximum(seconds, 0.0)
 
     def attention_scales(self, num_reqs: int, num_verifying: int) -> tuple[float, float]:
-        """Return the factors of a batch's attention over the sum of its requests' alone.
+        """Return factors on the sum of the requests' attention alone.
 
         Requests fill a machine together that one leaves idle.
 
@@ -131,7 +131,7 @@ class CostModel:
         return expected * self.rounds[near] / expected_near
 
     def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
-        """Return the seconds of level 2's test of so many tokens."""
+        """Return the seconds of level 2's test of ``num_tokens``."""
         first = 0.0 if is_greedy else self.measured.sampling
         return num_tokens * self.per_test.get(is_greedy, first)
 
@@ -190,7 +190,7 @@ class CostModel:
             self.observe("level 1", max(num_drafts) * self.draft(len(num_drafts)), level1_s)
 
     def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
-        """Learn from level 2's test of so many tokens."""
+        """Learn from level 2's test of ``num_tokens``."""
         new = seconds / num_tokens
         self.per_test[is_greedy] = _moved(self.per_test.get(is_greedy), new, 4 * new)
 
@@ -205,7 +205,7 @@ class CostModel:
             self.factors[part] = _moved(old, old * seconds / predicted, 2 * old)
 
     def observe_begin(self, num_rows: int, seconds: float) -> None:
-        """Learn from the selection of a proposal of so many requests."""
+        """Learn from the selection for a proposal of ``num_rows`` requests."""
         new = seconds / num_rows
         self.begin_seconds = _moved(self.begin_seconds or None, new, 4 * new)
 
@@ -213,7 +213,7 @@ class CostModel:
         """Learn the seconds of a step beside its passes.
 
         Beyond its plan a proposal adds ``a + b * num_drafts``. The line follows each step's error
-        by normalised least mean squares; four drafts a request weigh as much as any at all.
+        by normalised least mean squares; four drafts a request weigh the same as the constant.
         """
         num_rows = len(step.tokens)
         key = num_rows.bit_length(), step.is_greedy

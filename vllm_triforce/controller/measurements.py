@@ -10,14 +10,14 @@ import numpy as np
 
 # Share of a token's attention below which the attention of further tokens is noise.
 _MIN_FURTHER = 0.05
-# Largest factor that is plausible of a batch's attention over the sum of its requests' alone.
+# Largest plausible factor on the sum of the requests' attention alone.
 _MAX_SCALE = 1.5
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     """Interpolate linearly between sorted ``points``.
 
-    The line of the last two goes on; below the first point its value is taken.
+    The last two are extrapolated; below the first point its value is taken.
     """
     if at <= points[0][0] or len(points) == 1:
         return points[0][1]
@@ -49,8 +49,8 @@ class Measurements:
     """Seconds of turning a row of logits into a distribution (temperature, top-p)."""
     of_several: list[tuple[float, float, float]] = field(default_factory=list)
     """(requests, seconds, seconds) of a full pass of several requests at ``context_of_several``:
-    of one token each, and of the largest number in ``full_by_tokens``. Empty where the attention
-    of a batch is the sum of its requests' alone."""
+    of one token each, and of the largest number in ``full_by_tokens``. Empty where a batch's
+    attention is the sum over its requests."""
     context_of_several: float = 0.0
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -83,7 +83,7 @@ class Measurements:
 
     @cached_property
     def attention_scales(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """(requests, factor) of a batch's attention over the sum of its requests' alone.
+        """(requests, factor on the sum of the requests' attention alone).
 
         The first list is of single tokens, the second of the further tokens of verification.
         """

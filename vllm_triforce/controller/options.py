@@ -65,7 +65,7 @@ class Options:
     remaining_setup_s: np.ndarray | float = 0.0
 
     def first_seconds(self, row: int, column: int) -> float:
-        """Return the seconds of a request's first proposal, with all of its setup."""
+        """Return the seconds of a request's first proposal, including all setup."""
         remaining = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
         return float(self.seconds[row, column] + remaining[row, column])
 

@@ -127,7 +127,7 @@ def _best_columns(logs: np.ndarray, options: Options, price) -> np.ndarray:
 def _shortest(
     logs: np.ndarray, options: Options, price: float, columns: np.ndarray, margin: float
 ) -> np.ndarray:
-    """Replace each option by the shortest that gains nearly as much."""
+    """Replace each option by the shortest of nearly equal gain."""
     gains = logs - price * options.seconds
     is_good = gains >= gains.max(1, keepdims=True) - np.log1p(margin) / 2
     lengths = np.where(is_good, options.lengths, np.inf)
@@ -180,7 +180,7 @@ def plan_by_routes(options: Options, costs: StepCosts) -> Plan:
 def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) -> float:
     """Return the seconds of a plan's passes beyond its requests' shares of them.
 
-    A route makes as many passes as the request that needs most, for the requests that take it.
+    A route makes the passes of the request that needs most, for all requests that take it.
 
     Args:
         columns: of ``options``, -1 for none; [num_reqs].

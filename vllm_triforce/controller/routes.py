@@ -1,4 +1,4 @@
-"""What a request does in a step, and the traits of draft sources that decisions need."""
+"""Routes and choices of requests, and traits of draft sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
-"""Trial proposals: a fixed share of the time goes into what the plan would not do."""
+"""Trial proposals: a fixed share of the time for proposals that the plan does not make."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,15 +8,13 @@ import numpy as np
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import StepCosts, unshared_seconds
 
-# Share of the time for trials; as much goes into re-evaluations, or into baseline probes.
+# Share of the time for trials. Re-evaluations and baseline probes have the same share each.
 TRIAL_SHARE = 0.005
 # Steps of plain decoding that are saved for trials: at the start, and at most.
 _FIRST_STEPS, _MAX_STEPS = 2, 4
 # Requests that speculate try another route in every fourth decision.
 _OTHER_ROUTES_EVERY = 4
-# Part of a route's seconds that is remembered over a trial.
-_SPENT_MEMORY = 0.9
-# Tokens of a trial: about what a round of levels 1 and 2 adds.
+# Tokens of a trial: about one round of levels 1 and 2.
 _TRIAL_LENGTH = 3
 
 
@@ -37,11 +34,11 @@ class TrialBudget:
         self._balance_s = min(self._balance_s + TRIAL_SHARE * seconds, self._max_s)
 
     def covers(self, seconds: float) -> bool:
-        """True if so much is left."""
+        """True if ``seconds`` are left."""
         return self._balance_s is not None and seconds <= self._balance_s
 
     def can_save(self, seconds: float) -> bool:
-        """True if so much may be saved up."""
+        """True if ``seconds`` can be saved up."""
         return seconds <= self._max_s
 
     def spend(self, seconds: float) -> bool:
@@ -52,7 +49,7 @@ class TrialBudget:
         return True
 
     def refund(self, seconds: float) -> None:
-        """Return what a trial has paid for itself."""
+        """Return seconds to the budget, up to its limit."""
         self._balance_s = min((self._balance_s or 0.0) + seconds, self._max_s)
 
 
@@ -72,7 +69,7 @@ class _Trial:
     plain_s: float
 
     def refund_s(self, num_accepted: int) -> float:
-        """Return what the accepted tokens were worth to the batch, as ``planner.plan()`` counts."""
+        """Return the batch's seconds that the accepted tokens save, by the rule of ``plan()``."""
         gain = (1 + num_accepted) ** (1 / self.num_reqs) - 1
         return min(self.cost_s, gain * self.plain_s)
 
@@ -86,13 +83,11 @@ class Trials:
         self._waiting_since: dict[str, int] = {}
         """Decision in which a request came, or had its last trial that did not pay."""
         self._pending: dict[str, _Trial] = {}
-        self._spent_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds of trials by route, forgotten exponentially: routes have equal time."""
         self._in_flight: set[str] = set()
         """Requests whose trial's outcome comes after further decisions."""
 
     def begin_decision(self, candidates: Sequence[Candidate]) -> None:
-        """Count a decision; discard trials of which nothing was verified."""
+        """Count a decision, and discard trials without a verified token."""
         self._num_decisions += 1
         for candidate in candidates:
             self._waiting_since.setdefault(candidate.request_id, self._num_decisions)
@@ -155,12 +150,9 @@ class Trials:
                 # A trial also costs the tokens that the present proposal would have gained.
                 lost_s = max(0.0, step_s / num_reqs * np.log1p(present_tokens) - present_s)
             present_speed = (1 + present_tokens) / (share_s + present_s)
-            pays = speeds[row] > (1 + costs.model.error) * present_speed
-            routes = {options.routes[column] for column in np.flatnonzero(pays)}
-            if not routes:
-                continue  # no trial would pay whatever is accepted
-            route = min(sorted(routes), key=self._spent_s.__getitem__)
-            trial = _short_proposal(options, row, route)
+            if speeds[row].max() <= (1 + costs.model.error) * present_speed:
+                continue  # no trial would pay
+            trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
             alone = np.full(len(columns), -1)
             alone[row] = trial
             cost_s = options.first_seconds(row, trial) + unshared_seconds(options, alone, costs)
@@ -169,9 +161,6 @@ class Trials:
                 continue
             if not self.budget.spend(cost_s):
                 break  # save for the request whose turn it is
-            for name in self._spent_s:
-                self._spent_s[name] *= _SPENT_MEMORY
-            self._spent_s[route] += cost_s
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
             min_accepted = present_speed * (share_s + options.seconds[row, trial]) - 1
             self._pending[candidates[row].request_id] = _Trial(
@@ -180,7 +169,7 @@ class Trials:
         return num_trials > 0
 
     def on_verified(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Refund what a trial's tokens were worth; one that did not pay waits for its turn."""
+        """Refund the worth of a trial's tokens; a request whose trial did not pay waits again."""
         self._in_flight.discard(request_id)
         trial = self._pending.pop(request_id, None)
         if trial is None:
