@@ -73,8 +73,7 @@ def plan(
 
     Args:
         num_plain: further requests, which decode plainly.
-        margin: relative gain below which nothing is proposed. Of proposals whose speeds differ by
-            less than half of it the shortest is taken: it risks less, and tokens come more evenly.
+        margin: relative gain below which nothing is proposed.
     """
     num_rows = len(options.tokens)
     num_reqs = num_rows + num_plain
@@ -104,9 +103,6 @@ def plan(
         if moved_value <= value + 1e-9:
             break
         columns, step_s, value = moved, moved_s, moved_value
-    if margin:
-        columns = _shortest(logs, options, num_reqs / step_s, columns, margin)
-        step_s, value = judge(columns)
     speedup = float(np.exp(value / num_reqs))
     if speedup <= 1 + margin or (columns < 0).all():
         return plain
@@ -122,19 +118,6 @@ def _best_columns(logs: np.ndarray, options: Options, price) -> np.ndarray:
     """
     gains = logs - price * options.seconds
     return np.where(gains.max(-1) > 0, gains.argmax(-1), -1)
-
-
-def _shortest(
-    logs: np.ndarray, options: Options, price: float, columns: np.ndarray, margin: float
-) -> np.ndarray:
-    """Replace each option by the shortest of nearly equal gain."""
-    gains = logs - price * options.seconds
-    is_good = gains >= gains.max(1, keepdims=True) - np.log1p(margin) / 2
-    lengths = np.where(is_good, options.lengths, np.inf)
-    is_shortest = is_good & (lengths == lengths.min(1, keepdims=True))
-    # Of equally long ones, by other routes, the one that gains most.
-    shortest = np.where(is_shortest, gains, -np.inf).argmax(1)
-    return np.where(columns < 0, -1, shortest)
 
 
 def best_alone(options: Options, share_s: float) -> np.ndarray:
