@@ -100,7 +100,7 @@ class Repeat(TokenSource):
     """
 
     name = "repeat"
-    hopes = (0.1, 0.4)
+    prior_acceptance = (0.1, 0.4)
 
     def find(self, token_ids):
         return Offer(int(len(token_ids) > 1 and token_ids[-1] == token_ids[-2]))

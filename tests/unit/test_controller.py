@@ -149,8 +149,8 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
         LONG_PAYS,
         full_by_rows=by_rows,
         full_by_tokens=alone,
-        of_several=several,
-        context_of_several=8000,
+        full_by_num_reqs=several,
+        full_context=8000,
     )
     model = CostModel(measured)
     for count, seconds, longest in several:
@@ -167,7 +167,7 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
         model.attention_scales(8, 8)[0],
         model.attention_scales(8, 8)[1],
     )
-    falling = dataclasses.replace(measured, of_several=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
+    falling = dataclasses.replace(measured, full_by_num_reqs=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
     sums = [n * CostModel(falling).attention_scales(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
     assert sums == sorted(sums) and sums[0] == 1
 
@@ -275,7 +275,7 @@ def test_options_are_what_the_parts_come_to():
 
 def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
     def gamma(rate: float, max_tokens: int = 4, measured=LONG_PAYS, source=SOURCES[0]) -> int:
-        source = dataclasses.replace(source, hopes=(rate,))
+        source = dataclasses.replace(source, prior_acceptance=(rate,))
         acceptance = Acceptance([source])
         acceptance.of("a")
         config = TriForceConfig().fill(can_adapt=True, model=DRAFT).resolve(32)
@@ -359,7 +359,7 @@ class World:
             if choice.route == LEVELS:
                 made = 0
                 while made < length:
-                    route, count = found.level1("a", False, {}, 1, length - made - 1)
+                    route, count = found.choose_draft("a", False, {}, 1, length - made - 1)
                     count = count if route == DRAFT else 0
                     level1 = count * truth.draft(1)
                     level2 = truth.level2(1, count + 1)
@@ -417,7 +417,7 @@ class World:
                 counts = []
                 for name in some:
                     most = choices[name].num_tokens - made[name] - 1
-                    route, count = found.level1(name, False, {}, len(some), most)
+                    route, count = found.choose_draft(name, False, {}, len(some), most)
                     counts.append(count if route == DRAFT else 0)
                 level1 = max(counts) * truth.draft(len(some))
                 level2 = truth.level2(len(some), max(counts) + 1)
@@ -718,7 +718,7 @@ def test_a_text_that_changes_is_noticed():
 def test_what_was_given_is_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
     assert found.choose([Candidate("a", 10, 5)]) == [Choice(LEVELS, 5)]
-    assert found.level1("a", False, matched(4), 1, 4) == (DRAFT, 3)
+    assert found.choose_draft("a", False, matched(4), 1, 4) == (DRAFT, 3)
     by_length = controller(NOTHING_PAYS, num_speculative_tokens=5)
     assert by_length.choose([Candidate("a", 10, 5)]) == [PLAIN]
 
@@ -730,13 +730,16 @@ def test_a_seeded_request_does_not_depend_on_times():
     for measured in (LONG_PAYS, NOTHING_PAYS):
         one = controller(measured)
         for _ in range(3):
-            found.add((one.choose([seeded])[0], one.level1("a", True, matched(5), 1, 15)))
+            found.add((one.choose([seeded])[0], one.choose_draft("a", True, matched(5), 1, 15)))
             one.observe_full_pass("a", 6, 0)
             one.observe_step(StepTime(True, [7], [20_000], 1.0, 6), one.take_plan())
     assert found == {(Choice(LEVELS, 6), (DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
-    assert given.level1("a", True, matched(5), 1, 15) == (DRAFT, 3)  # a given value is not changed
+    assert given.choose_draft("a", True, matched(5), 1, 15) == (
+        DRAFT,
+        3,
+    )  # a given value is not changed
 
 
 def test_no_rest_puts_off_a_seeded_request():
@@ -771,7 +774,9 @@ def test_ranks_decide_alike_though_their_clocks_differ():
             one.backoff.begin_step()
             found = matched(step % 3)
             choice = one.choose([Candidate("a", 30_000 + step, 16, confidence=found)])
-            decided.append((choice, one.level1("a", False, found, 1, 9), one.backoff.is_resting))
+            decided.append(
+                (choice, one.choose_draft("a", False, found, 1, 9), one.backoff.is_resting)
+            )
             one.observe_full_pass("a", 16, accepted)
             one.measured.observe_round(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
             slow = 0.05 * (1 + rank * draw.random())

@@ -267,7 +267,7 @@ class Controller:
         self.planned.seconds -= self.model.full_pass(before, contexts)
         return extended
 
-    def level1(
+    def choose_draft(
         self,
         request_id: str,
         has_seed: bool,

@@ -47,11 +47,11 @@ class Measurements:
     """Seconds of a token of context in a request's first selection."""
     sampling: float = 0.0
     """Seconds of turning a row of logits into a distribution (temperature, top-p)."""
-    of_several: list[tuple[float, float, float]] = field(default_factory=list)
-    """(requests, seconds, seconds) of a full pass of several requests at ``context_of_several``:
+    full_by_num_reqs: list[tuple[float, float, float]] = field(default_factory=list)
+    """(requests, seconds, seconds) of a full pass of several requests at ``full_context``:
     of one token each, and of the largest number in ``full_by_tokens``. Empty where a batch's
     attention is the sum over its requests."""
-    context_of_several: float = 0.0
+    full_context: float = 0.0
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,10 +91,9 @@ class Measurements:
         longest = int(self.full_by_tokens[-1][0])
         table = self.attention(longest)
         one_s, longest_s = (
-            float(np.interp(self.context_of_several, self.contexts, table[:, q]))
-            for q in (1, longest)
+            float(np.interp(self.full_context, self.contexts, table[:, q])) for q in (1, longest)
         )
-        for count, seconds, seconds_of_longest in self.of_several:
+        for count, seconds, seconds_of_longest in self.full_by_num_reqs:
             rows_s, rows_of_longest_s = (
                 interpolate(self.full_by_rows, count * q) for q in (1, longest)
             )

@@ -33,27 +33,27 @@ class SourceTraits:
 
     Args:
         name: the route's name.
-        hopes: prior acceptance by level 2, by class of confidence.
+        prior_acceptance: prior acceptance by level 2, by class of confidence.
         takes_passes: True if each token takes a pass of the draft model. Such a source always has
             tokens; any other takes no time and has tokens where it finds a match.
     """
 
     name: str
-    hopes: tuple[float, ...]
+    prior_acceptance: tuple[float, ...]
     takes_passes: bool = False
 
     def __post_init__(self) -> None:
-        if not self.hopes or not all(0 <= hope <= 1 for hope in self.hopes):
+        if not self.prior_acceptance or not all(0 <= p <= 1 for p in self.prior_acceptance):
             raise ValueError(
-                f"draft source {self.name!r} has hopes={self.hopes!r}; give a share from 0 to 1 "
+                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give a share from 0 to 1 "
                 "for each class of confidence, one at least"
             )
 
     def confidence(self, classes: Mapping[str, int]) -> int | None:
-        """Return the class of a request's tokens, an index into ``hopes``; None for no tokens.
+        """Return the class of a request's tokens, an index into ``prior_acceptance``; None for no tokens.
 
         Args:
             classes: by source that has tokens; sources that always have them may be missing.
         """
         index = classes.get(self.name, 0 if self.takes_passes else None)
-        return None if index is None else max(0, min(index, len(self.hopes) - 1))
+        return None if index is None else max(0, min(index, len(self.prior_acceptance) - 1))

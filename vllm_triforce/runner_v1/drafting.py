@@ -62,7 +62,7 @@ class Level1:
         offers = self.offers(batch, proposal, rows)
         confidences = [offers.confidence(i) for i in range(len(rows))]
         chosen = [
-            self._controller.level1(
+            self._controller.choose_draft(
                 batch.request_ids[row], batch.has_seed(row), confidence, len(rows), room
             )
             for row, confidence, room in zip(rows, confidences, most)

@@ -172,7 +172,7 @@ class CalibrationV2:
             (float(q), [(float(c), self._full_pass(1, q, c)) for c in contexts])
             for q in (1, longest)
         ]
-        context, of_several = self._several(contexts[1:], longest)
+        context, full_by_num_reqs = self._several(contexts[1:], longest)
         draft = draft_per_row = 0.0
         several = min(4, self._batches.max_rows)
         for route in self._routes():
@@ -198,8 +198,8 @@ class CalibrationV2:
             draft,
             draft_per_row,
             selection_per_token=self._first_selection(),
-            of_several=of_several,
-            context_of_several=float(context),
+            full_by_num_reqs=full_by_num_reqs,
+            full_context=float(context),
         )
 
     def _routes(self) -> list[str]:
@@ -224,7 +224,7 @@ class CalibrationV2:
         query's blocks, so that one request leaves idle what several fill.
 
         Returns:
-            The longest context that as many have room for, and ``Measurements.of_several``.
+            The longest context that as many have room for, and ``Measurements.full_by_num_reqs``.
         """
         most = min(self._max_reqs, self._max_tokens // longest)
         sizes = [n for n in _SEVERAL if n <= most]

@@ -32,7 +32,7 @@ class DraftModel(DraftSource):
     """
 
     name = "draft_model"
-    hopes = (0.5,)  # docs/results/2026-11-21-cpu.md
+    prior_acceptance = (0.5,)  # docs/results/2026-11-21-cpu.md
     needs_model = True
 
     def __init__(

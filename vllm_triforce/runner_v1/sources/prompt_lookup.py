@@ -25,7 +25,7 @@ class PromptLookup(TokenSource):
 
     name = "prompt_lookup"
     # By docs/results/2026-11-21-cpu.md, 0.62 in all; from 1 token to 8 or more.
-    hopes = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
+    prior_acceptance = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 
     def __init__(self, max_ngram: int) -> None:
         self._max_ngram = max_ngram
@@ -48,7 +48,7 @@ class PromptLookup(TokenSource):
             if not len(narrowed):
                 break
             ends, length = narrowed, back + 1
-        return Match(min(length, len(self.hopes)) - 1, int(ends[-1]) + 1)
+        return Match(min(length, len(self.prior_acceptance)) - 1, int(ends[-1]) + 1)
 
     def follow(self, token_ids: np.ndarray, offer: Match, count: int) -> list[int]:
         """Where a match reaches the end, the draft itself goes on: a loop is drafted as a loop."""

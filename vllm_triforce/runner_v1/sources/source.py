@@ -18,7 +18,7 @@ class Offer:
     """That a source has tokens for a request."""
 
     confidence: int = 0
-    """Class of how likely they are to be accepted: an index into the source's ``hopes``."""
+    """Class of how likely they are to be accepted: an index into the source's ``prior_acceptance``."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class DraftSource(ABC):
     name: ClassVar[str]
     """Its file's, and in ``speculative_config``, key ``draft_sources``."""
 
-    hopes: ClassVar[tuple[float, ...]]
+    prior_acceptance: ClassVar[tuple[float, ...]]
     """Shares of its tokens that level 2 may be hoped to accept, a number for each class of
     confidence. They decide what is tried first, until it is known better."""
 
@@ -94,7 +94,7 @@ class DraftSource(ABC):
     @classmethod
     def traits(cls) -> SourceTraits:
         """What the controller needs to know of it."""
-        return SourceTraits(cls.name, getattr(cls, "hopes", ()), cls.needs_model)
+        return SourceTraits(cls.name, getattr(cls, "prior_acceptance", ()), cls.needs_model)
 
     @abstractmethod
     def offers(
