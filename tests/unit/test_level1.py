@@ -96,7 +96,7 @@ def test_a_class_of_confidence_is_one_that_there_is():
 
 
 @pytest.mark.parametrize("prior_acceptance", [(), (0.5, 1.2), (-0.1,)])
-def test_hopes_are_shares(prior_acceptance):
+def test_prior_acceptance_is_a_share(prior_acceptance):
     with pytest.raises(
         ValueError, match=r"draft source 'bad' has prior_acceptance=.*share from 0 to 1"
     ):

@@ -97,8 +97,8 @@ class Rates:
         level1 = {}
         for source in sources:
             share = LEVEL2_PRIOR * (caution if source.takes_passes else 1.0)
-            level1[source.name, True] = [rate(hope) for hope in source.prior_acceptance]
-            level1[source.name, False] = [rate(share * hope) for hope in source.prior_acceptance]
+            level1[source.name, True] = [rate(p) for p in source.prior_acceptance]
+            level1[source.name, False] = [rate(share * p) for p in source.prior_acceptance]
         return cls(rate(caution * LEVEL2_PRIOR), level1)
 
     @classmethod

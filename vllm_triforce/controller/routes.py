@@ -33,7 +33,7 @@ class SourceTraits:
 
     Args:
         name: the route's name.
-        prior_acceptance: prior acceptance by level 2, by class of confidence.
+        prior_acceptance: by level 2, for each class of confidence.
         takes_passes: True if each token takes a pass of the draft model. Such a source always has
             tokens; any other takes no time and has tokens where it finds a match.
     """
@@ -45,12 +45,12 @@ class SourceTraits:
     def __post_init__(self) -> None:
         if not self.prior_acceptance or not all(0 <= p <= 1 for p in self.prior_acceptance):
             raise ValueError(
-                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give a share from 0 to 1 "
-                "for each class of confidence, one at least"
+                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give a "
+                "share from 0 to 1 for each class of confidence, one at least"
             )
 
     def confidence(self, classes: Mapping[str, int]) -> int | None:
-        """Return the class of a request's tokens, an index into ``prior_acceptance``; None for no tokens.
+        """Return the index of a request's tokens into ``prior_acceptance``; None for no tokens.
 
         Args:
             classes: by source that has tokens; sources that always have them may be missing.

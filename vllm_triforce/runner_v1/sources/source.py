@@ -18,7 +18,7 @@ class Offer:
     """That a source has tokens for a request."""
 
     confidence: int = 0
-    """Class of how likely they are to be accepted: an index into the source's ``prior_acceptance``."""
+    """Class of how likely they are to be accepted: an index into ``prior_acceptance``."""
 
 
 @dataclass
