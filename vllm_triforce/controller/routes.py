@@ -45,8 +45,8 @@ class SourceTraits:
     def __post_init__(self) -> None:
         if not self.prior_acceptance or not all(0 <= p <= 1 for p in self.prior_acceptance):
             raise ValueError(
-                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give a "
-                "share from 0 to 1 for each class of confidence, one at least"
+                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give "
+                "a share from 0 to 1 for each class of confidence, one at least"
             )
 
     def confidence(self, classes: Mapping[str, int]) -> int | None:
