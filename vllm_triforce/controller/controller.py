@@ -251,7 +251,7 @@ class Controller:
         A proposal that ends at the mean loses the tokens that lucky rounds add. The rounds are made
         all the same, and a place without a token only takes its place in the full pass.
         """
-        if self.planned is None:
+        if self.planned is None or not num_rounds:
             return choices
         extended = []
         for candidate, choice in zip(candidates, choices):
