@@ -35,7 +35,7 @@ class Dice:
         self._sources = {source.name: source for source in controller.sources}
         self._routes = [PLAIN_ROUTE, LEVELS, LEVELS, *self._sources]
         controller.choose = self.choose
-        controller.level1 = self.level1
+        controller.choose_draft = self.choose_draft
         self._controller = controller
 
     def choose(self, candidates, num_plain=0):
@@ -56,7 +56,7 @@ class Dice:
             return PLAIN
         return Choice(route, self.draw.randint(1, candidate.most), confidence)
 
-    def level1(self, request_id, has_seed, confidence, num_rows, most):
+    def choose_draft(self, request_id, has_seed, confidence, num_rows, most):
         source = self.draw.choice([None, *self._sources, *self._sources])
         self.decided[f"level 1: {source}"] += 1
         return source, self.draw.randint(0, most)
@@ -77,14 +77,14 @@ def test_random_decisions_greedy(engines, pair, with_draft):
         keys["model"] = pair["draft"]
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
     speculator = built(llm).speculator
-    original = speculator.controller.choose, speculator.controller.level1
+    original = speculator.controller.choose, speculator.controller.choose_draft
     dice = Dice(speculator.controller, seed=11 + with_draft)
     text = held_out_tokens(llm.get_tokenizer(), 6000)
     prompts = [text[i * 150 :][: 40 + 300 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
     before = counters_of(llm)
     found = generate(llm, prompts, max_tokens=64)
-    speculator.controller.choose, speculator.controller.level1 = original
+    speculator.controller.choose, speculator.controller.choose_draft = original
     counted = counters_of(llm).since(before)
     for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
         assert_same_tokens(stock, p, wanted, tokens)
@@ -108,11 +108,11 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     )
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
     controller = built(llm).speculator.controller
-    original = controller.choose, controller.level1
+    original = controller.choose, controller.choose_draft
     dice = Dice(controller, seed=7)
     before = counters_of(llm)
     samples = sample(llm, prompt, **SETTINGS[setting])
-    controller.choose, controller.level1 = original
+    controller.choose, controller.choose_draft = original
     counted = counters_of(llm).since(before)
     assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
@@ -124,7 +124,7 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     keys = triforce(retrieval_budget=256, adaptive=True, gamma=None, model=pair["draft"])
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
     controller = built(llm).speculator.controller
-    original = controller.choose, controller.level1
+    original = controller.choose, controller.choose_draft
     dice = Dice(controller, seed=23)
     text = held_out_tokens(llm.get_tokenizer(), 3000)
     prompts = [text[i * 200 :][: 60 + 90 * i] for i in range(8)]
@@ -133,7 +133,7 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
         for i in range(8)
     ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    controller.choose, controller.level1 = original
+    controller.choose, controller.choose_draft = original
     found = [list(output.outputs[0].token_ids) for output in outputs][::2]
     wanted = generate(stock, prompts[::2], max_tokens=48)
     for p, w, tokens in zip(prompts[::2], wanted, found):
@@ -151,7 +151,7 @@ def test_a_draft_that_nobody_asks_keeps_no_step_from_being_compared(engines, pai
     controller, forgotten = built(llm).speculator.controller, []
     choices = lambda found, *_: [Choice(LEVELS, min(3, c.most)) for c in found]  # noqa: E731
     monkeypatch.setattr(controller, "choose", choices)
-    monkeypatch.setattr(controller, "level1", lambda *_: (None, 0))
+    monkeypatch.setattr(controller, "choose_draft", lambda *_: (None, 0))
     monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))
     before = counters_of(llm)
     generate(llm, [held_out_tokens(llm.get_tokenizer(), 600)], max_tokens=48)
@@ -176,19 +176,14 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
     """It draws nothing that a seed could keep: alone and beside others it is as one without."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    controller, candidates, joined = built(llm).speculator.controller, [], []
-    choose, requests_joined = controller.choose, controller.requests_joined
+    controller, candidates = built(llm).speculator.controller, []
+    choose = controller.choose
 
     def chosen(found, num_plain=0):
         candidates.extend(found)
         return choose(found, num_plain)
 
-    def seen(kinds):
-        joined.extend(kinds)
-        requests_joined(kinds)
-
     monkeypatch.setattr(controller, "choose", chosen)
-    monkeypatch.setattr(controller, "requests_joined", seen)
     text = held_out_tokens(llm.get_tokenizer(), 3000)
     asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
     asked += [(0, 48, 2**31), (0, 12, 0)]
@@ -209,7 +204,6 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
     number[outputs[-1].request_id] = 0
     found = {number[c.request_id.split("-")[0]]: c.has_seed for c in candidates}
     assert found == {i: i in drawing for i in range(len(asked))}
-    assert {number[name.split("-")[0]] for name in joined} == found.keys() - set(drawing)
 
 
 def test_plain_steps_and_reevaluations_are_timed(engines, pair):

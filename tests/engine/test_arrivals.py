@@ -61,8 +61,8 @@ def rest_long(llm, monkeypatch) -> None:
 
     monkeypatch.setattr(controller_module, "plan", plain)
     controller = built(llm).speculator.controller
-    monkeypatch.setattr(controller._exploration, "add_trials", lambda *args: None)
-    monkeypatch.setattr(controller.backoff, "until_reevaluation", lambda *args: 128)
+    monkeypatch.setattr(controller._trials, "add", lambda *args: False)
+    monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
 
 
 def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
@@ -186,14 +186,14 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
 
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     """Before that nobody could be decided for: a prompt of five chunks joins with its
-    last, one that never comes to a decision is forgotten, and one with a seed does not wait."""
+    last, and one with a seed does not wait."""
     controller = built(llm).speculator.controller
     joined, seeded, step = [], [], controller.backoff.step
     join, reset = controller.requests_joined, controller.seeded_request_joined
     monkeypatch.setattr(
         controller,
         "requests_joined",
-        lambda kinds: joined.append((controller.backoff.step - step, dict(kinds))) or join(kinds),
+        lambda: joined.append(controller.backoff.step - step) or join(),
     )
     monkeypatch.setattr(
         controller,
@@ -212,14 +212,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
         ],
     }
     drive(llm, arrivals)
-    names = [(at, [name.split("-")[0] for name in kinds]) for at, kinds in joined]
-    assert names == [(5, ["long"]), (9, ["short"])]
-    assert [kind for _, kinds in joined for kind in kinds.values()] == [(True, 4), (True, 2)]
-    assert seeded == [9]
-    run_out = [("last", text[:40], greedy(2))]  # what left is told with the next step
-    drive(llm, {0: run_out})
-    drive(llm, {0: run_out})
-    assert set(controller._exploration._joined) <= {n for _, kinds in joined[-1:] for n in kinds}
+    assert joined == [5, 9] and seeded == [9]
 
 
 @pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
@@ -229,14 +222,14 @@ def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys
     keys = {"method": "triforce", "retrieval_budget": 192, **keys}
     llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
     controller, path = built(llm).speculator.controller, adapter(llm)._steps
-    seen: list[dict] = []
+    seen: list[bool] = []
     monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
-    monkeypatch.setattr(controller, "requests_joined", seen.append)
+    monkeypatch.setattr(controller, "requests_joined", lambda: seen.append(True))
     monkeypatch.setattr(path, "_present", frozenset({"short"}))
     step = SimpleNamespace(
         finished_req_ids=set(), num_scheduled_tokens={"long": 1}, scheduled_new_reqs=[]
     )
-    assert path._note_changes(step) and seen == [{}]
+    assert path._note_changes(step) and seen == [True]
     assert not path._note_changes(step) and len(seen) == 1
 
 

@@ -333,4 +333,4 @@ class Engine:
         if scheduler._decisions is not None:
             decisions = scheduler._decisions
             assert decisions.controller.num_requests <= 1
-            assert len(decisions._alive) <= 1 and len(decisions._decided) <= 2
+            assert len(decisions._alive) <= 1 and len(decisions._pending) <= 2

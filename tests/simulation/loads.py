@@ -17,7 +17,7 @@ class FixedDecisions:
         self._its, self._num_rounds, self._num_steps = choice, num_rounds, 0
         self.controller = SimpleNamespace(start=lambda model: None, num_requests=0)
         self._alive: set[str] = set()
-        self._decided: dict = {}
+        self._pending: dict = {}
 
     def decide(self, names, candidate, num_plain=0):
         self._num_steps += 1

@@ -5,18 +5,17 @@ import pytest
 
 from tests.unit.test_controller import NOTHING_PAYS, controller
 from vllm_triforce.controller.backoff import (
-    REEVALUATE_EARLIEST,
-    REEVALUATE_FIRST,
-    REEVALUATE_LATEST,
-    REEVALUATION_SHARE,
+    FIRST_REST,
+    LONGEST_PAID_REST,
+    LONGEST_REST,
+    PROBE_STEPS,
     SpeculationBackoff,
 )
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.exploration_budget import SHARE
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.promise import kind_of
 from vllm_triforce.controller.routes import PLAIN
+from vllm_triforce.controller.trials import TRIAL_SHARE
 
 
 def test_a_rest_begins_and_ends():
@@ -39,18 +38,18 @@ def test_a_rest_begins_and_ends():
 def test_a_batch_that_changed_is_no_reevaluation():
     backoff = SpeculationBackoff()
     backoff.begin(3)
-    backoff.until_reevaluation(0.0, 0.01)
+    backoff.next_rest(0.0, 0.01)
     backoff.begin_step()
     backoff.reset()
     backoff.begin_step()
     backoff.begin_step()
     assert not backoff.is_resting and not backoff.is_reevaluation
-    assert backoff.until_reevaluation(0.0, 0.01) == REEVALUATE_FIRST
+    assert backoff.next_rest(0.0, 0.01) == FIRST_REST
 
 
 def test_a_short_rest_is_long_enough_to_be_timed():
     backoff, timed = SpeculationBackoff(), []
-    backoff.start_probe()
+    backoff.begin(PROBE_STEPS)
     for _ in range(4):
         backoff.begin_step()
         timed.append((backoff.is_settled, backoff.wants_times))
@@ -81,8 +80,8 @@ def test_what_a_reevaluation_takes_is_learnt_apart():
 
 
 @pytest.mark.parametrize("each", [0.0, 1e-6, 0.0005, 0.005, 10.0])
-def test_reevaluations_take_their_share(each):
-    """Nothing pays: so many steps until the next one that they take SHARE of the time."""
+def test_rests_double_and_pay_for_their_decisions(each):
+    """Nothing pays: rests of 8, 16 and 32 steps, or as long as a decision has its share."""
     found = controller(NOTHING_PAYS)
     if each:
         plain = found.measured.full_pass([1], [4000])
@@ -94,21 +93,23 @@ def test_reevaluations_take_their_share(each):
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             reevaluations.append(step)
-    if each == 0.0:
-        # 8, 16, 32, and no more of what is not known
+    if each < 0.0005:
         assert reevaluations[:6] == [0, 8, 24, 56, 88, 120]
     if each == 10.0:
-        assert reevaluations[:3] == [0, REEVALUATE_LATEST, 2 * REEVALUATE_LATEST]
-    if each in (0.0005, 0.005):
-        share = len(reevaluations) * each / (steps * found.model.full_pass([1], [4000]))
-        assert share == pytest.approx(SHARE, rel=0.1)
-    assert steps / REEVALUATE_LATEST <= len(reevaluations) <= steps / REEVALUATE_EARLIEST
+        assert reevaluations[:3] == [0, LONGEST_PAID_REST, 2 * LONGEST_PAID_REST]
+    share = (
+        len(reevaluations)
+        * min(each, plain if each else 0)
+        / (steps * found.model.full_pass([1], [4000]))
+    )
+    assert share <= 1.1 * TRIAL_SHARE or len(reevaluations) <= steps / LONGEST_PAID_REST + 1
+    assert len(reevaluations) >= steps / max(LONGEST_REST, LONGEST_PAID_REST)
 
 
 @pytest.mark.parametrize("each", [0.0005, 0.002, 0.005])
 @pytest.mark.parametrize("every", [1, 3, 10])
 def test_reevaluations_take_no_more_however_often_requests_join(each, every):
-    """A server's batch changes all the time: what re-evaluations may take of it does not."""
+    """A server's batch changes all the time: the share of re-evaluations does not."""
     found = controller(NOTHING_PAYS)
     plain = found.measured.full_pass([1], [4000])
     found.measured.observe_step(StepTime(True, [1], [4000], plain + each, is_reevaluation=True))
@@ -117,12 +118,12 @@ def test_reevaluations_take_no_more_however_often_requests_join(each, every):
     for step in range(num_steps):
         found.backoff.begin_step()
         if step % every == 0:
-            found.requests_joined({})
+            found.requests_joined()
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
             num_reevaluations += 1
-    assert num_reevaluations * each / (num_steps * plain) <= 1.1 * REEVALUATION_SHARE
-    assert num_reevaluations >= 0.8 * num_steps * SHARE * plain / each
+    share = num_reevaluations * each / (num_steps * plain)
+    assert 0.5 * TRIAL_SHARE <= share <= 1.1 * TRIAL_SHARE
 
 
 def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
@@ -136,46 +137,12 @@ def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
     seen = []
     for step in range(100):
         found.backoff.begin_step()
-        if step == 90:
-            found.requests_joined({})
+        if step == 80:
+            found.requests_joined()
         if not found.backoff.is_resting:
             found.choose([Candidate("a", 4000, 16)])
             seen.append(step)
-    assert 91 in seen and 90 not in seen
-
-
-@pytest.mark.parametrize("promise", [1.0, 1 / 8])
-def test_reevaluations_take_as_much_less_as_there_is_promise(promise):
-    backoff, each, num_reevaluations, num_steps = SpeculationBackoff(), 0.001, 0, 20_000
-    for _ in range(num_steps):
-        backoff.begin_step()
-        backoff.requests_joined(promise)
-        if not backoff.is_resting:
-            num_reevaluations += 1
-            backoff.begin(backoff.until_reevaluation(each, 0.01, promise))
-    assert num_reevaluations * each == pytest.approx(
-        promise * REEVALUATION_SHARE * num_steps * 0.01, rel=0.1
-    )
-
-
-def test_one_that_joins_does_not_wait_for_what_the_others_promise():
-    """After a re-evaluation of requests of little promise was in vain, 80 steps are to be waited
-    for the next; for one that joins with more of it 10 are."""
-    for joins, until in ((1.0, 10), (1 / 8, 80)):
-        backoff = SpeculationBackoff()
-        for _ in range(400):  # what was kept for re-evaluations is spent
-            backoff.begin_step()
-            backoff.requests_joined(1 / 8)
-            if not backoff.is_resting:
-                backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
-        while backoff.is_resting:
-            backoff.begin_step()
-        begin = backoff.step
-        backoff.begin(backoff.until_reevaluation(0.001, 0.01, 1 / 8))
-        backoff.requests_joined(joins)
-        while backoff.is_resting:
-            backoff.begin_step()
-        assert backoff.step - begin == pytest.approx(until, abs=2)
+    assert 81 in seen and 80 not in seen
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
@@ -185,7 +152,7 @@ def test_who_must_not_wait_does_not(has_seed, keys):
     found.backoff.begin(50)
     found.backoff.begin_step()
     assert found.backoff.is_resting
-    found.seeded_request_joined() if has_seed else found.requests_joined({"a": kind_of(True, 99)})
+    found.seeded_request_joined() if has_seed else found.requests_joined()
     assert not found.backoff.is_resting
 
 

@@ -286,6 +286,19 @@ def test_a_text_that_changes_is_noticed():
     assert device.decode(made, 4, 300, 100_000, skip=250) > 4
 
 
+@pytest.mark.parametrize("most", [12, 5])
+def test_proposals_are_longer_than_their_rounds_on_average(most):
+    """As far as they have room; and the plan that steps are compared with knows."""
+    made = decisions(MHA_ON_GPU)
+    candidate = Candidate("a", 100_000, most)
+    number, plan = made.decide(["a"], lambda name: candidate)
+    choice, rounds = plan["a"]
+    mean = made.controller.acceptance.of("a").round_tokens * rounds
+    assert choice.route == LEVELS and min(most, mean) <= choice.num_tokens <= most
+    assert choice.num_tokens > mean or choice.num_tokens == most
+    assert made._pending[number].planned.num_drafts == choice.num_tokens
+
+
 def test_nothing_is_proposed_before_it_is_known_what_passes_take():
     config = (
         TriForceConfig()
@@ -305,7 +318,7 @@ def test_nothing_is_kept_of_those_who_left():
     made = decisions(MHA_ON_GPU)
     Device(MHA_ON_GPU, 0.9, 0.6, length=50).decode(made, 4, 300, 100_000)
     assert made.controller.num_requests <= 4
-    assert len(made._decided) <= 3
+    assert len(made._pending) <= 3
 
 
 @pytest.mark.parametrize("seed", range(3))

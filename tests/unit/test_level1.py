@@ -95,7 +95,9 @@ def test_a_class_of_confidence_is_one_that_there_is():
     assert traits.confidence({}) is None
 
 
-@pytest.mark.parametrize("hopes", [(), (0.5, 1.2), (-0.1,)])
-def test_hopes_are_shares(hopes):
-    with pytest.raises(ValueError, match=r"draft source 'bad' has hopes=.*share from 0 to 1"):
-        SourceTraits("bad", hopes)
+@pytest.mark.parametrize("prior_acceptance", [(), (0.5, 1.2), (-0.1,)])
+def test_prior_acceptance_is_a_share(prior_acceptance):
+    with pytest.raises(
+        ValueError, match=r"draft source 'bad' has prior_acceptance=.*share from 0 to 1"
+    ):
+        SourceTraits("bad", prior_acceptance)

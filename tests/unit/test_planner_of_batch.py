@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_triforce.controller.options import Options
-from vllm_triforce.controller.planner import plan_by_routes
+from vllm_triforce.controller.planner import StepCosts, plan_by_routes
 from vllm_triforce.controller.routes import LEVELS
 
 LOOKUP, DRAFT = "prompt_lookup", "draft_model"
@@ -34,7 +34,7 @@ def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
         routes=routes,
         confidences=[{}] * NUM_REQS,
         passes=passes,
-        shared_seconds=shared,
+        shared_s=shared,
     )
     model = SimpleNamespace(
         error=0.0, round_seconds=lambda n, num_drafts: each[LEVELS], draft=lambda n: each[DRAFT]
@@ -47,7 +47,7 @@ def step(options: Options, model, columns) -> tuple[float, float]:
     seconds, gained, passes = PLAIN + 0.1, 1.0, {LEVELS: 0.0, DRAFT: 0.0, LOOKUP: 0.0}
     for row, column in enumerate(columns):
         if column >= 0:
-            seconds += options.seconds[row, column] - options.shared_seconds[row, column]
+            seconds += options.seconds[row, column] - options.shared_s[row, column]
             gained *= 1 + options.tokens[row, column]
             route = options.routes[column]
             passes[route] = max(passes[route], options.passes[row, column])
@@ -65,7 +65,7 @@ def test_about_as_good_as_the_best_plan(seed):
         options, model = drawn(draw)
         possible = [[-1, *np.flatnonzero(row)] for row in options.is_possible]
         best = max(step(options, model, columns)[1] for columns in itertools.product(*possible))
-        found, _ = plan_by_routes(model, options, PLAIN, 0.1, 0, 2)
+        found = plan_by_routes(options, StepCosts(model, PLAIN, 0.1, 0, 2))
         seconds, speedup = step(options, model, found.options)
         assert found.seconds == pytest.approx(seconds)
         assert found.speedup == pytest.approx(speedup) and speedup >= 1

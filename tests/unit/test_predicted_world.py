@@ -52,11 +52,11 @@ class PredictedCosts:
             (several - level2) / 3,
             self.draft(1),
             (self.draft(4) - self.draft(1)) / 3,
-            of_several=[
+            full_by_num_reqs=[
                 (n, *(full([q] * n, [TOGETHER] * n).seconds for q in (1, LONGEST + 1)))
                 for n in (2, 4, 8)
             ],
-            context_of_several=TOGETHER,
+            full_context=TOGETHER,
         )
 
 

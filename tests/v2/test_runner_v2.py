@@ -119,7 +119,7 @@ def test_what_passes_take_is_told(found):
         assert [context for context, _ in points] == sorted(context for context, _ in points)
         assert all(seconds > 0 for _, seconds in points)
     assert [rows for rows, _ in measured["full_by_rows"]] == [1, 2, 4]
-    assert [rows for rows, _, _ in measured["of_several"]] == [2, 4]
+    assert [rows for rows, _, _ in measured["full_by_num_reqs"]] == [2, 4]
 
 
 def test_an_fp8_kv_cache_in_host_memory_is_what_it_is_on_the_device(found):

@@ -1,4 +1,4 @@
-"""The controller: what each request does in a step, from measured times and acceptance."""
+"""Controller: decides how far requests speculate, from measured costs and acceptance."""
 
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.cost_model import CostModel

@@ -1,10 +1,8 @@
-"""Decisions that are made before it is known what came of the last ones.
+"""Decisions that are made before the outcomes of earlier ones are known (Model Runner V2).
 
-On Model Runner V2 the scheduler says what a step's requests propose behind it, and hears of the
-outcome some steps later. The controller is the same; here is kept what was decided and is not known
-yet. What a proposal takes is seen from outside: outputs come once a full pass is done, so from one
-output to the next passes the time of the proposals behind the first and of the pass that verifies
-them.
+The scheduler decides while it schedules a step, and learns the outcome some steps later. Outputs
+come when a full pass is done: the time between two outputs is that of the proposals after the
+first pass, and of the pass that verifies them.
 """
 
 import time
@@ -12,55 +10,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
-from vllm_triforce.controller.controller import Controller
-from vllm_triforce.controller.learning import Planned
+from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.promise import kind_of
-from vllm_triforce.controller.round_lengths import extend_to_shared_rounds
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice
 
-# Of the time between two decisions, what the first one may have taken; and seconds that one holds
-# at most.
-_DECIDING, _LONGEST = 0.05, 0.25
+# Deciding may take this share of the time: a decision holds for longer, but not beyond so long.
+_DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request's proposal."""
+    """Outcome of a request's proposal.
+
+    Args:
+        num_proposed: tokens; fewer than planned where rounds gave fewer.
+        num_verified: tokens of these that a full pass verified.
+        num_accepted: tokens of these that it accepted.
+        num_rounds: rounds of levels 1 and 2 that the request took part in.
+        level1_accepted: tokens of level 1 that level 2 accepted.
+        level1_rejected: rounds in which level 2 rejected one.
+    """
 
     num_proposed: int
-    """Tokens; it may be shorter than was planned."""
     num_verified: int
-    """Of them, those that a full pass verified."""
     num_accepted: int
-    """Of these, those that it accepted."""
     num_rounds: int = 0
-    """Of levels 1 and 2 in which it took part."""
     level1_accepted: int = 0
     level1_rejected: int = 0
-    """Rounds in which level 2 rejected a token of level 1."""
-
-
-@dataclass
-class _Decided:
-    """A step whose outcome is not known yet."""
-
-    choices: dict[str, tuple[Choice, float]]
-    """By request, and how many tokens it is expected to gain."""
-    planned: Planned | None
-
-
-@dataclass
-class _Kept:
-    """A decision that holds for further steps."""
-
-    plan: dict[str, tuple[Choice, int]]
-    names: set[str]
-    """Of all requests that were decided on."""
-    made: _Decided
-    until: float
-    """On the clock."""
 
 
 @dataclass
@@ -68,13 +45,13 @@ class StepSeen:
     """A step that has ended.
 
     Args:
-        number: ``decide()``'s.
+        number: of ``AsyncController.decide()``.
         tokens: of each request, verified in its full pass.
         contexts: of each request.
-        is_greedy: whether all are.
+        is_greedy: True if all requests are.
         seconds: since the output of the step before.
-        outcomes: by request, of the proposals that were verified in it.
-        is_comparable: whether the step before had the same requests, and nobody reads a prompt.
+        outcomes: by request, of the proposals that it verified.
+        is_comparable: True if the step before had the same requests, and no prompt is read.
     """
 
     number: int
@@ -86,12 +63,39 @@ class StepSeen:
     is_comparable: bool = True
 
 
-class AsyncController:
-    """A controller that is told of a step's outcome when others have been decided.
+@dataclass
+class _Pending:
+    """A step whose outcome is not known yet."""
 
-    Deciding takes longer the more requests there are, and the scheduler waits for it. What was
-    decided holds for as many steps as keep that at a twentieth of the time, unless something is
-    tried out by it or a request has a seed; requests that join meanwhile decode plainly until then.
+    choices: dict[str, Choice]
+    planned: Planned | None
+
+
+@dataclass
+class _Held:
+    """A decision that holds for further steps.
+
+    Args:
+        plan: choice and rounds, by request that proposes.
+        names: of all requests that were decided on.
+        until: time on the clock.
+    """
+
+    plan: dict[str, tuple[Choice, int]]
+    names: set[str]
+    planned: Planned | None
+    until: float
+
+
+class AsyncController:
+    """Controller of a scheduler that runs ahead of its worker.
+
+    The scheduler waits for decisions, which take longer the more requests there are. So a decision
+    holds for as many steps as keep deciding at a twentieth of the time, unless it has a trial or a
+    request with a seed. Requests that join meanwhile decode plainly.
+
+    Args:
+        source_of_levels: whose tokens go through level 2.
     """
 
     def __init__(
@@ -101,10 +105,10 @@ class AsyncController:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controller = controller
-        self._clock = clock
-        self._kept: _Kept | None = None
         self._source_of_levels = source_of_levels
-        self._decided: dict[int, _Decided] = {}
+        self._clock = clock
+        self._held: _Held | None = None
+        self._pending: dict[int, _Pending] = {}
         self._num_steps = 0
         self._present: set[str] = set()
         self._alive: set[str] = set()
@@ -113,7 +117,7 @@ class AsyncController:
     def decide(
         self, names: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
     ) -> tuple[int, dict[str, tuple[Choice, int]]]:
-        """What requests propose behind the step that is being made.
+        """Choose the proposals after the step that is being scheduled.
 
         Args:
             names: of the requests that could be speculated on.
@@ -121,8 +125,7 @@ class AsyncController:
             num_plain: further requests of the step.
 
         Returns:
-            The step's number; of each request that proposes something the choice, and in how many
-            rounds level 1 drafts for it.
+            The step's number; and, by request that proposes, its choice and the number of rounds.
         """
         controller, number = self.controller, self._num_steps
         self._num_steps += 1
@@ -133,108 +136,107 @@ class AsyncController:
             self._note_joined(joined)
         if not names or (controller.chooses and controller.backoff.is_resting):
             return number, {}
-        if self._kept is not None and self._clock() < self._kept.until:
+        start = self._clock()
+        if self._held is not None and start < self._held.until:
             controller.hold()
-            return number, self._decide_as_before(number, self._kept, candidate)
-        began = self._clock()
+            return number, self._repeat(number, self._held, candidate)
+        self._held = None
         candidates = [candidate(name) for name in names]
         if controller.config.adaptive_keys and not controller.chooses:
-            # What passes take is not known yet, and no request with a seed waits for that.
-            candidates = [its for its in candidates if its.has_seed]
+            # Costs are not known yet; requests with a seed do not depend on them.
+            candidates = [c for c in candidates if c.has_seed]
             num_plain += len(names) - len(candidates)
-        chosen = controller.choose(candidates, num_plain)
-        rounds = [self._rounds(c, choice) for c, choice in zip(candidates, chosen)]
-        by_levels = [n for n, choice in zip(rounds, chosen) if choice.route == LEVELS]
-        if by_levels:
-            chosen = extend_to_shared_rounds(controller, candidates, chosen, rounds)
-        plan = {
-            # Who is short of its tokens goes on as long as there are rounds for another.
-            c.request_id: (choice, n if c.has_seed or choice.route != LEVELS else max(by_levels))
-            for c, choice, n in zip(candidates, chosen, rounds)
-            if choice is not PLAIN
-        }
-        self._kept = None
+        plan = self._plan(candidates, num_plain)
         if plan:
-            made = {name: controller.chosen_for(name) for name in plan}
-            decided = _Decided(made, controller.take_plan())
-            self._note_decided(number, decided)
+            planned = controller.take_plan()
+            self._add_pending(number, plan, planned)
             if controller.is_steady:
                 now = self._clock()
-                until = now + min(_LONGEST, (now - began) / _DECIDING)
-                self._kept = _Kept(plan, set(names), decided, until)
+                until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
+                self._held = _Held(plan, set(names), planned, until)
         return number, plan
 
-    def _note_decided(self, number: int, decided: _Decided) -> None:
-        self._decided[number] = decided
-        self.controller.await_outcomes(decided.choices)
-        self._alive.update(decided.choices)
-
-    def _decide_as_before(
-        self, number: int, kept: _Kept, candidate: Callable[[str], Candidate]
+    def _plan(
+        self, candidates: Sequence[Candidate], num_plain: int
     ) -> dict[str, tuple[Choice, int]]:
-        """The same for those that are still there, as far as they have room for it."""
-        plan, choices, is_same = {}, {}, self._present == kept.names
-        for name, (choice, rounds) in kept.plan.items():
+        choices = self.controller.choose(list(candidates), num_plain)
+        rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
+        # Requests share rounds: one that lacks tokens goes on while another has rounds left.
+        shared = max((n for n, choice in zip(rounds, choices) if choice.route == LEVELS), default=0)
+        choices = self.controller.extend_to_shared_rounds(candidates, choices, shared)
+        return {
+            c.request_id: (choice, n if c.has_seed or choice.route != LEVELS else shared)
+            for c, choice, n in zip(candidates, choices, rounds)
+            if choice is not PLAIN
+        }
+
+    def _num_rounds(self, candidate: Candidate, choice: Choice) -> int:
+        """Return the mean number of rounds of a proposal.
+
+        Seeded requests use the prior, so their samples do not depend on learned acceptance.
+        """
+        if choice.route != LEVELS:
+            return -(-choice.num_tokens // self.controller.config.gamma)
+        round_tokens = ROUND_PRIOR
+        if not candidate.has_seed:
+            rates = self.controller.acceptance.of(candidate.request_id, candidate.is_greedy)
+            round_tokens = max(1.0, rates.round_tokens)
+        return max(1, round(choice.num_tokens / round_tokens))
+
+    def _repeat(
+        self, number: int, held: _Held, candidate: Callable[[str], Candidate]
+    ) -> dict[str, tuple[Choice, int]]:
+        """Repeat a decision for the requests that are still there, as far as they have room."""
+        plan, is_same = {}, self._present == held.names
+        for name, (choice, num_rounds) in held.plan.items():
             if name not in self._present:
                 continue
-            most = candidate(name).most
-            if choice.num_tokens > most:
-                choice, is_same = replace(choice, num_tokens=most), False
-            # What was gained over what was expected is learnt of a decision's first step alone:
-            # expectations are corrected by it, and these were before it.
-            plan[name], choices[name] = (choice, rounds), (choice, 0.0)
+            max_tokens = candidate(name).most
+            if choice.num_tokens > max_tokens:
+                choice, is_same = replace(choice, num_tokens=max_tokens), False
+            plan[name] = choice, num_rounds
         if plan:
-            planned = kept.made.planned if is_same else None
-            self._note_decided(number, _Decided(choices, replace(planned) if planned else None))
+            self._add_pending(number, plan, held.planned if is_same else None)
         return plan
+
+    def _add_pending(
+        self, number: int, plan: Mapping[str, tuple[Choice, int]], planned: Planned | None
+    ) -> None:
+        choices = {name: choice for name, (choice, _) in plan.items()}
+        self._pending[number] = _Pending(choices, planned)
+        self.controller.await_outcomes(choices)
+        self._alive.update(choices)
 
     def _note_joined(self, joined: Sequence[Candidate]) -> None:
         if any(candidate.has_seed for candidate in joined):
-            self._kept = None
+            self._held = None
             self.controller.seeded_request_joined()
-        kinds = {
-            candidate.request_id: kind_of(candidate.is_greedy, candidate.context)
-            for candidate in joined
-            if not candidate.has_seed
-        }
-        if kinds:
-            self.controller.requests_joined(kinds)
-
-    def _rounds(self, candidate: Candidate, choice: Choice) -> int:
-        """As many as it takes on average; of a request with a seed, as many as it is hoped to take,
-        so that what it samples does not depend on what is known of it."""
-        if choice.route != LEVELS:
-            return -(-choice.num_tokens // self.controller.config.gamma)
-        per_round = ROUND_PRIOR
-        if not candidate.has_seed:
-            rates = self.controller.acceptance.of(candidate.request_id, candidate.is_greedy)
-            per_round = max(1.0, rates.round_tokens)
-        return max(1, round(choice.num_tokens / per_round))
+        if not all(candidate.has_seed for candidate in joined):
+            self.controller.requests_joined()
 
     def ended(self, step: StepSeen) -> None:
-        """A step's output has come; it verified what was proposed behind the step before."""
-        decided = self._decided.pop(step.number - 1, None)
-        for number in [n for n in self._decided if n < step.number]:
-            for name in self._decided.pop(number).choices:  # of a step without an output
+        """Learn from a step's output; it verified the proposals after the step before."""
+        pending = self._pending.pop(step.number - 1, None)
+        for number in [n for n in self._pending if n < step.number]:
+            for name in self._pending.pop(number).choices:  # of a step without an output
                 self.controller.outcome_lost(name)
-        for name, outcome in step.outcomes.items():
-            if decided is not None and name in decided.choices and name in self._alive:
-                self._learn(name, outcome, decided.choices[name])
-        if decided is not None:
-            for name in decided.choices.keys() - step.outcomes.keys():
-                self.controller.outcome_lost(name)
+        if pending is not None:
+            for name, choice in pending.choices.items():
+                if name not in step.outcomes:
+                    self.controller.outcome_lost(name)
+                elif name in self._alive:
+                    self._learn(name, step.outcomes[name], choice)
         if self.controller.measured is None or not step.is_comparable or not step.tokens:
             return
         num_drafts = sum(step.tokens) - len(step.tokens)
         self.controller.observe_step(
             StepTime(step.is_greedy, step.tokens, step.contexts, step.seconds, num_drafts),
-            None if decided is None else decided.planned,
+            None if pending is None else pending.planned,
         )
 
-    def _learn(self, name: str, outcome: Outcome, made: tuple[Choice, float]) -> None:
-        choice, _ = made
+    def _learn(self, name: str, outcome: Outcome, choice: Choice) -> None:
         if choice.route == LEVELS and outcome.num_rounds:
-            self.controller.observe_rounds(
+            self.controller.acceptance.observe_rounds(
                 name,
                 self._source_of_levels,
                 outcome.num_rounds,
@@ -243,17 +245,16 @@ class AsyncController:
             )
         if outcome.num_verified:
             self.controller.observe_full_pass(
-                name, outcome.num_verified, outcome.num_accepted, made
+                name, outcome.num_verified, outcome.num_accepted, choice
             )
         elif outcome.num_proposed == 0 and choice.route != LEVELS:
-            # It had nothing to propose, which is as good as a rejection.
-            self.controller.observe_full_pass(name, 1, 0, made)
+            # Nothing to propose is as good as a rejection.
+            self.controller.observe_full_pass(name, 1, 0, choice)
         else:
             self.controller.outcome_lost(name)
 
     def release(self, request_id: str) -> None:
-        """A request has left."""
-        self.controller.request_left(request_id)
+        """Drop everything that is kept of a request that has left."""
         self.controller.release(request_id)
         self._present.discard(request_id)
         self._alive.discard(request_id)

@@ -1,130 +1,76 @@
-"""Steps that decode plainly without being asked."""
+"""Rests: steps that decode plainly without a decision."""
 
-import math
+from vllm_triforce.controller.trials import TRIAL_SHARE
 
-from vllm_triforce.controller.exploration_budget import SHARE, ExplorationBudget
-
-# Steps without speculation after which its time is that of plain decoding: the first one after
-# others is slower, and its way through vLLM is that of a step that may get drafts.
-_SETTLED = 2
-# Of so many steps at rest one is timed, which takes the beginning of two.
-_TIMES_AT_REST = 8
-# Steps until a batch that decodes plainly is re-evaluated: the first time, and later at most as
-# long as it is not known what that takes; and bounds (a plain step has to be seen; contexts grow).
-REEVALUATE_FIRST, REEVALUATE_UNKNOWN, REEVALUATE_EARLIEST, REEVALUATE_LATEST = 8, 32, 4, 128
-# Share of the time that re-evaluations may take however often requests come and go; and as much
-# again for those of requests of a kind that speculates as a rule, where these turn out not to.
-REEVALUATION_SHARE = 0.01
-# Steps of plain decoding that the latter may take at once.
-_ADVANCE = 4
+# Steps after the last proposal until a step is as fast as plain decoding.
+_SETTLING_STEPS = 2
+# Plain steps of a baseline probe.
+PROBE_STEPS = _SETTLING_STEPS + 1
+# At rest one step in eight is timed, which takes the begin of two.
+_TIMED_EVERY = 8
+# Steps of a rest: the first, and at most by doubling; and at most where decisions take long.
+FIRST_REST, LONGEST_REST, LONGEST_PAID_REST = 8, 32, 128
 
 
 class SpeculationBackoff:
-    """Whether the batch, if it stays as it is, rests in the present step."""
+    """Doubling rests of a batch for which no proposal pays."""
 
     def __init__(self) -> None:
         self.step = 0
         self._since = 0
         self._until = 0
+        self._num_rests = 0
+        """Decisions in a row to rest."""
+        self._paid_from = 0
+        """Step from which on another decision is paid for."""
         self._is_reevaluation = False
-        self._num_reevaluations = 0
-        """Decisions in a row to go on plainly."""
-        self._reevaluations = ExplorationBudget(first=1, most=1, share=REEVALUATION_SHARE)
-        self._counted = 0
-        """Step up to which re-evaluations have earned their time."""
-        self._affordable = 0
-        """Step from which another re-evaluation is paid for, by those that were in the batch."""
-        self._missing = 0.0
-        """Steps at full promise until then, from the last re-evaluation on."""
-        self._advance = ExplorationBudget(first=_ADVANCE, most=_ADVANCE, share=REEVALUATION_SHARE)
-        """Of what re-evaluations have not earned yet; those that are worth it give it back."""
-        self._advanced = 0.0
-        """Seconds of it that the next re-evaluation has."""
-        self._earning = 0.0
-        """Seconds that a step earns for re-evaluations."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1
         self.step += 1
 
     def begin(self, num_steps: int) -> None:
-        """``num_steps`` from now on there is a decision again, and before that none."""
+        """Rest for ``num_steps`` from now on, then decide again."""
         if self.step + num_steps > self._until:
             self._since, self._until = self.step, self.step + num_steps
 
     def at_most(self, num_steps: int) -> None:
-        """Whatever was decided, in so many steps there is a decision."""
+        """Decide in ``num_steps`` at the latest."""
         self._until = min(self._until, self.step + num_steps)
 
-    def start_probe(self) -> None:
-        """As long as it takes to see what plain decoding takes."""
-        self.begin(_SETTLED + 1)
+    def begin_probe(self) -> None:
+        """Rest until a plain step has been timed."""
+        self.begin(PROBE_STEPS)
 
     def reset(self) -> None:
-        """There has to be a decision in this step."""
-        self._until = 0
-        self.was_worth_it()
+        """Decide in this step."""
+        self._until = self._num_rests = 0
 
-    def was_worth_it(self) -> None:
-        """A re-evaluation: the next one is due early again."""
-        self._num_reevaluations = 0
-        self._advance.give_back(self._advanced)
-        self._advanced = 0.0
+    def restart(self) -> None:
+        """Begin with short rests again."""
+        self._num_rests = 0
 
-    def requests_joined(self, promise: float = 1.0, in_vain: float = 1.0) -> bool:
-        """The batch has got requests of which little is known: a re-evaluation is due early again,
-        as soon as it is paid for. The step that reads them is no time for it.
+    def on_requests_joined(self) -> None:
+        """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
+        if self.is_resting:
+            self.restart()
+            self._until = min(self._until, max(self.step + 1, self._paid_from))
 
-        Args:
-            promise: theirs; more of it than the others' brings the re-evaluation forward.
-            in_vain: how often one of such requests was; what is not in vain need not be earned.
+    def next_rest(self, reevaluation_s: float, plain_s: float) -> int:
+        """Return the steps of a rest after a decision to speculate nowhere.
 
-        Returns:
-            whether the re-evaluation comes before it is earned.
-        """
-        if not self.is_resting:
-            return False
-        self._num_reevaluations = 0
-        earned = min(self._affordable, self._counted + _ceil(self._missing / promise))
-        trusted = min(earned, self._counted + _ceil(in_vain * self._missing / promise))
-        earned, trusted = max(self.step + 1, earned), max(self.step + 1, trusted)
-        before = min(self._until, earned)
-        self._until = before
-        unearned = (before - trusted) * promise * self._earning
-        if unearned <= 0 or not self._advance.spend(unearned):
-            return False
-        self._advanced += unearned
-        self._until = trusted
-        return True
-
-    def until_reevaluation(
-        self, reevaluation_seconds: float, plain_seconds: float, promise: float = 1.0
-    ) -> int:
-        """Steps after a re-evaluation in vain: few at first, since little is known of a request or
-        a passage, and each time twice as many, until they take the share of the time that may be
-        spent on finding out.
+        Rests double, since less and less is likely to be found; and a decision takes at most the
+        share of the time that trials have.
 
         Args:
-            reevaluation_seconds: what a re-evaluation takes; 0 where that is not known.
-            promise: part of that share that is to be spent (``promise.py``).
+            reevaluation_s: of the decision, 0 if that is not known.
+            plain_s: of a plain step.
         """
-        each = promise * plain_seconds
-        self._earning, self._advanced = REEVALUATION_SHARE * plain_seconds, 0.0
-        for budget in (self._reevaluations, self._advance):
-            budget.earn((self.step - self._counted) * each, plain_seconds)
-        self._counted = self.step
-        self._reevaluations.take(reevaluation_seconds)
-        self._missing = self._reevaluations.missing(reevaluation_seconds) / (
-            REEVALUATION_SHARE * plain_seconds
-        )
-        soonest = _ceil(self._missing / promise)
-        self._affordable = self.step + soonest
-        most = REEVALUATE_UNKNOWN
-        if reevaluation_seconds:
-            most = min(int(reevaluation_seconds / (SHARE * each)), REEVALUATE_LATEST)
-        doubled = REEVALUATE_FIRST << min(self._num_reevaluations, 8)
-        self._num_reevaluations += 1
-        return max(min(doubled, max(most, REEVALUATE_EARLIEST)), soonest)
+        paid = min(round(reevaluation_s / (TRIAL_SHARE * plain_s)), LONGEST_PAID_REST)
+        self._paid_from = self.step + paid
+        doubled = min(FIRST_REST << min(self._num_rests, 8), LONGEST_REST)
+        self._num_rests += 1
+        return max(doubled, paid)
 
     @property
     def is_resting(self) -> bool:
@@ -132,29 +78,25 @@ class SpeculationBackoff:
 
     @property
     def rests_next(self) -> bool:
-        """Whether the batch, if it stays as it is, rests in the next step too."""
+        """True if the batch, unless it changes, rests in the next step too."""
         return self.step + 1 < self._until
 
     @property
     def is_reevaluation(self) -> bool:
-        """Whether this step only interrupts a rest, for a decision."""
+        """True if this step interrupts a rest for a decision."""
         return self._is_reevaluation and not self.is_resting
 
     @property
     def is_settled(self) -> bool:
-        """Whether this step takes what plain decoding takes."""
-        return self.is_resting and self.step - self._since >= _SETTLED
+        """True if this step is as fast as plain decoding."""
+        return self.is_resting and self.step - self._since >= _SETTLING_STEPS
 
     @property
     def wants_times(self) -> bool:
-        """Whether this step's begin is worth taking: at rest few are, since that costs time too."""
+        """True if the begin of this step is to be timed; at rest that costs too much for all."""
         num_steps = self.step - self._since
         return (
             not self.is_resting
             or num_steps == 1  # where the step ends that decided
-            or (num_steps - _SETTLED) % _TIMES_AT_REST < 2
+            or (num_steps - _SETTLING_STEPS) % _TIMED_EVERY < 2
         )
-
-
-def _ceil(num_steps: float) -> int:
-    return min(math.ceil(num_steps), REEVALUATE_LATEST)

@@ -1,278 +1,273 @@
-"""Chooses, per step and request: speculate or not, how much, and by which levels.
+"""Decides per step and request: speculate or not, how far, and by which levels.
 
-The aim is that tokens come fastest, to every request (``planner.py``), from what passes cost
-(``cost_model.py``) and how often each request's tokens are accepted (``acceptance.py``). What the
-user fixed is not chosen, and a request with a seed gets fixed lengths: what it samples depends on
-them, and must not depend on how busy the machine is.
+The rule is in docs/controller.md: of all proposals those that make everybody's tokens come fastest
+(``planner.py``), by measured costs (``cost_model.py``) and acceptance (``acceptance.py``), and a
+fixed share of the time for trials (``trials.py``). Values that the user gave are not chosen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.acceptance import Rates
-from vllm_triforce.controller.backoff import SpeculationBackoff
+from vllm_triforce.controller.acceptance import LEVEL2_PRIOR, Acceptance, Rates
+from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.drafts import DraftLengths
-from vllm_triforce.controller.fixed import FixedChoices
-from vllm_triforce.controller.learning import Learning, Planned
-from vllm_triforce.controller.options import Candidate, Options, build_options
+from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
+from vllm_triforce.controller.measurements import StepTime
+from vllm_triforce.controller.options import Candidate, Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import (
     Plan,
+    StepCosts,
     best_alone,
     plan,
     plan_by_routes,
-    seconds_of_batch,
+    unshared_seconds,
 )
-from vllm_triforce.controller.promise import Kind
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice, SourceTraits
+from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
-# Decisions between two adoptions of what was measured meanwhile; at first after each power of 2.
+# Decisions between two adoptions of learned costs; in the beginning, each power of 2.
 _ADOPT_EVERY = 16
-# Lengths of a proposal that are always compared; longer ones where their full pass was measured.
+# Steps with proposals before the baseline is probed, at least.
+_PROBE_AFTER = 16
+# Lengths that are always compared; of longer ones those whose full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
 
 
-class Controller(Learning):
-    """One engine's.
+@dataclass
+class Planned:
+    """Expected cost of a step's proposals and their verification.
 
     Args:
-        sources: level 1's, the preferred one first: it is used where nothing is chosen.
-        whole_rounds: whether rounds are planned, not made as long as tokens are missing.
+        seconds: without the setup of first proposals, and without ``CostModel.per_draft`` and
+            ``CostModel.speculating``, which are learned by comparison with it.
+    """
+
+    num_drafts: int
+    seconds: float
+
+
+class Controller:
+    """Controller of one engine.
+
+    Args:
+        sources: of level 1's tokens; the first is used where nothing is chosen.
+        whole_rounds: True if the number of rounds is planned; else a round follows while tokens
+            are missing.
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        sources: Sequence[SourceTraits],
-        whole_rounds: bool = False,
+        self, config: ResolvedConfig, sources: Sequence[SourceTraits], whole_rounds: bool = False
     ) -> None:
-        super().__init__(config, sources)
-        self._whole_rounds = whole_rounds
+        self.config = config
+        # Sources that take no passes win where others gain the same.
+        self.sources = sorted(sources, key=lambda source: source.takes_passes)
         self._preferred = sources[0]
+        self._whole_rounds = whole_rounds
+        self._drafts_per_round = 2 * any(source.takes_passes for source in sources)
         if whole_rounds:
-            self.round_drafts = config.gamma * sources[0].takes_passes
-        self._fixed = FixedChoices(config, sources)
-        self._num_decisions = 0
-        # Of the newest decision, in seconds: a request's share, and a place without attention.
-        self.share = self.slope = 0.0
-        self._num_held = 0  # steps that did the same as the one before
-        self.is_steady = False  # whether it is what pays best, and nothing is tried out by it
+            self._drafts_per_round = config.gamma * sources[0].takes_passes
+        self.measured: CostModel | None = None
+        """Costs by this rank's clock; None where nothing is chosen."""
+        self.model: CostModel | None = None
+        """Costs that decisions are made by, the same on every rank."""
+        self.acceptance = Acceptance(sources)
+        self._prior_rates = Rates.prior(sources)
+        self._fixed = FixedLengths(config, sources[0])
+        self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
+        self._trials = Trials()
         self.backoff = SpeculationBackoff()
-        self._optimistic_rates = Rates.hoped(sources)
-        self._level1 = DraftLengths(config, self.sources, self.acceptance)
+        self.planned: Planned | None = None
+        self.is_steady = False
+        """True if the newest decision is the best plan, without trials, probes and seeds."""
+        self._chosen: dict[str, Choice] = {}
+        """Each request's newest choice."""
+        self._num_decisions = self._num_held_steps = self._last_plain_step = 0
+
+    @property
+    def chooses(self) -> frozenset[str]:
+        """Keys that are chosen: none before the costs are known."""
+        return self.config.adaptive_keys if self.model is not None else frozenset()
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
     ) -> None:
-        """Begins to choose.
+        """Begin to choose.
 
         Args:
-            model: what this rank measured.
-            adopt: from what this rank measured to what all ranks decide by: they have to decide
-                alike, or their passes would wait for each other.
+            model: this rank's costs.
+            adopt: returns the first rank's costs. Ranks that decided differently would wait for
+                each other's passes.
         """
         self.measured = model
         self._adopt = lambda: adopt(self.measured).copy()
-        self._decide_by(self._adopt())
+        self._use_costs(self._adopt())
 
     def seeded_request_joined(self) -> None:
-        """No rest may put off where its speculation begins."""
+        """Decide in this step: no rest may delay a seeded request."""
         self.backoff.reset()
 
-    def requests_joined(self, kinds: Mapping[str, Kind]) -> None:
-        """The prompts of requests without a seed have been read, up to their ends in this step; or
-        requests that were here before have come back.
-
-        Args:
-            kinds: of the new ones, by name.
-        """
-        if "context" not in self.chooses:
+    def requests_joined(self) -> None:
+        """Decide soon: prompts of requests without a seed have been read, or requests came back."""
+        if "context" in self.chooses:
+            self.backoff.on_requests_joined()
+        else:
             self.backoff.reset()
-            return
-        exploration, theirs = self._exploration, list(kinds.values())
-        is_early = self.backoff.requests_joined(
-            exploration.promise(theirs), exploration.in_vain(theirs)
-        )
-        exploration.joined(kinds, is_early)
 
-    def request_left(self, request_id: str) -> None:
-        """Whether or not anything was decided for it; see ``release()``."""
-        self._exploration.left(request_id)
-
-    # Before a proposal.
-
-    def hold(self) -> None:
-        """A step does what was decided for the last one."""
-        self._num_held += 1
+    # Decisions.
 
     def choose(self, candidates: list[Candidate], num_plain: int = 0) -> list[Choice]:
-        """What each candidate does in this step.
+        """Choose the proposal of each candidate in this step.
 
         Args:
-            num_plain: further requests of the batch, which decode plainly whatever is chosen.
+            num_plain: further requests of the batch, which decode plainly.
         """
         self.planned, self.is_steady = None, False
-        chosen, expected = [self._fixed.choice(c) for c in candidates], [0.0] * len(candidates)
+        choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
-            chosen, expected = self._choose(candidates, num_plain)
-        for candidate, choice, tokens in zip(candidates, chosen, expected):
-            self._chosen[candidate.request_id] = choice, tokens
-        self._num_held = 0
-        return chosen
+            if self._num_decisions % _ADOPT_EVERY == 0 or (
+                self._num_decisions < _ADOPT_EVERY and self._num_decisions.bit_count() == 1
+            ):
+                self._use_costs(self._adopt())
+            self._num_decisions += 1
+            options = self._options(candidates, num_plain)
+            costs = self._step_costs(candidates, num_plain)
+            columns = self._choose_columns(candidates, options, costs)
+            for row, (candidate, column) in enumerate(zip(candidates, columns)):
+                # A seeded request's samples depend on its lengths, which must not depend on costs.
+                if not candidate.has_seed:
+                    choices[row] = options.choice(row, column)
+            if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
+                self.planned = _planned(candidates, options, columns, costs)
+        self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
+        self._num_held_steps = 0
+        return choices
 
-    def _choose(
-        self, candidates: list[Candidate], num_plain: int
-    ) -> tuple[list[Choice], list[float]]:
-        """And the tokens that each choice is expected to gain; 0 where that is not estimated."""
-        self._adopt_measurements()
-        model, num_rows = self.model, len(candidates)
-        is_greedy = all(c.is_greedy for c in candidates)
-        plain = model.full_pass([1] * num_rows, [c.context for c in candidates])
-        plain += model.overhead(num_rows + num_plain, is_greedy)
-        found = self._options(candidates, num_rows, num_plain)
-        if "context" in self.chooses:
-            self._exploration.begin_turn(candidates)
-            fixed = model.speculating_seconds(num_rows + num_plain, is_greedy)
-            best, hoped = self._plan(found, plain, fixed, num_plain)
-            self.share = best.seconds / (num_rows + num_plain)
-            sharing = sum(found.routes[c] == LEVELS for c in hoped if c >= 0)
-            sharing = sharing or int((hoped >= 0).sum())
-            if 0 < sharing <= num_rows // 2:  # they share their passes with fewer than all
-                found = self._options(candidates, sharing, num_plain)
-                best, _ = self._plan(found, plain, fixed, num_plain)
-            self._exploration.note_first_plans(candidates, found, best)
-            columns = best.options
-            has_seed = any(c.has_seed for c in candidates)
-            if self._exploration.probes_baseline_now(self.backoff.step, best, plain, has_seed):
-                columns = np.full(num_rows, -1)
-                self.backoff.start_probe()
-            else:
-                has_trials = self._try_again(best, columns, candidates, found, plain, num_plain)
-                self.is_steady = not (has_trials or has_seed)
-        else:
-            columns, rates = best_alone(found, plain / num_rows)
-            columns = np.where(np.isfinite(rates), columns, -1)
-        chosen = [found.choice(row, column) for row, column in enumerate(columns)]
-        rows = np.flatnonzero(columns >= 0)
-        gained = found.tokens[np.arange(num_rows), columns]
-        expected = np.where(columns >= 0, gained, 0.0).tolist()
-        for row, candidate in enumerate(candidates):
-            if candidate.has_seed:
-                chosen[row] = self._fixed.choice(candidate)
-        if len(rows) == sum(choice is not PLAIN for choice in chosen):
-            self.planned = Planned.of(found, rows, columns[rows], candidates, model)
-            if self._whole_rounds:
-                self.planned.add(seconds_of_batch(model, found, columns, self.round_drafts))
-        return chosen, expected
+    def hold(self) -> None:
+        """Count a step that repeats the newest decision."""
+        self._num_held_steps += 1
 
-    def _plan(
-        self, found: Options, plain: float, fixed: float, num_plain: int
-    ) -> tuple[Plan, np.ndarray]:
-        """And what each request would do if passes were shared as ``found`` supposes."""
-        if not self._whole_rounds:
-            best = plan(found, plain, fixed, num_plain, self.model.error)
-            return best, best.options
-        return plan_by_routes(self.model, found, plain, fixed, num_plain, self.round_drafts)
-
-    def preview(self, candidate: Candidate) -> Choice:
-        """What a new request alone would do, by the times measured so far."""
-        found = self._options([candidate], 1, 0, self._optimistic_rates)
-        best = plan(found, self.model.full_pass([1], [candidate.context]))
-        return found.choice(0, best.options[0])
-
-    def _options(
-        self,
-        candidates: Sequence[Candidate],
-        num_sharing: int,
-        num_plain: int,
-        rates: Rates | None = None,
-    ) -> Options:
-        """
-        Args:
-            num_sharing: requests that propose: they share the passes of levels 1 and 2.
-            rates: instead of what is known of the requests.
-        """
-        model, most = self.model, self.config.num_speculative_tokens
-        num_reqs = len(candidates) + num_plain
-        lengths: list[int] = []
-        if "length" in self.chooses:
-            measured = [q - 1 for q, _ in model.measured.full_by_tokens]
-            lengths = [n for n in sorted({*_SHORT_LENGTHS, *measured}) if 0 < n <= most]
-        # What a token adds to the linear part: the line from all plain to all at full length.
-        longest = num_reqs * (most + 1)
-        slope = self.slope = max(0.0, model.rows(longest) - model.rows(num_reqs)) / (
-            longest - num_reqs
-        )
-        has_levels = self.config.levels != "1,3"
-        sources = self.sources if "gamma" in self.chooses else []
-        if not has_levels:
-            sources = [self._preferred]
-        greedy, sampled = (self.acceptance.gains_by_route(is_greedy) for is_greedy in (True, False))
-        known = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
-        return build_options(
-            model,
-            candidates,
-            known,
-            [{} if rates else greedy if c.is_greedy else sampled for c in candidates],
-            [0 if c.has_seed else min(c.most, most) for c in candidates],
-            lengths,
-            slope,
-            model.company(num_reqs, num_sharing)[1],
-            self.round_seconds(num_sharing),
-            model.draft(num_sharing) / num_sharing,
-            sources,
-            has_levels,
-            self.config.gamma if self._whole_rounds else 0,
-        )
-
-    def _try_again(
-        self, best: Plan, columns, candidates, found: Options, plain: float, num_plain: int
-    ) -> bool:
-        """Adds trials, and says whether there are any; where nobody speculates even so, the batch
-        rests."""
-        exploration, without = self._exploration, columns.copy()
-        promise = exploration.promise_of(candidates, found)
-        exploration.earn(
-            (1 + self._num_held) * best.seconds, plain, promise if best.is_plain else 1.0
-        )
-        num_reqs, is_greedy = len(candidates) + num_plain, all(c.is_greedy for c in candidates)
-        # The step that verifies a trial takes longer; the one after it is a re-evaluation.
-        around = self.model.speculating_seconds(num_reqs, is_greedy)
-        around += self.model.reevaluation_seconds(num_reqs, is_greedy)
-        exploration.add_trials(
+    def _choose_columns(
+        self, candidates: list[Candidate], options: Options, costs: StepCosts
+    ) -> np.ndarray:
+        """Return the column of each request's option, -1 for plain decoding; [num_reqs]."""
+        if "context" not in self.chooses:
+            return best_alone(options, costs.plain_s / len(candidates))
+        self._trials.begin_decision(candidates)
+        best = plan_by_routes(options, costs)
+        has_seed = any(candidate.has_seed for candidate in candidates)
+        if not has_seed and self._probe_is_due(best, costs.plain_s):
+            self.backoff.begin(PROBE_STEPS)
+            return np.full(len(candidates), -1)
+        budget, columns = self._trials.budget, best.options
+        budget.earn((1 + self._num_held_steps) * best.seconds, costs.plain_s)
+        num_reqs = len(candidates) + costs.num_plain
+        reevaluation_s = costs.model.reevaluation_seconds(num_reqs, _are_greedy(candidates))
+        has_trials = self._trials.add(
             columns,
             candidates,
-            found,
-            lambda: self._options(candidates, 1, num_plain),
-            lambda: self._options(candidates, len(candidates), num_plain, self._optimistic_rates),
-            plain,
-            num_plain,
-            self.model.error,
-            around,
+            options,
+            lambda: self._options(candidates, costs.num_plain, self._prior_rates),
+            costs,
+            reevaluation_s,
         )
-        if (columns < 0).all():
-            num_steps = self._steps_of_rest(candidates, num_plain, plain, promise)
-            exploration.earn(num_steps * plain, plain, promise)
-            self.backoff.begin(num_steps)
+        if (columns >= 0).any():
+            self.backoff.restart()
         else:
-            self.backoff.was_worth_it()
-        return bool((columns != without).any())
+            num_steps = self.backoff.next_rest(reevaluation_s, costs.plain_s)
+            for candidate in candidates:
+                if candidate.has_seed:  # no rest may delay its speculation
+                    num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
+            budget.earn(num_steps * costs.plain_s, costs.plain_s)
+            self.backoff.begin(num_steps)
+        self.is_steady = not (has_trials or has_seed)
+        return columns
 
-    def _steps_of_rest(
-        self, candidates, num_plain: int, plain_seconds: float, promise: float
-    ) -> int:
-        """Until the next re-evaluation."""
-        is_greedy = all(candidate.is_greedy for candidate in candidates)
-        each = self.model.reevaluation_seconds(len(candidates) + num_plain, is_greedy)
-        num_steps = self.backoff.until_reevaluation(each, plain_seconds, promise)
-        for candidate in candidates:
-            if candidate.has_seed:  # no rest may put off where its speculation begins
-                num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
-        return num_steps
+    def _probe_is_due(self, best: Plan, plain_s: float) -> bool:
+        """True if the baseline, which speculation is compared with, was not timed for long.
 
-    def level1(
+        A probe takes at most the share of the time that trials have.
+        """
+        step = self.backoff.step
+        if best.is_plain:
+            self._last_plain_step = step
+            return False
+        num_steps = step - self._last_plain_step
+        lost_s = PROBE_STEPS * plain_s * (1 - 1 / best.speedup)
+        if num_steps < _PROBE_AFTER or lost_s > TRIAL_SHARE * num_steps * best.seconds:
+            return False
+        self._last_plain_step = step
+        return True
+
+    def _step_costs(self, candidates: Sequence[Candidate], num_plain: int) -> StepCosts:
+        model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
+        plain_s = model.full_pass([1] * count, [c.context for c in candidates])
+        plain_s += model.overhead(count + num_plain, is_greedy)
+        speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
+        return StepCosts(model, plain_s, speculating_s, num_plain, self._drafts_per_round)
+
+    def _options(
+        self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
+    ) -> Options:
+        """Build the options of a batch.
+
+        Args:
+            rates: of every request, in place of the learned ones.
+        """
+        model, max_tokens, count = self.model, self.config.num_speculative_tokens, len(candidates)
+        fixed_lengths: list[int] = []
+        if "length" in self.chooses:
+            measured = [int(tokens) - 1 for tokens, _ in model.measured.full_by_tokens]
+            fixed_lengths = sorted({*_SHORT_LENGTHS, *measured} & {*range(1, max_tokens + 1)})
+        longest = np.array([0 if c.has_seed else min(c.most, max_tokens) for c in candidates])
+        lengths = np.empty((count, len(fixed_lengths) + 1), dtype=np.int64)
+        lengths[:, :-1], lengths[:, -1] = fixed_lengths, longest
+        lengths[lengths > longest[:, None]] = 0
+        # Between all plain and all at full length the full pass is taken for a line.
+        num_reqs = count + num_plain
+        more_s = model.rows(num_reqs * (max_tokens + 1)) - model.rows(num_reqs)
+        costs = SharedCosts(
+            max(0.0, more_s) / (num_reqs * max_tokens),
+            model.attention_scales(num_reqs, count)[1],
+            model.round_seconds(count, self._drafts_per_round) / count,
+            model.draft(count) / count,
+            self.config.gamma if self._whole_rounds else 0,
+        )
+        routes: dict[str, SourceTraits | None] = {LEVELS: None}
+        if self.config.levels == "1,3":
+            routes = {self._preferred.name: self._preferred}
+        elif "gamma" in self.chooses:
+            routes |= {source.name: source for source in self.sources}
+        acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
+        return build_options(model, candidates, acceptance, lengths, costs, routes)
+
+    def extend_to_shared_rounds(
+        self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
+    ) -> list[Choice]:
+        """Lengthen proposals by levels 1 and 2 that take part in ``num_rounds``.
+
+        A proposal that ends at the mean loses the tokens that lucky rounds add. The rounds are made
+        all the same, and a place without a token only takes its place in the full pass.
+        """
+        if self.planned is None or not num_rounds:
+            return choices
+        extended = []
+        for candidate, choice in zip(candidates, choices):
+            if choice.route == LEVELS and not candidate.has_seed:
+                longest = min(candidate.most, self.config.num_speculative_tokens)
+                num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
+                choice = replace(choice, num_tokens=num_tokens)
+            extended.append(choice)
+        contexts = [candidate.context for candidate in candidates]
+        before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
+        self.planned.num_drafts += sum(after) - sum(before)
+        self.planned.seconds += self.model.full_pass(after, contexts)
+        self.planned.seconds -= self.model.full_pass(before, contexts)
+        return extended
+
+    def choose_draft(
         self,
         request_id: str,
         has_seed: bool,
@@ -280,24 +275,138 @@ class Controller(Learning):
         num_rows: int,
         most: int,
     ) -> tuple[str | None, int]:
-        """Where the next tokens for level 2 come from, and how many.
+        """Choose the source of a round's draft and its number of tokens.
 
         Args:
-            confidence: of the sources that have tokens.
+            confidence: class of confidence by source that has tokens.
             num_rows: requests in this round.
             most: tokens that level 2 has room for.
         """
         if self.config.levels == "2,3":
             return None, 0
         if "gamma" not in self.chooses or has_seed:
-            return self._fixed.level1(most)
-        return self._level1.best(request_id, confidence, num_rows, most)
+            return self._fixed.draft(most)
+        return self._draft_lengths.best(request_id, confidence, num_rows, most)
 
-    def _adopt_measurements(self) -> None:
-        count, self._num_decisions = self._num_decisions, self._num_decisions + 1
-        if count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count & (count - 1) == 0):
-            self._decide_by(self._adopt())
+    def preview(self, candidate: Candidate) -> Choice:
+        """Return the choice for a new request alone, with prior acceptance."""
+        options = self._options([candidate], 0, self._prior_rates)
+        best = plan(options, self.model.full_pass([1], [candidate.context]))
+        return options.choice(0, best.options[0])
 
-    def _decide_by(self, model: CostModel) -> None:
+    def _use_costs(self, model: CostModel) -> None:
         self.model = model
-        self._level1.adopt(model)
+        self._draft_lengths.use_costs(model)
+
+    # Outcomes.
+
+    def await_outcomes(self, request_ids: Iterable[str]) -> None:
+        """Expect outcomes of these proposals after further decisions."""
+        self._trials.await_outcomes(request_ids)
+
+    def outcome_lost(self, request_id: str) -> None:
+        """Expect no outcome of a proposal any more."""
+        self._trials.discard(request_id)
+
+    def observe_full_pass(
+        self,
+        request_id: str,
+        drafted: int,
+        accepted: int,
+        choice: Choice | None = None,
+    ) -> None:
+        """Learn from the full pass's test of a request's proposal.
+
+        Args:
+            choice: that made it; by default the newest.
+        """
+        choice = choice or self._chosen.get(request_id, PLAIN)
+        if choice is PLAIN or not self.chooses:
+            return
+        self._trials.on_verified(request_id, drafted, accepted)
+        self.acceptance.observe_full_pass(request_id, choice, drafted, accepted)
+
+    def observe_step(self, step: StepTime, planned: Planned | None) -> None:
+        """Learn from the seconds of a step.
+
+        Args:
+            planned: ``take_plan()`` for its drafts. A step with other drafts says nothing.
+        """
+        if step.num_drafts:
+            if planned is None or planned.num_drafts != step.num_drafts:
+                return
+            step.planned_seconds = planned.seconds
+        self.measured.observe_step(step)
+
+    def take_plan(self) -> Planned | None:
+        """Return the expected cost of the proposals that are verified next, once."""
+        planned, self.planned = self.planned, None
+        return planned
+
+    def reads_window(self, num_tokens: int) -> None:
+        """Add the draft model's reading of ``num_tokens`` to the present plan."""
+        if self.planned is not None:
+            self.planned.seconds += self.model.reading_window(num_tokens)
+
+    def forget_plan(self) -> None:
+        """Compare the present proposals with no plan: they take longer for once."""
+        self.planned = None
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests with any state."""
+        return max(len(self._chosen), len(self.acceptance.requests), self._trials.num_requests)
+
+    def release(self, request_id: str) -> None:
+        self.acceptance.release(request_id)
+        self._trials.release(request_id)
+        self._chosen.pop(request_id, None)
+
+
+def _are_greedy(candidates: Sequence[Candidate]) -> bool:
+    return all(candidate.is_greedy for candidate in candidates)
+
+
+def _planned(
+    candidates: Sequence[Candidate], options: Options, columns: np.ndarray, costs: StepCosts
+) -> Planned:
+    rows = np.flatnonzero(columns >= 0)
+    taken = rows, columns[rows]
+    lengths = options.lengths[taken]
+    seconds = float((options.seconds - options.amortized_setup_s)[taken].sum())
+    seconds += unshared_seconds(options, columns, costs)
+    for row, length in zip(rows, lengths):
+        seconds -= int(length) * costs.model.draft_seconds(candidates[row].is_greedy)
+    return Planned(int(lengths.sum()), seconds)
+
+
+def describe(controller: Controller) -> str:
+    """Describe in one line of the log the measured costs, and where speculation begins to pay."""
+    model, config = controller.model, controller.config
+    table = dict(model.measured.full_by_tokens)
+    contexts = [context for context, _ in table[1]]
+    shortest, longest = contexts[0], contexts[-1]
+    max_tokens = max(table)
+    choices = {
+        context: controller.preview(Candidate("preview", context, config.num_speculative_tokens))
+        for context in contexts
+    }
+    wins = [context for context, choice in choices.items() if choice.route != PLAIN_ROUTE]
+    decided = "no context is long enough for speculation to pay here"
+    if wins:
+        length = choices[wins[-1]].num_tokens
+        decided = (
+            f"a request alone is speculated on from {wins[0]} tokens of context on (of the sizes "
+            f"measured), with {length} tokens a step at {wins[-1]}"
+        )
+    one, many = dict(table[1]), dict(table[max_tokens])
+    return (
+        f"TriForce measured: full pass of 1 and {max_tokens} tokens {_ms(one[shortest])} and "
+        f"{_ms(many[shortest])} without context, {_ms(one[longest])} and {_ms(many[longest])} at "
+        f"{longest} tokens; level 2 {_ms(model.level2(1, 3))}; level 1 {_ms(model.draft(1))}. "
+        f"At an acceptance of {LEVEL2_PRIOR:.2f} {decided}. Times and acceptance are measured on."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"

@@ -1,4 +1,4 @@
-"""What a pass costs: measured at start-up, corrected by what steps really take."""
+"""Cost of passes and steps: measured at start-up, corrected by the steps that follow."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,15 +8,16 @@ import numpy as np
 
 from vllm_triforce.controller.measurements import Measurements, StepTime, interpolate
 
-# Weight of the newest step in the moving averages.
+# Weight of the newest value in moving averages.
 _NEW = 1 / 8
-# Of what a step was expected to take.
+# A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
-# Relative error of a prediction before any was compared with what happened: machines like the one
-# in docs/results.md vary as much from run to run.
-_FIRST_ERROR = 0.15
-# However well steps are predicted: what is accepted is not, and a gain of so little may be a loss.
-_LEAST_ERROR = 0.05
+# Relative error of predictions, before any was compared with a step; and at least, since
+# acceptance is predicted worse than time.
+_FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
+
+BatchKey = tuple[int, bool]
+"""Size of a batch in powers of 2 (``int.bit_length``), and True if it is greedy."""
 
 
 @dataclass
@@ -24,132 +25,103 @@ class CostModel:
     """Seconds of every kind of work in a step.
 
     A full pass of requests with ``q`` tokens each at contexts ``c`` takes
-    ``rows(sum q) + sum attention(q, c) + overhead``: the first two are measured at start-up, the
-    last (scheduler, sampling, output; and whatever the measurement missed) while running, and so
-    is what each draft token costs more. Where requests fill a machine together that one leaves
-    idle, what attention takes is corrected for that (``company()``).
+    ``rows(sum q) + sum attention(q, c) + overhead``. Rows and attention are measured at start-up.
+    The overhead (scheduler, sampling, output, errors of the measurement) is learned from plain
+    steps, and further seconds of drafts from steps that verify some.
     """
 
     measured: Measurements
     speed: float = 1.0
-    """Factor on full passes: below 1 where the machine was slower while it was measured."""
-    overheads: dict[tuple[int, bool], float] = field(default_factory=dict)
-    """Seconds of a plain step beside its full pass, by size of the batch in powers of two and
-    whether it is greedy."""
-    reevaluations: dict[tuple[int, bool], float] = field(default_factory=dict)
-    """Seconds that a step takes longer for deciding to go on plainly, by the same."""
-    speculating: dict[tuple[int, bool], float] = field(default_factory=dict)
-    """Seconds that a step takes longer for verifying drafts at all, however few: deciding,
-    rejection sampling, and what predictions miss on average; by the same."""
+    """Factor on full passes, below 1 where the machine was slower at start-up."""
+    overheads: dict[BatchKey, float] = field(default_factory=dict)
+    """Seconds of a plain step beside its full pass."""
+    reevaluations: dict[BatchKey, float] = field(default_factory=dict)
+    """Seconds that a decision to rest adds to a plain step."""
+    speculating: dict[BatchKey, float] = field(default_factory=dict)
+    """Seconds that verifying any drafts adds to a step: rejection sampling, decisions, and the
+    mean error of predictions."""
     per_draft: dict[bool, float] = field(default_factory=dict)
-    """Further seconds for each draft token (penalties, top-p), by whether the batch is greedy."""
+    """Further seconds of each draft token (penalties, top-p), by greedy or not."""
     per_test: dict[bool, float] = field(default_factory=dict)
-    """Seconds of level 2's test of a token, by whether the batch is greedy."""
+    """Seconds of level 2's test of a token, by greedy or not."""
     factors: dict[str, float] = field(default_factory=dict)
-    """Measured time over predicted time, of level 1's and level 2's passes."""
-    error: float = _FIRST_ERROR
-    """Of predictions of steps with drafts and of rounds, relative: what gains less than this is
-    not worth trying."""
-    begin_seconds: float = 0.0
-    """Per request and proposal: selection, block tables."""
+    """Measured over predicted seconds of level 1's and level 2's passes."""
     rounds: dict[int, float] = field(default_factory=dict)
-    """Seconds of a round of level 1, level 2 and the test between them, by requests in powers of 2
-    (``int.bit_length``)."""
-    straggler_factors: dict[int, float] = field(default_factory=dict)
-    """Seconds of all rounds of a proposal over what the requests' shares of them came to, by size
-    of the batch: requests need unequal numbers of rounds, and the last ones are not shared."""
+    """Seconds of a round of levels 1 and 2, by requests in powers of 2."""
+    begin_seconds: float = 0.0
+    """Seconds per request and proposal: selection, block tables."""
+    error: float = _FIRST_ERROR
+    """Relative error of predicted steps; a smaller gain is not worth trying."""
 
     def copy(self) -> "CostModel":
-        """One that does not change with this one; the measurements never do."""
+        """Copy everything learned; the measurements never change."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        copied = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
-        return dataclasses.replace(self, **copied)
+        dicts = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
+        return dataclasses.replace(self, **dicts)
+
+    # Full passes.
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Without overhead.
+        """Return the seconds of a full pass, without overhead.
 
         Args:
-            tokens: of each request.
-            contexts: tokens of each request.
+            tokens: of each request, in this pass.
+            contexts: of each request.
         """
-        if len(tokens) == 1:
-            return self.rows(tokens[0]) + self.attention(tokens[0], contexts[0])
-        count = np.asarray(tokens)
-        of_one = self._attention_of(np.ones_like(count), contexts, int(count.max()))
-        company, company_of_further = self.company(len(count), int((count > 1).sum()))
-        seconds = self.rows(int(count.sum())) + company * float(of_one.sum())
-        if (count > 1).any():
-            more = self._attention_of(count, contexts, int(count.max())) - of_one
-            seconds += company_of_further * float(more.sum())
-        return seconds
-
-    def company(self, num_reqs: int, num_verifying: int) -> tuple[float, float]:
-        """Factors on what contexts add to a pass of so many requests: on what they add to single
-        tokens, and on what the further tokens of ``num_verifying`` requests add to that."""
-        plain, further = self.measured.company
-        return _interpolate_factor(plain, num_reqs), _interpolate_factor(further, num_verifying)
+        counts = np.asarray(tokens)
+        table = self.attention_table(contexts, int(counts.max()))
+        first = table[:, 1]
+        further = table[np.arange(len(counts)), counts] - first
+        scale, further_scale = self.attention_scales(len(counts), int((counts > 1).sum()))
+        attention_s = scale * first.sum() + further_scale * further.sum()
+        return self.rows(int(counts.sum())) + float(attention_s)
 
     def rows(self, num_tokens: int) -> float:
-        """Of a full pass, without its attention."""
+        """Return the seconds of a full pass without its attention."""
         return self.speed * interpolate(self.measured.full_by_rows, num_tokens)
 
-    def attention(self, num_tokens: int, context: int) -> float:
-        """What a context adds to a pass of a request alone: one number of ``attention_table()``,
-        which takes three times as long."""
-        known, table = self.measured.contexts, self.measured.attention(num_tokens)
-        if len(known) == 1:
-            return 0.0
-        end = int(known[1:-1].searchsorted(context, side="right")) + 1
-        points = [(known[i], table[i, num_tokens]) for i in (end - 1, end)]
-        return self.speed * max(0.0, float(interpolate(points, context)))
-
     def attention_table(self, contexts: Sequence[int], max_tokens: int) -> np.ndarray:
-        """[num_reqs, at least ``max_tokens`` + 1], what a context adds to a pass of a request
-        alone."""
-        return self._attention_of(slice(None), contexts, max_tokens)
-
-    def _attention_of(self, tokens, contexts: Sequence[int], max_tokens: int) -> np.ndarray:
-        """
-        Args:
-            tokens: columns of the table: one of each request, [num_reqs], or a slice.
+        """Return the seconds that contexts add to passes of one request.
 
         Returns:
-            [num_reqs] or [num_reqs, num_columns].
+            [num_reqs, at least ``max_tokens`` + 1], by tokens in the pass.
         """
-        known, table = self.measured.contexts, self.measured.attention(max_tokens)
-        at = np.maximum(contexts, known[0])
-        if len(known) == 1:
-            return np.zeros_like(table[np.zeros(len(at), dtype=int), tokens])
-        end = known[1:-1].searchsorted(at, side="right") + 1
-        share = (at - known[end - 1]) / (known[end] - known[end - 1])
-        found = table[end - 1, tokens]
-        share = share.reshape(-1, *[1] * (found.ndim - 1))
-        found = found + share * (table[end, tokens] - found)
-        return self.speed * np.maximum(found, 0.0)
+        points, table = self.measured.contexts, self.measured.attention(max_tokens)
+        at = np.maximum(contexts, points[0])
+        if len(points) == 1:
+            return np.zeros((len(at), table.shape[1]))
+        end = points[1:-1].searchsorted(at, side="right") + 1
+        share = ((at - points[end - 1]) / (points[end] - points[end - 1]))[:, None]
+        seconds = table[end - 1] + share * (table[end] - table[end - 1])
+        return self.speed * np.maximum(seconds, 0.0)
+
+    def attention_scales(self, num_reqs: int, num_verifying: int) -> tuple[float, float]:
+        """Return factors on the sum of the requests' attention alone.
+
+        Requests fill a machine together that one leaves idle.
+
+        Returns:
+            For single tokens of ``num_reqs`` requests, and for the further tokens of
+            ``num_verifying`` requests.
+        """
+        first, further = self.measured.attention_scales
+        return _interpolate_scale(first, num_reqs), _interpolate_scale(further, num_verifying)
+
+    # Proposals.
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
-        """A pass of level 2 of ``num_tokens`` a request."""
+        """Return the seconds of level 2's pass of ``num_tokens`` a request."""
         seconds = interpolate(self.measured.level2_by_tokens, num_tokens)
-        return self.factors.get("level 2", 1.0) * (
-            seconds + (num_rows - 1) * self.measured.level2_per_row
-        )
+        seconds += (num_rows - 1) * self.measured.level2_per_row
+        return self.factors.get("level 2", 1.0) * seconds
 
     def draft(self, num_rows: int) -> float:
-        """A pass of the draft."""
-        return self.factors.get("level 1", 1.0) * (
-            self.measured.draft + (num_rows - 1) * self.measured.draft_per_row
-        )
-
-    def reading_window(self, num_tokens: int) -> float:
-        """What the draft takes to read so many tokens before it can go on."""
-        return self.factors.get("level 1", 1.0) * num_tokens * self.measured.draft_per_token
-
-    def first_selection(self, num_tokens: int) -> float:
-        """What level 2 takes to look through a context for the first time."""
-        return num_tokens * self.measured.selection_per_token
+        """Return the seconds of a pass of the draft model."""
+        seconds = self.measured.draft + (num_rows - 1) * self.measured.draft_per_row
+        return self.factors.get("level 1", 1.0) * seconds
 
     def round_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of a round for so many requests."""
+        """Return the seconds of a round of levels 1 and 2, with ``num_drafts`` draft passes."""
         size = num_rows.bit_length()
         expected = self.level2(num_rows, 3) + num_drafts * self.draft(num_rows)
         if not self.rounds or size in self.rounds:
@@ -158,117 +130,138 @@ class CostModel:
         expected_near = self.level2(1 << (near - 1), 3) + num_drafts * self.draft(1 << (near - 1))
         return expected * self.rounds[near] / expected_near
 
-    def observe_round(self, num_rows: int, seconds: float) -> None:
-        size = num_rows.bit_length()
-        self.rounds[size] = self._moved(self.rounds.get(size), seconds, seconds)
+    def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
+        """Return the seconds of level 2's test of ``num_tokens``."""
+        first = 0.0 if is_greedy else self.measured.sampling
+        return num_tokens * self.per_test.get(is_greedy, first)
 
-    def straggler_factor(self, num_rows: int) -> float:
-        return self.straggler_factors.get(num_rows.bit_length(), 1.0)
+    def reading_window(self, num_tokens: int) -> float:
+        """Return the seconds that the draft model takes to read tokens before it drafts."""
+        return self.factors.get("level 1", 1.0) * num_tokens * self.measured.draft_per_token
 
-    def observe_proposal(self, num_rows: int, shares: float, seconds: float) -> None:
-        """All rounds of a proposal took ``seconds``, where ``shares`` were expected."""
-        size, new = num_rows.bit_length(), seconds / shares
-        self.straggler_factors[size] = self._moved(self.straggler_factor(num_rows), new, 1.0)
+    def first_selection(self, num_tokens: int) -> float:
+        """Return the seconds of a request's first selection from a context."""
+        return num_tokens * self.measured.selection_per_token
+
+    # Steps, beside their passes.
 
     def overhead(self, num_rows: int, is_greedy: bool = True) -> float:
-        """Of a plain step, beside its full pass."""
+        """Return the seconds of a plain step beside its full pass."""
         return _nearest(self.overheads, num_rows, is_greedy)
 
     def reevaluation_seconds(self, num_rows: int, is_greedy: bool) -> float:
-        """What a step takes longer for deciding to go on plainly; 0 where that is not known."""
+        """Return the seconds that a decision to rest adds to a step; 0 if not known."""
         return _nearest(self.reevaluations, num_rows, is_greedy)
 
     def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
-        """What a step takes longer for verifying drafts at all."""
+        """Return the seconds that verifying any drafts adds to a step."""
         return _nearest(self.speculating, num_rows, is_greedy)
 
     def draft_seconds(self, is_greedy: bool) -> float:
-        """What verifying a draft token costs beyond its place in the full pass."""
+        """Return the seconds of verifying a draft token beyond its place in the full pass."""
         return self.per_draft.get(is_greedy, 0.0 if is_greedy else self.measured.sampling)
 
-    def observe_step(self, step: StepTime) -> None:
-        """Learns from a step what is beside the passes.
+    # Learning.
 
-        What speculating adds beyond its plan is taken for a line, ``a + b * num_drafts``, which
-        follows each step's error by a normalised step of least mean squares; four drafts a request
-        weigh as much as one's being there at all.
+    def observe_round(
+        self,
+        num_rows: int,
+        longest: int,
+        num_drafts: list[int],
+        num_tests: int,
+        is_greedy: bool,
+        level1_s: float,
+        level2_s: float,
+        test_s: float,
+    ) -> None:
+        """Learn from a round of levels 1 and 2.
+
+        Args:
+            longest: tokens of the longest draft.
+            num_drafts: tokens of each request that the draft model drafts for.
+            num_tests: tokens that level 2 returned logits for.
+            is_greedy: True if all requests are.
+        """
+        size, seconds = num_rows.bit_length(), level1_s + level2_s + test_s
+        self.rounds[size] = _moved(self.rounds.get(size), seconds, seconds)
+        self.observe_test(num_tests, is_greedy, test_s)
+        self.observe("level 2", self.level2(num_rows, longest + 1), level2_s)
+        if any(num_drafts):
+            self.observe("level 1", max(num_drafts) * self.draft(len(num_drafts)), level1_s)
+
+    def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
+        """Learn from level 2's test of ``num_tokens``."""
+        new = seconds / num_tokens
+        self.per_test[is_greedy] = _moved(self.per_test.get(is_greedy), new, 4 * new)
+
+    def observe(self, part: str, predicted: float, seconds: float) -> None:
+        """Learn from passes of "level 1" or "level 2".
+
+        Args:
+            predicted: seconds, with the present factor.
+        """
+        old = self.factors.get(part, 1.0)
+        if predicted > 0:
+            self.factors[part] = _moved(old, old * seconds / predicted, 2 * old)
+
+    def observe_begin(self, num_rows: int, seconds: float) -> None:
+        """Learn from the selection for a proposal of ``num_rows`` requests."""
+        new = seconds / num_rows
+        self.begin_seconds = _moved(self.begin_seconds or None, new, 4 * new)
+
+    def observe_step(self, step: StepTime) -> None:
+        """Learn the seconds of a step beside its passes.
+
+        Beyond its plan a proposal adds ``a + b * num_drafts``. The line follows each step's error
+        by normalised least mean squares; four drafts a request weigh the same as the constant.
         """
         num_rows = len(step.tokens)
         key = num_rows.bit_length(), step.is_greedy
-        predicted = self.full_pass(step.tokens, step.contexts)
-        # Without any overhead known it is taken to be as long as the pass.
-        plain = predicted + (self.overhead(num_rows, step.is_greedy) or predicted)
+        passes_s = self.full_pass(step.tokens, step.contexts)
+        overhead_s = self.overhead(num_rows, step.is_greedy)
+        # Before any overhead is known it is taken to be as long as the pass.
+        plain_s = passes_s + (overhead_s or passes_s)
         if step.is_reevaluation:
-            seconds = _credible(step.seconds, plain)
-            more = max(0.0, seconds - predicted - self.overhead(num_rows, step.is_greedy))
-            self.reevaluations[key] = self._moved(self.reevaluations.get(key), more, seconds)
+            seconds = min(step.seconds, _CREDIBLE * plain_s)
+            more_s = max(0.0, seconds - passes_s - overhead_s)
+            self.reevaluations[key] = _moved(self.reevaluations.get(key), more_s, seconds)
             return
-        if step.seconds < predicted:
-            faster = self.speed * step.seconds / predicted
-            self.speed = self._moved(self.speed, faster, self.speed)
+        if step.seconds < passes_s:
+            self.speed = _moved(self.speed, self.speed * step.seconds / passes_s, self.speed)
         if not step.num_drafts:
-            seconds = _credible(step.seconds, plain)
-            beside = max(0.0, seconds - predicted)
-            self.overheads[key] = self._moved(self.overheads.get(key), beside, seconds)
+            seconds = min(step.seconds, _CREDIBLE * plain_s)
+            beside_s = max(0.0, seconds - passes_s)
+            self.overheads[key] = _moved(self.overheads.get(key), beside_s, seconds)
             return
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)
         expected = (
             self.full_pass([1] * num_rows, step.contexts)
-            + self.overhead(num_rows, step.is_greedy)
+            + overhead_s
             + step.planned_seconds
             + constant
             + per_draft * step.num_drafts
         )
-        seconds = _credible(step.seconds + step.proposal_seconds, expected)
-        error = max(-seconds, min(seconds, seconds - expected))
+        seconds = min(step.seconds + step.proposal_seconds, _CREDIBLE * expected)
+        error = max(-seconds, seconds - expected)
         typical = 4 * num_rows
         drafts = step.num_drafts / typical
         part = _NEW * error / (1 + drafts**2)
         self.speculating[key] = max(0.0, constant + part)
         self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
-        self._compare(expected, seconds)
-
-    def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
-        """Level 2 tested so many tokens."""
-        old, new = self.per_test.get(is_greedy), seconds / num_tokens
-        self.per_test[is_greedy] = self._moved(old, new, 4 * new)
-
-    def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
-        first = 0.0 if is_greedy else self.measured.sampling
-        return num_tokens * self.per_test.get(is_greedy, first)
-
-    def observe(self, part: str, predicted: float, seconds: float) -> None:
-        """Passes of a part that took ``seconds``; ``predicted`` has its present factor in it."""
-        old = self.factors.get(part, 1.0)
-        if predicted > 0:
-            self.factors[part] = self._moved(old, old * seconds / predicted, 2 * old)
-
-    def observe_begin(self, num_rows: int, seconds: float) -> None:
-        new = seconds / num_rows
-        self.begin_seconds = self._moved(self.begin_seconds or None, new, 4 * new)
-
-    def _compare(self, expected: float, seconds: float) -> None:
-        relative = min(1.0, abs(seconds - expected) / max(seconds, expected))
-        self.error = max(_LEAST_ERROR, self.error + _NEW / 4 * (relative - self.error))
-
-    @staticmethod
-    def _moved(old: float | None, new: float, most: float) -> float:
-        """A moving average; what jumps by more than ``most`` is a disturbance, and is cut."""
-        if old is None:
-            return new
-        return old + _NEW * max(-most, min(most, new - old))
+        relative = abs(seconds - expected) / max(seconds, expected)
+        self.error = max(_MIN_ERROR, self.error + _NEW / 4 * (relative - self.error))
 
 
-def _credible(seconds: float, expected: float) -> float:
-    """What a step is believed to have taken: between two of them the engine may have been paused,
-    or the machine busy with something else. A machine that stays slower is believed by and by."""
-    return min(seconds, _CREDIBLE * expected)
+def _moved(old: float | None, new: float, max_change: float) -> float:
+    """Move an average towards ``new``; a larger change is a disturbance, and is cut."""
+    if old is None:
+        return new
+    return old + _NEW * max(-max_change, min(max_change, new - old))
 
 
-def _interpolate_factor(points: list[tuple[float, float]], count: int) -> float:
-    """Between two points it is the sum that grows linearly. Beyond the last one the factor stays: a
-    machine that is full by then takes as much longer as there are more requests."""
+def _interpolate_scale(points: list[tuple[float, float]], count: int) -> float:
+    """Interpolate the batch's seconds; beyond the last point the factor stays."""
     if len(points) == 1 or count <= 1:
         return 1.0
     if count >= points[-1][0]:
@@ -276,8 +269,8 @@ def _interpolate_factor(points: list[tuple[float, float]], count: int) -> float:
     return interpolate([(x, x * factor) for x, factor in points], count) / count
 
 
-def _nearest(seconds: dict[tuple[int, bool], float], num_rows: int, is_greedy: bool) -> float:
-    """Of the nearest size of a batch of that kind that was seen, or else of the other kind."""
+def _nearest(seconds: dict[BatchKey, float], num_rows: int, is_greedy: bool) -> float:
+    """Return the value of the nearest size of that kind, else of the other kind, else 0."""
     if not seconds:
         return 0.0
     size = num_rows.bit_length()

@@ -1,4 +1,4 @@
-"""What is measured: passes at start-up, and steps as they end."""
+"""Measured seconds: of passes at start-up, and of steps as they end."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
+# Share of a token's attention below which the attention of further tokens is noise.
+_MIN_FURTHER = 0.05
+# Largest plausible factor on the sum of the requests' attention alone.
+_MAX_SCALE = 1.5
+
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Piecewise linear through sorted ``points``; beyond the last two, their line goes on.
+    """Interpolate linearly between sorted ``points``.
 
-    Below the first point its value is taken.
+    The last two are extrapolated; below the first point its value is taken.
     """
     if at <= points[0][0] or len(points) == 1:
         return points[0][1]
     end = min(max(1, bisect_right(points, (at, float("inf")))), len(points) - 1)
     (x0, y0), (x1, y1) = points[end - 1], points[end]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-
-
-# Share of a single token's attention that further tokens have to add, before it is looked at what
-# company does to that.
-_MATTERS = 0.05
 
 
 @dataclass
@@ -39,28 +39,36 @@ class Measurements:
     level2_per_row: float
     """Seconds that another request adds to a pass of level 2."""
     draft: float = 0.0
-    """Seconds of the draft's pass for one request."""
+    """Seconds of the draft model's pass for one request."""
     draft_per_row: float = 0.0
     draft_per_token: float = 0.0
-    """Seconds that the draft takes for a token that it has to read first."""
+    """Seconds of a token that the draft model has to read first."""
     selection_per_token: float = 0.0
-    """Seconds that a request's first selection takes for a token of context."""
+    """Seconds of a token of context in a request's first selection."""
     sampling: float = 0.0
-    """Seconds that a row of logits takes to become a distribution (temperature, top-p)."""
-    of_several: list[tuple[float, float, float]] = field(default_factory=list)
-    """(requests, seconds, seconds) of a full pass of several requests at ``context_of_several``, of
-    one token each and of as many as ``full_by_tokens`` ends with. Empty where what contexts add is
-    the sum of what each adds alone."""
-    context_of_several: float = 0.0
+    """Seconds of turning a row of logits into a distribution (temperature, top-p)."""
+    full_by_num_reqs: list[tuple[float, float, float]] = field(default_factory=list)
+    """(requests, seconds, seconds) of a full pass of several requests at ``full_context``:
+    of one token each, and of the largest number in ``full_by_tokens``. Empty where a batch's
+    attention is the sum over its requests."""
+    full_context: float = 0.0
     _attention: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {its.name: getattr(self, its.name) for its in fields(self) if its.init}
+        """Return the measured values, for JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    @cached_property
+    def contexts(self) -> np.ndarray:
+        """Measured contexts, [num_contexts]."""
+        return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
 
     def attention(self, max_tokens: int) -> np.ndarray:
-        """[contexts, at least ``max_tokens`` + 1], seconds that each measured context adds to a
-        pass of so many tokens."""
+        """Return the seconds that contexts add to passes of 0, 1 ... tokens.
+
+        Returns:
+            [num_contexts, at least ``max_tokens`` + 1]
+        """
         if self._attention is None or self._attention.shape[1] <= max_tokens:
             tokens = [q for q, _ in self.full_by_tokens]
             by_context = zip(*([s for _, s in points] for _, points in self.full_by_tokens))
@@ -74,62 +82,58 @@ class Measurements:
         return self._attention
 
     @cached_property
-    def company(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """(requests, factor): what the contexts of several requests add to a pass together, over
-        what they add alone; of single tokens, and of what further tokens add to that."""
-        plain, further = [(1.0, 1.0)], [(1.0, 1.0)]
-        most = int(self.full_by_tokens[-1][0])
-        table = self.attention(most)
-        one, longest = (
-            float(np.interp(self.context_of_several, self.contexts, table[:, q])) for q in (1, most)
-        )
-        for count, seconds, seconds_of_longest in self.of_several:
-            linear, linear_of_longest = (
-                interpolate(self.full_by_rows, count * q) for q in (1, most)
-            )
-            if one > 0:
-                plain.append((count, _factor(seconds - linear, count * one)))
-            if longest - one > _MATTERS * one:
-                more = (seconds_of_longest - linear_of_longest) - (seconds - linear)
-                further.append((count, _factor(more, count * (longest - one))))
-        return _rising(plain), _rising(further)
+    def attention_scales(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """(requests, factor on the sum of the requests' attention alone).
 
-    @cached_property
-    def contexts(self) -> np.ndarray:
-        """[contexts], the measured ones."""
-        return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
+        The first list is of single tokens, the second of the further tokens of verification.
+        """
+        first, further = [(1.0, 1.0)], [(1.0, 1.0)]
+        longest = int(self.full_by_tokens[-1][0])
+        table = self.attention(longest)
+        one_s, longest_s = (
+            float(np.interp(self.full_context, self.contexts, table[:, q])) for q in (1, longest)
+        )
+        for count, seconds, seconds_of_longest in self.full_by_num_reqs:
+            rows_s, rows_of_longest_s = (
+                interpolate(self.full_by_rows, count * q) for q in (1, longest)
+            )
+            if one_s > 0:
+                first.append((count, _scale(seconds - rows_s, count * one_s)))
+            if longest_s - one_s > _MIN_FURTHER * one_s:
+                more_s = (seconds_of_longest - rows_of_longest_s) - (seconds - rows_s)
+                further.append((count, _scale(more_s, count * (longest_s - one_s))))
+        return _rising(first), _rising(further)
+
+
+def _scale(batch_s: float, sum_s: float) -> float:
+    return min(_MAX_SCALE, max(0.0, batch_s / sum_s))
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What more requests take together is not less, whatever the clock said."""
-    most, found = 0.0, []
+    """Raise factors until no batch takes less than a smaller one: timings are noisy."""
+    largest, rising = 0.0, []
     for count, factor in points:
-        most = max(most, count * factor)
-        found.append((count, most / count))
-    return found
-
-
-def _factor(together: float, alone: float) -> float:
-    """Never far from what is plausible, however badly it was measured."""
-    return min(1.5, max(0.0, together / alone))
+        largest = max(largest, count * factor)
+        rising.append((count, largest / count))
+    return rising
 
 
 @dataclass
 class StepTime:
-    """A step of decoding that is over."""
+    """A step of decoding that has ended."""
 
     is_greedy: bool
-    """Whether all requests are."""
+    """True if all requests are."""
     tokens: list[int]
-    """Of each request."""
+    """Verified tokens of each request, the newest one included."""
     contexts: list[int]
-    """Tokens of each request."""
+    """Tokens of context of each request."""
     seconds: float
-    """Without the proposal that was made in it, for the step after."""
+    """Without the proposal made in it, which belongs to the next step."""
     num_drafts: int = 0
     proposal_seconds: float = 0.0
-    """Of the proposal that was verified in it."""
+    """Of the proposal that this step verified."""
     planned_seconds: float = 0.0
-    """What that proposal and verifying it were expected to add."""
+    """Planned seconds of that proposal and its verification."""
     is_reevaluation: bool = False
-    """Whether it interrupted plain decoding for a decision, to which ``seconds`` belongs."""
+    """True if the step interrupted a rest for a decision, which is part of ``seconds``."""

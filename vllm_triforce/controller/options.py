@@ -1,4 +1,4 @@
-"""Everything that the requests of a batch could propose."""
+"""Options of a batch: every proposal that its requests could make, as arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,9 @@ import numpy as np
 from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, Route, SourceTraits
+
+# Proposals over which the setup of a request's first one is spread, at most.
+_MAX_PROPOSALS = 16
 
 
 @dataclass
@@ -20,40 +23,34 @@ class Candidate:
     most: int
     """Longest proposal that fits."""
     confidence: Mapping[str, int] = field(default_factory=dict)
-    """Of the sources of level 1 that have tokens for it, by their names; those may be left out
-    that always have."""
+    """Class of confidence by source that has tokens for the request; sources that always have
+    some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
     num_uncached_tokens: int = 0
-    """That the draft model has to read before it can draft."""
+    """Tokens that the draft model has to read before it drafts."""
     tokens_unselected: int = 0
-    """Of context that level 2 has not looked through yet; 0 once it has."""
+    """Tokens of context before level 2's first selection, 0 after it."""
     num_left: int | None = None
-    """Tokens that it may still emit; None where that is not known."""
-
-
-# Proposals that a request is expected to make, at most, once it has made the first by a route: each
-# bears that part of what the first one takes longer.
-_PROPOSALS = 16
+    """Tokens that the request may still emit; None if that is not known."""
 
 
 @dataclass
 class Options:
-    """Proposals, what they gain and what they cost beyond decoding plainly.
+    """Proposals with their expected tokens, and their seconds beyond a plain step.
 
     Args:
-        lengths: [num_reqs, num_options], tokens of the proposal.
-        tokens: [num_reqs, num_options], how many of them are accepted, expected.
-        seconds: [num_reqs, num_options].
-        is_possible: [num_reqs, num_options], bool.
+        lengths: tokens of the proposal, [num_reqs, num_options].
+        tokens: expected accepted tokens, [num_reqs, num_options].
+        seconds: [num_reqs, num_options]; passes of a route are shared by all requests.
+        is_possible: [num_reqs, num_options] bool.
         routes: [num_options].
-        confidences: of each request, by route.
-        remaining_setup_s: [num_reqs, num_options], what the next proposal takes longer than
-            ``seconds``, because the draft's window or level 2's selection has to be made.
-        amortized_setup_s: [num_reqs, num_options], the part of that which is in ``seconds``.
-        passes: [num_reqs, num_options], rounds of levels 1 and 2, or passes of the draft.
-        shared_seconds: [num_reqs, num_options], the part of ``seconds`` that is the request's share
-            of those.
+        confidences: class of confidence by route, for each request.
+        passes: rounds of levels 1 and 2, or passes of the draft, [num_reqs, num_options].
+        shared_s: the request's share of these passes, part of ``seconds``.
+        amortized_setup_s: the part of a first proposal's setup in ``seconds``.
+        remaining_setup_s: the part that is not: the draft reads its window, level 2 looks through
+            the context.
     """
 
     lengths: np.ndarray
@@ -62,121 +59,119 @@ class Options:
     is_possible: np.ndarray
     routes: list[Route] = field(default_factory=list)
     confidences: list[dict[Route, int | None]] = field(default_factory=list)
-    remaining_setup_s: np.ndarray | float = 0.0
-    amortized_setup_s: np.ndarray | float = 0.0
     passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
-    shared_seconds: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    shared_s: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    amortized_setup_s: np.ndarray | float = 0.0
+    remaining_setup_s: np.ndarray | float = 0.0
 
-    def next_seconds(self, row: int, column: int) -> float:
-        """What a request's next proposal takes, with all that has to be made for it first."""
-        first = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
-        return float(self.seconds[row, column] + first[row, column])
+    def first_seconds(self, row: int, column: int) -> float:
+        """Return the seconds of a request's first proposal, including all setup."""
+        remaining = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
+        return float(self.seconds[row, column] + remaining[row, column])
 
     def choice(self, row: int, column: int) -> Choice:
+        """Return a column's choice, or plain decoding for -1."""
         if column < 0:
             return PLAIN
         route, length = self.routes[column], int(self.lengths[row, column])
         return Choice(route, length, self.confidences[row].get(route))
 
 
+@dataclass
+class SharedCosts:
+    """Seconds of a batch's passes, divided among the requests that propose.
+
+    Args:
+        token_s: of one more token in the full pass, without its attention.
+        attention_scale: factor on the attention of further tokens.
+        round_s: a request's share of a round of levels 1 and 2.
+        draft_s: a request's share of a pass of the draft.
+        drafts_per_round: passes of the draft in a round, where rounds are made as a whole; 0 where
+            they end with the last token.
+    """
+
+    token_s: float
+    attention_scale: float
+    round_s: float
+    draft_s: float
+    drafts_per_round: int = 0
+
+
 def build_options(
     model: CostModel,
     candidates: Sequence[Candidate],
     rates: Sequence[Rates],
-    gains: Sequence[dict[Route, float]],
-    longest: Sequence[int],
-    lengths: Sequence[int],
-    slope: float,
-    company: float,
-    round_seconds: float,
-    draft_seconds: float,
-    sources: Sequence[SourceTraits],
-    has_levels: bool,
-    round_passes: int = 0,
+    lengths: np.ndarray,
+    costs: SharedCosts,
+    routes: Mapping[Route, SourceTraits | None],
 ) -> Options:
-    """Every candidate's proposals of ``lengths`` and of its longest possible one, by levels 1 and
-    2 and straight from each source.
+    """Build the options of every route and length.
 
     Args:
-        rates: of each candidate.
-        gains: of each candidate and route, tokens that were gained over those expected.
-        longest: of each candidate the longest proposal it may make, 0 for none.
-        slope: seconds that each token more adds to the full pass, attention apart.
-        company: factor on what further tokens' attention takes, where so many requests propose.
-        round_seconds: of a round of level 1 and level 2, a request's share.
-        draft_seconds: of a pass of the draft, a request's share.
-        sources: whose tokens may go straight to the full pass.
-        has_levels: whether tokens may go through level 2.
-        round_passes: of the draft in a round, where rounds are made as a whole, needed or not; 0:
-            they end with the tokens.
+        rates: acceptance, for each candidate.
+        lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
+        routes: in the order of the options' columns; None for ``LEVELS``.
     """
-    most = np.array(longest)[:, None]
-    shape = (len(candidates), len(lengths) + 1)
-    each = np.empty(shape, dtype=np.int64)
-    each[:, :-1], each[:, -1:] = lengths, most
-    fits = (each > 0) & (each <= most)
-    places = each * fits
-    rows = np.arange(len(candidates))[:, None]
+    max_tokens, rows = int(lengths.max(initial=0)), np.arange(len(candidates))[:, None]
 
-    attention = model.attention_table([c.context for c in candidates], max(longest) + 1)
-    per_token = np.array([slope + model.draft_seconds(c.is_greedy) for c in candidates])[:, None]
-    full = per_token * places + company * (attention[rows, places + 1] - attention[:, 1:2])
+    def column(values) -> np.ndarray:
+        return np.array(list(values))[:, None]
 
-    window = np.array([model.reading_window(c.num_uncached_tokens) for c in candidates])[:, None]
-    selecting = np.array([model.first_selection(c.tokens_unselected) for c in candidates])[:, None]
-
-    confidences: list[dict[Route, int | None]] = [
-        {source.name: source.confidence(c.confidence) for source in sources} for c in candidates
+    attention = model.attention_table([c.context for c in candidates], max_tokens + 1)
+    token_s = costs.token_s + column(model.draft_seconds(c.is_greedy) for c in candidates)
+    further_s = attention[rows, lengths + 1] - attention[:, 1:2]
+    verify_s = token_s * lengths + costs.attention_scale * further_s
+    window_s = column(model.reading_window(c.num_uncached_tokens) for c in candidates)
+    selection_s = column(model.first_selection(c.tokens_unselected) for c in candidates)
+    confidences = [
+        {
+            name: None if source is None else source.confidence(c.confidence)
+            for name, source in routes.items()
+        }
+        for c in candidates
     ]
-    takes_passes = {source.name: source.takes_passes for source in sources}
-    routes = [*([LEVELS] if has_levels else []), *takes_passes]
-    tokens, seconds, possible, first = [], [], [], []
-    passes, shared = [], []
-    for route in routes:
-        found = [_rate(route, r, known) for r, known in zip(rates, confidences)]
-        by_length = expected_by_length(np.array(found)[:, None], max(longest))
-        gained = np.array([gain.get(route, 1.0) for gain in gains])[:, None]
-        tokens.append(gained * by_length[rows, places])
-        is_possible = fits
-        if route == LEVELS:
-            rounds = np.array([1 / max(1.0, r.round_tokens) for r in rates])[:, None] * places
-            if round_passes:
-                rounds = np.maximum(rounds.round(), 1)
-            passes.append(rounds)
-            shared.append(rounds * round_seconds)
-            seconds.append(full + model.begin_seconds + shared[-1])
-            first.append(window + selecting)
+    parts = []
+    for route, source in routes.items():
+        acceptance = [_acceptance(route, r, known) for r, known in zip(rates, confidences)]
+        tokens = expected_by_length(column(acceptance), max_tokens)[rows, lengths]
+        is_possible = lengths > 0
+        if source is None:
+            passes = lengths / column(max(1.0, r.round_tokens) for r in rates)
+            if costs.drafts_per_round:
+                passes = np.maximum(passes.round(), 1)
+            shared_s = passes * costs.round_s
+            own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
-            drafted = places
-            if round_passes:
-                drafted = -(-places // round_passes) * round_passes
-            passes.append(drafted * takes_passes[route])
-            shared.append(passes[-1] * draft_seconds)
-            seconds.append(full + shared[-1])
-            first.append(window * takes_passes[route])
-            has_tokens = [known[route] is not None for known in confidences]
-            is_possible = fits & np.array(has_tokens)[:, None]
-        possible.append(is_possible)
-    more = np.concatenate([np.broadcast_to(seconds_, shape) for seconds_ in first], axis=1)
-    gained = np.concatenate(tokens, axis=1)
-    left = [np.inf if c.num_left is None else c.num_left for c in candidates]
-    proposals = np.clip(np.array(left)[:, None] / (1 + gained), 1, _PROPOSALS)
+            passes = lengths
+            if costs.drafts_per_round:
+                passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
+            passes = passes * source.takes_passes
+            shared_s = passes * costs.draft_s
+            own_s, setup_s = verify_s, window_s * source.takes_passes
+            is_possible = is_possible & column(known[route] is not None for known in confidences)
+        parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
+    lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
+        np.concatenate(part, axis=1) for part in zip(*parts)
+    )
+    num_left = column(np.inf if c.num_left is None else c.num_left for c in candidates)
+    num_proposals = np.clip(num_left / (1 + tokens), 1, _MAX_PROPOSALS)
+    amortized_s = setup_s / num_proposals
     return Options(
-        np.concatenate([places] * len(routes), axis=1),
-        gained,
-        np.concatenate(seconds, axis=1) + more / proposals,
-        np.concatenate(possible, axis=1),
-        [route for route in routes for _ in range(shape[1])],
+        lengths,
+        tokens,
+        own_s + shared_s + amortized_s,
+        is_possible,
+        [route for route in routes for _ in range(parts[0][0].shape[1])],
         confidences,
-        more * (1 - 1 / proposals),
-        more / proposals,
-        np.concatenate(passes, axis=1),
-        np.concatenate(shared, axis=1),
+        passes,
+        shared_s,
+        amortized_s,
+        setup_s - amortized_s,
     )
 
 
-def _rate(route: Route, rates: Rates, confidences: Mapping[Route, int | None]) -> float:
-    """Level 3's acceptance of a token by this route."""
+def _acceptance(route: Route, rates: Rates, confidences: Mapping[Route, int | None]) -> float:
+    """Return the full pass's acceptance of a token by this route."""
     if route == LEVELS:
         return rates.level2.value
     confidence = confidences[route]

@@ -1,14 +1,11 @@
-"""What a request does in a step.
-
-What decisions need to know of a source of level 1's tokens.
-"""
+"""Routes and choices of requests, and traits of draft sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 Route = str
-"""Which levels a proposal passes on its way to the full pass: ``LEVELS``, or, straight from level
-1, the name of its source; ``PLAIN_ROUTE`` where there is none."""
+"""Way of a proposal to the full pass: ``LEVELS``, the name of a source whose tokens go straight
+there, or ``PLAIN_ROUTE`` for no proposal."""
 
 PLAIN_ROUTE: Route = "plain"
 LEVELS: Route = "levels 1 and 2"
@@ -16,12 +13,15 @@ LEVELS: Route = "levels 1 and 2"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request does: a proposal of ``num_tokens`` by a route."""
+    """A proposal of ``num_tokens`` by a route.
+
+    Args:
+        confidence: class of confidence of a source's tokens; None by ``LEVELS``.
+    """
 
     route: Route
     num_tokens: int
     confidence: int | None = None
-    """Class of confidence of the source's tokens that go straight to the full pass."""
 
 
 PLAIN = Choice(PLAIN_ROUTE, 0)
@@ -29,30 +29,31 @@ PLAIN = Choice(PLAIN_ROUTE, 0)
 
 @dataclass(frozen=True)
 class SourceTraits:
-    """
+    """Traits of a source of level 1's tokens.
+
     Args:
-        name: by which choices name it.
-        hopes: shares of its tokens that level 2 may be hoped to accept, by class of confidence.
-        takes_passes: whether each token takes a pass of the draft model, and whether it therefore
-            always has tokens; else they take no time, and are there where there is a match.
+        name: the route's name.
+        prior_acceptance: by level 2, for each class of confidence.
+        takes_passes: True if each token takes a pass of the draft model. Such a source always has
+            tokens; any other takes no time and has tokens where it finds a match.
     """
 
     name: str
-    hopes: tuple[float, ...]
+    prior_acceptance: tuple[float, ...]
     takes_passes: bool = False
 
     def __post_init__(self) -> None:
-        if not self.hopes or not all(0 <= hope <= 1 for hope in self.hopes):
+        if not self.prior_acceptance or not all(0 <= p <= 1 for p in self.prior_acceptance):
             raise ValueError(
-                f"draft source {self.name!r} has hopes={self.hopes!r}; give a share from 0 to 1 "
-                "for each class of confidence, one at least"
+                f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give "
+                "a share from 0 to 1 for each class of confidence, one at least"
             )
 
-    def confidence(self, found: Mapping[str, int]) -> int | None:
-        """Class of its tokens for a request, an index into ``hopes``; None where it has none.
+    def confidence(self, classes: Mapping[str, int]) -> int | None:
+        """Return the index of a request's tokens into ``prior_acceptance``; None for no tokens.
 
         Args:
-            found: of the sources that have tokens, those left out that always have.
+            classes: by source that has tokens; sources that always have them may be missing.
         """
-        given = found.get(self.name, 0 if self.takes_passes else None)
-        return None if given is None else max(0, min(given, len(self.hopes) - 1))
+        index = classes.get(self.name, 0 if self.takes_passes else None)
+        return None if index is None else max(0, min(index, len(self.prior_acceptance) - 1))

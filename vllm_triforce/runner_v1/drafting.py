@@ -54,7 +54,7 @@ class Level1:
         matches = self.find_matches(batch, proposal, rows)
         confidences = [matches.confidence(i) for i in range(len(rows))]
         choices = [
-            self._controller.level1(
+            self._controller.choose_draft(
                 batch.request_ids[row], batch.has_seed(row), confidence, len(rows), row_max
             )
             for row, confidence, row_max in zip(rows, confidences, max_tokens)

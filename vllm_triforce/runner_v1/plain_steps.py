@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vllm_triforce.controller import Controller, StepTime
-from vllm_triforce.controller.promise import Kind, kind_of
 from vllm_triforce.core.eligibility import sampling_seed
-from vllm_triforce.core.sampling import GREEDY_EPSILON
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
@@ -39,8 +37,7 @@ class _PrefillState:
     """Request without a first token."""
 
     num_prompt_tokens: int
-    kind: Kind | None
-    """Kind of request, for the controller; None for seeded requests."""
+    has_seed: bool
 
 
 class PlainSteps:
@@ -167,10 +164,10 @@ class PlainSteps:
         if joined & seeded:
             self._controller.seeded_request_joined()
         if joined - new.keys():  # resumed requests, whose contexts may be long
-            self._controller.requests_joined({})
+            self._controller.requests_joined()
         for name, request in new.items():
-            kind = None if name in seeded else _kind_of(request)
-            self._prefills[name] = _PrefillState(len(request.prompt_token_ids or ()), kind)
+            num_prompt_tokens = len(request.prompt_token_ids or ())
+            self._prefills[name] = _PrefillState(num_prompt_tokens, name in seeded)
         return True
 
     def _note_prefills(self, scheduler_output) -> bool:
@@ -186,15 +183,15 @@ class PlainSteps:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
         done = {
-            name: state.kind
+            name: state.has_seed
             for name, state in self._prefills.items()
             if name in scheduled
             and computed.get(name, 0) + scheduled[name] >= state.num_prompt_tokens
         }
         for name in done:
             del self._prefills[name]
-        if kinds := {name: kind for name, kind in done.items() if kind is not None}:
-            self._controller.requests_joined(kinds)
+        if not all(done.values()):
+            self._controller.requests_joined()
         return bool(done)
 
     def _announce_new_blocks(self, scheduler_output) -> None:
@@ -250,10 +247,3 @@ class PlainSteps:
                 is_reevaluation=backoff.is_reevaluation,
             )
             self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)
-
-
-def _kind_of(request) -> Kind:
-    """Return the kind of a new request, taking its prompt for its context."""
-    params = request.sampling_params
-    is_greedy = params is None or params.temperature < GREEDY_EPSILON
-    return kind_of(is_greedy, len(request.prompt_token_ids or ()))

@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller import CostModel, Measurements
-from vllm_triforce.controller.report import describe
+from vllm_triforce.controller.controller import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter

@@ -89,7 +89,7 @@ class TriForceSpeculator:
         )
         observer = ObserverV1(part, self.level2, self.controller, self.counters, start)
         propose(levels, observer)
-        observer.on_proposal_end(lengths)
+        observer.on_proposal_end()
         proposal.put(rows, levels.proposal)
 
     def _propose_directly(
@@ -178,10 +178,8 @@ class ObserverV1(Observer):
         seconds = time.perf_counter() - start
         self._seconds[name] = seconds
         self._counters.add_time(name, seconds)
-        if name == "selection":
-            if self._controller.measured is not None and not self._is_first:
-                self._controller.measured.observe_begin(len(self._batch), seconds)
-            self._start = time.perf_counter()
+        if name == "selection" and self._controller.measured is not None and not self._is_first:
+            self._controller.measured.observe_begin(len(self._batch), seconds)
 
     def on_round_end(self, rows: list[int], draft: RoutedDraft, verified: Verified) -> None:
         """Count a round; report its acceptance and, if it is typical, its time."""
@@ -197,30 +195,25 @@ class ObserverV1(Observer):
         self._is_typical = self._is_typical and not level1_draft.starts_window
         self._num_catch_up_tokens += level1_draft.num_catch_up_tokens
 
-    def on_proposal_end(self, lengths: list[int]) -> None:
-        """Report the time of the proposal after its selection.
-
-        Args:
-            lengths: planned lengths.
-        """
+    def on_proposal_end(self) -> None:
+        """Tell the controller of work that its plan did not expect."""
         if not self._is_typical:
             self._controller.forget_plan()
         elif self._num_catch_up_tokens:
             self._controller.reads_window(self._num_catch_up_tokens)
-        elif self._controller.chooses:
-            seconds = time.perf_counter() - self._start
-            self._controller.observe_proposal(self._batch.request_ids, lengths, seconds)
 
     def _observe_acceptance(self, rows, draft: RoutedDraft, num_accepted: list[int]) -> None:
         for row, source, confidence, token_ids, accepted in zip(
             rows, draft.sources, draft.confidences, draft.draft.token_ids, num_accepted
         ):
             name = self._batch.request_ids[row]
-            self._controller.observe_round(name, source, confidence, len(token_ids), accepted)
+            self._controller.acceptance.observe_round(
+                name, source, confidence, len(token_ids), accepted
+            )
 
     def _observe_times(self, rows, draft: RoutedDraft) -> None:
         lengths = list(map(len, draft.draft.token_ids))
-        self._controller.observe_times(
+        self._controller.measured.observe_round(
             len(rows),
             max(lengths),
             [length for length, with_model in zip(lengths, draft.with_model) if with_model],

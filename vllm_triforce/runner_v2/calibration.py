@@ -199,8 +199,8 @@ class CalibrationV2:
             draft,
             draft_per_row,
             selection_per_token=self._measure_first_selection(),
-            of_several=by_num_reqs,
-            context_of_several=float(context),
+            full_by_num_reqs=by_num_reqs,
+            full_context=float(context),
         )
 
     def _routes(self) -> list[str]:
@@ -227,7 +227,8 @@ class CalibrationV2:
         request leaves idle the multiprocessors that several fill.
 
         Returns:
-            The longest context that the KV cache holds for all, and ``Measurements.of_several``.
+            The longest context that the KV cache holds for all, and
+            ``Measurements.full_by_num_reqs``.
         """
         max_reqs = min(self._max_reqs, self._max_tokens // query_len)
         sizes = [n for n in _BATCH_SIZES if n <= max_reqs]

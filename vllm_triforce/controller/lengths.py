@@ -1,0 +1,104 @@
+"""Lengths of drafts and proposals: chosen per round, or fixed."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
+from vllm_triforce.controller.acceptance import Acceptance, expected_by_length
+from vllm_triforce.controller.cost_model import CostModel
+from vllm_triforce.controller.options import Candidate
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+
+
+class FixedLengths:
+    """Lengths by context and configuration alone: for seeded requests, and for given values."""
+
+    def __init__(self, config: ResolvedConfig, source: SourceTraits) -> None:
+        self._config = config
+        self._source = source
+
+    def choice(self, candidate: Candidate) -> Choice:
+        """Return a request's proposal."""
+        length, choices = candidate.most, self._config.adaptive_keys
+        if "length" in choices:
+            length = min(length, FIXED_LENGTH)
+        if "context" in choices and self.tokens_until(candidate) > 0:
+            return PLAIN
+        if self._config.levels == "1,3":
+            confidence = self._source.confidence(candidate.confidence)
+            return Choice(self._source.name, length, confidence)
+        return Choice(LEVELS, length)
+
+    def tokens_until(self, candidate: Candidate) -> int:
+        """Return the tokens of context before speculation begins where ``min_context`` is chosen;
+        negative after it."""
+        return 2 * self._config.retrieval_budget - candidate.context
+
+    def draft(self, max_tokens: int) -> tuple[str, int]:
+        """Return the source of a round's draft and its number of tokens."""
+        gamma = FIXED_GAMMA if "gamma" in self._config.adaptive_keys else self._config.gamma
+        return self._source.name, min(gamma, max_tokens)
+
+
+class DraftLengths:
+    """Source and length of a round's draft, by the tokens that a round adds per second.
+
+    Args:
+        sources: the first wins where several add the same.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, sources: Sequence[SourceTraits], acceptance: Acceptance
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._acceptance = acceptance
+        self._model: CostModel
+        self._round_s: dict[tuple[int, bool, bool], np.ndarray] = {}
+
+    def use_costs(self, model: CostModel) -> None:
+        self._model = model
+        self._round_s.clear()
+
+    def best(
+        self, request_id: str, confidence: Mapping[str, int], num_rows: int, max_tokens: int
+    ) -> tuple[str | None, int]:
+        """Return the fastest source of a round's draft, None for no draft, and the length.
+
+        Args:
+            confidence: class of confidence by source that has tokens.
+            num_rows: requests in this round.
+            max_tokens: tokens that level 2 has room for.
+        """
+        rates, is_greedy = self._acceptance.of(request_id), self._acceptance.is_greedy(request_id)
+        best: tuple[str | None, int] = None, 0
+        best_speed = 0.0
+        for source in self._sources:
+            index = source.confidence(confidence)
+            if index is None:
+                continue
+            rate = rates.of(source.name, True, index).value
+            longest = min(self._config.gamma, max_tokens) if source.takes_passes else max_tokens
+            round_s = self._round_seconds(num_rows, is_greedy, source.takes_passes)
+            speeds = (1 + expected_by_length(rate, longest)) / round_s[: longest + 1]
+            if (speed := float(speeds.max())) > best_speed:
+                best, best_speed = (source.name, int(speeds.argmax())), speed
+        return best
+
+    def _round_seconds(self, num_rows: int, is_greedy: bool, takes_passes: bool) -> np.ndarray:
+        """Return the seconds of rounds with drafts of 0, 1 ... tokens, [max_tokens + 1]."""
+        key = num_rows, is_greedy, takes_passes
+        if key not in self._round_s:
+            model, max_tokens = self._model, self._config.num_speculative_tokens
+            draft_s = model.draft(num_rows) if takes_passes else 0.0
+            self._round_s[key] = np.array(
+                [
+                    model.level2(num_rows, n + 1)
+                    + model.test_seconds(num_rows * (n + 1), is_greedy)
+                    + n * draft_s
+                    for n in range(max_tokens + 1)
+                ]
+            )
+        return self._round_s[key]
