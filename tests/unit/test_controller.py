@@ -278,7 +278,7 @@ def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
         source = dataclasses.replace(source, prior_acceptance=(rate,))
         acceptance = Acceptance([source])
         acceptance.of("a")
-        config = TriForceConfig().fill(can_adapt=True, model=DRAFT).resolve(32)
+        config = TriForceConfig().with_defaults(can_adapt=True, model=DRAFT).resolve(32)
         lengths = DraftLengths(config, [source], acceptance)
         lengths.use_costs(CostModel(measured))
         return lengths.best("a", {source.name: 0}, 1, max_tokens)[1]

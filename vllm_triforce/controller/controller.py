@@ -36,7 +36,7 @@ _PROBE_AFTER = 16
 _SHORT_LENGTHS = range(1, 9)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Planned:
     """Expected cost of a step's proposals and their verification.
 
@@ -47,6 +47,9 @@ class Planned:
 
     num_drafts: int
     seconds: float
+
+    def plus(self, num_drafts: int, seconds: float) -> "Planned":
+        return Planned(self.num_drafts + num_drafts, self.seconds + seconds)
 
 
 class Controller:
@@ -262,9 +265,8 @@ class Controller:
             extended.append(choice)
         contexts = [candidate.context for candidate in candidates]
         before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
-        self.planned.num_drafts += sum(after) - sum(before)
-        self.planned.seconds += self.model.full_pass(after, contexts)
-        self.planned.seconds -= self.model.full_pass(before, contexts)
+        seconds = self.model.full_pass(after, contexts) - self.model.full_pass(before, contexts)
+        self.planned = self.planned.plus(sum(after) - sum(before), seconds)
         return extended
 
     def choose_draft(
@@ -346,7 +348,7 @@ class Controller:
     def reads_window(self, num_tokens: int) -> None:
         """Add the draft model's reading of ``num_tokens`` to the present plan."""
         if self.planned is not None:
-            self.planned.seconds += self.model.reading_window(num_tokens)
+            self.planned = self.planned.plus(0, self.model.reading_window(num_tokens))
 
     def forget_plan(self) -> None:
         """Compare the present proposals with no plan: they take longer for once."""

@@ -149,7 +149,6 @@ class PlainSteps:
         """
         for name in scheduler_output.finished_req_ids:
             self._prefills.pop(name, None)
-            self._controller.request_left(name)
         present = scheduler_output.num_scheduled_tokens.keys()
         new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
         if present == self._present and not new:
