@@ -14,6 +14,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
@@ -140,8 +141,14 @@ class RaggedRetrievalAttention(RetrievalAttention):
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
+        selection: PassSelection | None = None,
     ) -> list[Any]:
-        """Return each layer's metadata of a level 2 pass. Runner V1 calls it before every pass."""
+        """Return each layer's metadata of a level 2 pass. Runner V1 calls it before every pass.
+
+        Args:
+            selection: each layer calls ``selection.select()``, which writes its block table, before
+                it attends. None where the tables are complete.
+        """
 
     @abstractmethod
     def block_summaries(self) -> BlockSummaries:

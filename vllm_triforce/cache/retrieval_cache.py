@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from vllm_triforce.cache.summaries import ChunkSummaries
-from vllm_triforce.selection import SelectionPolicy
+from vllm_triforce.selection import SelectionPolicy, Summary
+
+
+@dataclass
+class Candidates:
+    """Chunks of one request among which the layers select in each pass (``pass_selection.py``)."""
+
+    block_ids: torch.Tensor  # [num_candidates], int64
+    summaries: dict[Summary, torch.Tensor]
+    """By kind, [num_layers, num_kv_heads, num_candidates, head_dim]."""
 
 
 @dataclass
@@ -25,6 +34,8 @@ class Selection:
     """First logical block of the tail, which is the recent blocks and all later ones."""
     age: int = 0
     """Full passes since the last refresh."""
+    candidates: Candidates | None = None
+    """Set where the selected blocks are replaced in each pass."""
 
     @property
     def num_selected(self) -> int:
@@ -44,7 +55,8 @@ class RetrievalCache:
     Args:
         budget_blocks: retrieval budget, which includes the first block and the recent ones.
         recent_blocks: newest full blocks, which are always read.
-        refresh_interval: full passes between two selections.
+        refresh_interval: full passes between two selections; 0 to select inside level 2's passes,
+            each of which replaces the blocks of a ``Selection`` with ``candidates``.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
     """
 
@@ -103,7 +115,10 @@ class RetrievalCache:
         selection = state.selection
         if selection is not None:
             selection.age += 1
-            if selection.age < self.refresh_interval:
+            is_due = selection.age >= self.refresh_interval
+            if self.refresh_interval == 0:
+                is_due = num_full > num_seen
+            if not is_due:
                 return selection
         state.block_ids = block_ids[:num_full].copy()
         if self.policy.summaries:
@@ -129,13 +144,11 @@ class RetrievalCache:
         tail_start = num_full - self.recent_blocks
         candidates = ids[1:tail_start]
         num_selected = self.budget_blocks - self.recent_blocks - 1
-        chosen = self.policy.select(
-            query(),
-            self.summaries.gather(candidates),
-            num_kv_heads,
-            len(candidates),
-            num_selected,
-        )
+        summaries = self.summaries.gather(candidates)
+        if self.refresh_interval == 0:
+            blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
+            return Selection(blocks, tail_start, candidates=Candidates(candidates, summaries))
+        chosen = self.policy.select(query(), summaries, num_kv_heads, len(candidates), num_selected)
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
         return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)
 

@@ -135,12 +135,14 @@ class Keys:
         change="if the lab shows that another one agrees more often",
     )
     refresh_interval: int = _key(
-        8,
+        None,
         _LEVEL2,
-        "Full passes between two selections of chunks",
+        "Full passes between two selections of chunks. 0: each layer selects in each pass of level "
+        "2, with the query that is about to attend, which misses least (Runner V1 only)",
         unit="full passes",
-        low=1,
-        change="4 for budgets of about 1,024, if selecting is cheap",
+        low=0,
+        default_text="0; 8 on Runner V2",
+        change="1 to 8 for comparisons, or to spare level 2's passes the selection",
     )
     num_sink_tokens: int = _key(
         16,

@@ -25,6 +25,9 @@ _MAX_NGRAM = 8
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
 _NEVER = 1 << 31
 
+# refresh_interval on Model Runner V2.
+_FIXED_SHAPE_INTERVAL = 8
+
 
 @dataclass(frozen=True)
 class TriForceConfig(Keys):
@@ -118,12 +121,28 @@ class TriForceConfig(Keys):
     def _with_lengths(
         self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
     ) -> "TriForceConfig":
-        """Fill in ``num_speculative_tokens``, ``gamma`` and ``adaptive_keys``, once."""
+        """Fill in lengths, ``refresh_interval`` and ``adaptive_keys``, once.
+
+        Raises:
+            ValueError: the runner cannot select in level 2's passes.
+        """
         if self.adaptive_keys is not None:
             return self
+        refresh_interval = self.refresh_interval
+        if refresh_interval is None:
+            refresh_interval = _FIXED_SHAPE_INTERVAL if has_fixed_shapes else 0
+        elif refresh_interval == 0 and has_fixed_shapes:
+            raise ValueError(
+                "refresh_interval=0 is not supported on Model Runner V2: its passes do not select "
+                f"yet. Use 1 or more, or leave it out for {_FIXED_SHAPE_INTERVAL}."
+            )
         if self.is_plain:  # vLLM has no speculative method without a token
             return dataclasses.replace(
-                self, num_speculative_tokens=1, gamma=1, adaptive_keys=frozenset()
+                self,
+                num_speculative_tokens=1,
+                gamma=1,
+                refresh_interval=refresh_interval,
+                adaptive_keys=frozenset(),
             )
         open_keys = {
             "context": self.min_context is None,
@@ -143,7 +162,11 @@ class TriForceConfig(Keys):
             is_chosen = "gamma" in adaptive_keys and not has_fixed_shapes
             gamma = _MAX_GAMMA if is_chosen else FIXED_GAMMA
         return dataclasses.replace(
-            self, num_speculative_tokens=length, gamma=gamma, adaptive_keys=adaptive_keys
+            self,
+            num_speculative_tokens=length,
+            gamma=gamma,
+            refresh_interval=refresh_interval,
+            adaptive_keys=adaptive_keys,
         )
 
     def _check_plain(self, model: str | None) -> None:

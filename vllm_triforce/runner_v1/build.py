@@ -1,5 +1,6 @@
 """Builds Runner V1's speculator from the loaded models and vLLM's KV cache."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +64,10 @@ class BuiltSpeculator:
             retrieval_attention,
             config,
         )
+        # Passes of level 2 that select by their own queries need none of the full passes.
+        min_context = config.min_context if config.refresh_interval else sys.maxsize
         self.recorder = QueryRecorder(
-            len(sparse_layers), config.num_speculative_tokens + 1, config.min_context
+            len(sparse_layers), config.num_speculative_tokens + 1, min_context
         )
         attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
         policy = POLICIES[config.selection]()

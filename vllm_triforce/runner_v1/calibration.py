@@ -187,8 +187,8 @@ class Calibration:
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
-        """Measure a pass of level 2 over a full budget."""
-        batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
+        """Measure a pass of level 2 over a full budget, of which it selects a part."""
+        batch, proposal = self._batch(num_rows, min(2 * self._budget, self._max_context))
         level2, rows = self._speculator.level2, list(range(num_rows))
         level2.begin(batch)
         drafts = [[0] * (num_tokens - 1)] * num_rows

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention
+from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.model_pass import PassInput, run_model
@@ -67,6 +68,14 @@ class RetrievalLevel:
         max_seq_lens = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
         tables, self._skipped = self.cache.block_table(selections, blocks, max_seq_lens)
         self._sparse_tables = tables.unflatten(1, (len(batch), -1))
+        self._pass_selection = None
+        if any(selection.candidates is not None for selection in selections):
+            self._pass_selection = PassSelection(
+                self.cache.policy,
+                selections,
+                self._attention.num_kv_heads,
+                self.cache.head_strides,
+            )
 
     def forward(
         self,
@@ -101,8 +110,16 @@ class RetrievalLevel:
                 skipped, sparse_tables = self._skipped, self._sparse_tables
                 if len(rows) < len(batch):
                     skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
+                selection = self._pass_selection
+                if selection is not None and not selection.begin_pass(
+                    rows, list(map(len, feed)), sparse_tables
+                ):
+                    selection = None
                 sparse = self._attention.build(
-                    inputs.query_lens, inputs.seq_lens - skipped, sparse_tables.flatten(1, 2)
+                    inputs.query_lens,
+                    inputs.seq_lens - skipped,
+                    sparse_tables.flatten(1, 2),
+                    selection,
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
         hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)

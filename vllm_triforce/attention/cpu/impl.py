@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from vllm_triforce.attention.base import LayerOffload, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.cache.pass_selection import PassSelection
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {
@@ -31,6 +32,8 @@ class SparseCPUMetadata:
     one_head: "SparseCPUMetadata | None" = None
     """Metadata for one KV head of each request, where attention sinks differ by head: the kernel
     takes the same sinks for all sequences. Its ``block_table`` has the rows of all heads."""
+    selection: PassSelection | None = None
+    """Completes the layer's block table; None where it is complete."""
 
 
 class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -59,6 +62,8 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         )
 
     def _forward_sparse(self, layer, query, kv_cache, metadata, output):
+        if metadata.selection is not None:
+            metadata.selection.select(self.layer_index, query)
         num_tokens = query.shape[0]
         group = self.num_heads // self.num_kv_heads
         num_blocks, num_kv_heads, block_size, _ = kv_cache.shape

@@ -15,6 +15,7 @@ from vllm_triforce.attention.base import RaggedRetrievalAttention, replace_impl
 from vllm_triforce.attention.cpu.impl import FP8, RetrievalCPUAttentionImpl, SparseCPUMetadata
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.key_layout import KeyLayout
+from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
 
@@ -79,6 +80,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
+        selection: PassSelection | None = None,
     ) -> list[SparseCPUMetadata]:
         """Build the metadata once; layers differ in their block tables alone."""
         heads = self.num_kv_heads
@@ -87,6 +89,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             seq_lens.repeat_interleave(heads),
             sequence_rows(query_lens, heads),
         )
+        split.selection = selection
         if not self._has_sinks:
             return [replace(split, block_table=table) for table in block_tables]
         one_head = self._metadata(query_lens, seq_lens, None)

