@@ -1,7 +1,7 @@
 """Selection inside level 2's passes: a layer reads the chunks that its own query scores highest.
 
-Quest (arXiv 2406.10774, section 3.3) selects like this for every query of a decode step. A selection
-by the newest verified query, as in TriForce, ages while drafts follow.
+Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded token. A selection by
+the newest verified query, as in TriForce, ages while drafts follow.
 """
 
 from collections.abc import Sequence

@@ -155,7 +155,7 @@ class Replay:
             scores.diagonal(layer.start, 1, 2).copy_(new_scores)
             mask = visible[None]
             if self._policy is not None and options.window is None:
-                mask = mask & self._policy.mask(layer, head, scores, visible)
+                mask = mask & self._policy.mask(layer, head, query[heads], scores, visible)
                 self._masses.append(kept_mass(scores, visible, mask).mean())
                 self._reads.append(mask.sum(-1, dtype=torch.float32).mean())
             weights = attention_weights(

@@ -28,8 +28,8 @@ class LabSettings:
     chunk_sizes: tuple[int, ...] = (8, 16, 32, 64, 128, 512)
     recent_tokens: int | None = None
     recent_shares: tuple[float, ...] = (0.05, 0.125, 0.25, 0.5, 0.75)
-    refresh_interval: int = 8
-    refresh_intervals: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    refresh_interval: int = 0
+    refresh_intervals: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 32)
     tokens_per_pass: int = 7
     replay: str = "text"
     replay_tokens: int = 128
@@ -53,8 +53,10 @@ class LabSettings:
         self._check_choice("dtype", DTYPES)
         for name in ("context", "replay_tokens", "stretches", "needle_repeats"):
             self._check_at_least(name, 1)
-        for name in ("contexts", "budgets", "at_budgets", "chunk_sizes", "refresh_intervals"):
+        for name in ("contexts", "budgets", "at_budgets", "chunk_sizes"):
             self._check_at_least(name, 1)
+        for name in ("refresh_interval", "refresh_intervals"):
+            self._check_at_least(name, 0)
         self._check_share("needle_depths")
         self._check_share("recent_shares")
         self._check_at_least("temperature", 0)

@@ -18,7 +18,8 @@ class Sizes:
         budget: tokens read, the first chunk and the recent ones included.
         chunk_size: tokens that are kept or dropped together; unused by policies by token.
         recent_tokens: newest tokens, always kept; None is level 2's default, about a quarter.
-        refresh_interval: full passes between two selections, as at level 2.
+        refresh_interval: full passes between two selections, as at level 2; 0 to select for each
+            token with its own query.
         tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
 
     Raises:
@@ -28,7 +29,7 @@ class Sizes:
     budget: int = 4096
     chunk_size: int = 32
     recent_tokens: int | None = None
-    refresh_interval: int = 8
+    refresh_interval: int = 0
     tokens_per_pass: int = 7
 
     def __post_init__(self) -> None:
@@ -73,7 +74,8 @@ class LabPolicy(ABC):
         self,
         layer: LayerTrace,
         kv_head: int,
-        scores: torch.Tensor,  # [group, num_replayed, num_tokens], of the sparse pass; read only
+        query: torch.Tensor,  # [group, num_replayed, head_dim], of the sparse pass
+        scores: torch.Tensor,  # [group, num_replayed, num_tokens], of the same; read only
         visible: torch.Tensor,  # [num_replayed, num_tokens], True for visible tokens
     ) -> torch.Tensor:  # [1 or group, num_replayed, num_tokens], True where kept
         """Mask of the tokens kept for each replayed token; later tokens may have any value."""
@@ -82,6 +84,7 @@ class LabPolicy(ABC):
         self,
         layer: LayerTrace,
         kv_head: int,
+        query: torch.Tensor,  # [group, num_replayed, head_dim]
         scores: torch.Tensor,  # [group, num_replayed, num_tokens]
         visible: torch.Tensor,  # [num_replayed, num_tokens]
     ) -> torch.Tensor:  # [1 or group, num_replayed, num_tokens]
@@ -89,4 +92,4 @@ class LabPolicy(ABC):
         covered = layer.positions() < self.sizes.budget
         if bool(covered.all()):
             return visible[None]
-        return self.keep(layer, kv_head, scores, visible) | covered[:, None]
+        return self.keep(layer, kv_head, query, scores, visible) | covered[:, None]

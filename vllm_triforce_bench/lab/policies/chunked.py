@@ -5,7 +5,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.retrieval_cache import RetrievalCache, Selection
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy, Summary
 from vllm_triforce_bench.lab.policies.base import LabPolicy
@@ -14,28 +15,34 @@ from vllm_triforce_bench.lab.policies.base import LabPolicy
 class ChunkedPolicy(LabPolicy):
     """First chunk, selected chunks, and everything from the recent chunks on.
 
-    ``cache.retrieval_cache.RetrievalCache``, the class that serves requests, selects chunks before
-    full passes of the replay, every ``refresh_interval`` passes, with the newest query that the
-    full pass has seen. Between two selections the read tokens grow, as at level 2.
+    ``cache/retrieval_cache.py``, which serves requests, selects chunks before full passes of the
+    replay, every ``refresh_interval`` passes, with the newest query that the full pass has seen.
+    Between two selections the read tokens grow, as at level 2. At an interval of 0,
+    ``cache/pass_selection.py`` selects for each token with its own query.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
 
-    def keep(self, layer, kv_head, scores, visible):
+    def keep(self, layer, kv_head, query, scores, visible):
         sizes, keep = self.sizes, torch.zeros_like(visible)
         cache = self._cache(layer, kv_head)
         logical_blocks = np.arange(layer.num_tokens // sizes.chunk_size + 1, dtype=np.int32)
         for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
             # The full pass has computed all tokens before this one; queries[:, row] is its newest.
-            query = layer.queries[None, layer.heads(kv_head), row]
+            newest = layer.queries[None, layer.heads(kv_head), row]
             selected = cache.selection(
-                "replay", logical_blocks, layer.start + row, lambda query=query: query
+                "replay", logical_blocks, layer.start + row, lambda newest=newest: newest
             )
-            chosen = keep.new_zeros(len(logical_blocks))
-            chosen[selected.blocks[0, 0]] = True
-            chosen[selected.tail_start :] = True
-            tokens = chosen.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
-            keep[row : row + sizes.tokens_per_pass] = tokens
+            is_kept = keep.new_zeros(len(logical_blocks))
+            is_kept[selected.tail_start :] = True
+            pass_rows = range(row, min(row + sizes.tokens_per_pass, layer.num_replayed))
+            for token in pass_rows if selected.candidates else pass_rows[:1]:
+                blocks = selected.blocks[0, 0]
+                if selected.candidates:
+                    blocks = _select_in_pass(cache, selected, query[:, token])
+                tokens = is_kept.index_fill(0, blocks.long(), True)
+                tokens = tokens.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
+                keep[token : pass_rows[-1] + 1] = tokens
         return keep[None]
 
     def _cache(self, layer, kv_head: int) -> RetrievalCache:
@@ -66,6 +73,18 @@ class ChunkedPolicy(LabPolicy):
             self.sizes.recent_chunks,
             self.sizes.refresh_interval,
         )
+
+
+def _select_in_pass(
+    cache: RetrievalCache,
+    selected: Selection,
+    query: torch.Tensor,  # [group, head_dim]
+) -> torch.Tensor:  # [num_selected], the first block and those that the query selects
+    table = selected.blocks[:, None].int().contiguous()
+    selection = PassSelection(cache.policy, [selected], 1, cache.head_strides)
+    selection.begin_pass([0], [1], table)
+    selection.select(0, query[None])
+    return table[0, 0, 0]
 
 
 def chunked(policy: type[SelectionPolicy]) -> type[ChunkedPolicy]:

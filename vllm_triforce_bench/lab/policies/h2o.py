@@ -19,7 +19,7 @@ class H2O(LabPolicy):
     name = "h2o"
     needs_mass = True
 
-    def keep(self, layer, kv_head, scores, visible):
+    def keep(self, layer, kv_head, query, scores, visible):
         recent = self.sizes.budget // 2
         heavy = self.sizes.budget - recent
         positions = layer.positions()[:, None]

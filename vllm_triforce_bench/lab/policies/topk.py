@@ -16,7 +16,7 @@ class TopK(LabPolicy):
 
     name = "topk"
 
-    def keep(self, layer, kv_head, scores, visible):
+    def keep(self, layer, kv_head, query, scores, visible):
         hidden = scores.masked_fill(~visible, float("-inf"))
         chosen = hidden.topk(min(self.sizes.budget, layer.num_tokens), dim=-1, sorted=False).indices
         return torch.zeros_like(hidden, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -1,0 +1,124 @@
+"""Selection inside level 2's passes, against a selection for each request on its own."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.selection import POLICIES
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 16, 4, 64
+BUDGET, RECENT = 8, 2
+NUM_SELECTED = BUDGET - RECENT - 1
+
+
+def retrieval_cache(policy: str) -> RetrievalCache:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(LAYERS, BLOCKS, BLOCK, HEADS, DIM, generator=generator)
+    policy = POLICIES[policy]()
+
+    def summaries_of(layer: int):
+        return lambda ids, kind: kind.reduce(keys[layer, ids], 1)
+
+    summaries = ChunkSummaries(
+        policy.summaries,
+        LAYERS,
+        BLOCKS,
+        HEADS,
+        DIM,
+        torch.float32,
+        torch.device("cpu"),
+        [summaries_of(layer) for layer in range(LAYERS)],
+    )
+    return RetrievalCache(summaries, policy, BLOCK, BUDGET, RECENT, refresh_interval=0)
+
+
+def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
+    """Blocks of each KV head, by votes of a request's queries [num_tokens, num_heads, DIM]."""
+    ids = torch.from_numpy(table[1 : num_full - RECENT].astype(np.int64))
+    blocks = []
+    for head in range(HEADS):
+        grouped = query.unflatten(1, (HEADS, -1))[:, head].flatten(0, 1)[None]
+        keys = {
+            kind: values[layer, head, ids][None] for kind, values in cache.summaries.keys.items()
+        }
+        scores = cache.policy.score(grouped, keys, len(ids))
+        votes = (scores[0] * DIM**-0.5).softmax(-1).sum(0)
+        blocks.append({int(ids[i]) for i in votes.topk(NUM_SELECTED).indices})
+    return blocks
+
+
+@pytest.mark.parametrize("policy", ["retrieval", "quest"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "rows, query_lens",
+    [
+        ([0, 1, 2, 3], [1, 1, 1, 1]),
+        ([0, 1, 2, 3], [3, 1, 2, 3]),
+        ([1, 3], [2, 2]),
+        ([0], [4]),
+        ([3, 1], [1, 3]),
+    ],
+)
+def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(
+    policy, group, rows, query_lens
+):
+    cache = retrieval_cache(policy)
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(BLOCKS, generator=generator).int().numpy()
+    # Row 2's context fits the budget; the others differ in length.
+    num_fulls, start = [20, 11, 6, 13], 0
+    tables = []
+    for num_full in num_fulls:
+        tables.append(order[start : start + num_full + 1])
+        start += num_full + 1
+    selections = [
+        cache.selection(str(row), table, num_full * BLOCK + 1, query=None)
+        for row, (table, num_full) in enumerate(zip(tables, num_fulls))
+    ]
+    assert [s.candidates is None for s in selections] == [False, False, True, False]
+    lens = [num_full * BLOCK + 2 for num_full in num_fulls]
+    sparse_tables, _ = cache.block_table(selections, tables, lens)
+    sparse_tables = sparse_tables.unflatten(1, (len(tables), -1))
+    before = sparse_tables.clone()
+    selection = PassSelection(cache.policy, selections, HEADS, cache.head_strides)
+    pass_tables = sparse_tables[:, rows]
+    assert selection.begin_pass(rows, query_lens, pass_tables)
+    query = torch.randn(sum(query_lens), HEADS * group, DIM, generator=generator)
+    for layer in range(LAYERS):
+        selection.select(layer, query + layer)
+        for place, (row, part) in enumerate(zip(rows, query.split(query_lens))):
+            own = pass_tables[layer, place]
+            if selections[row].candidates is None:
+                assert torch.equal(own, before[layer, row])
+                continue
+            expected = expected_blocks(cache, layer, tables[row], num_fulls[row], part + layer)
+            for head in range(HEADS):
+                one_head = own[head, 1 : 1 + NUM_SELECTED] - head
+                assert {int(b) // HEADS for b in one_head} == expected[head]
+                assert set((one_head % HEADS).tolist()) == {0}
+            # The first block and the tail stay.
+            assert torch.equal(own[:, 0], before[layer, row, :, 0])
+            tail = slice(1 + NUM_SELECTED, None)
+            assert torch.equal(own[:, tail], before[layer, row, :, tail])
+
+
+def test_a_pass_of_requests_within_the_budget_selects_nothing():
+    cache = retrieval_cache("retrieval")
+    table = np.arange(BLOCKS, dtype=np.int32)
+    long = cache.selection("long", table[:21], 20 * BLOCK, query=None)
+    short = cache.selection("short", table[30:36], 5 * BLOCK, query=None)
+    selection = PassSelection(cache.policy, [short, long], HEADS, cache.head_strides)
+    assert not selection.begin_pass([0], [2], torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32))
+
+
+def test_candidates_are_gathered_again_when_a_block_became_full():
+    cache = retrieval_cache("retrieval")
+    table = np.arange(BLOCKS, dtype=np.int32)
+    first = cache.selection("a", table[:21], 20 * BLOCK, query=None)
+    assert cache.selection("a", table[:21], 20 * BLOCK + 3, query=None) is first
+    second = cache.selection("a", table[:22], 21 * BLOCK, query=None)
+    assert second is not first
+    assert len(second.candidates.block_ids) == len(first.candidates.block_ids) + 1
