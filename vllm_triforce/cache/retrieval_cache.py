@@ -130,11 +130,7 @@ class RetrievalCache:
         candidates = ids[1:tail_start]
         num_selected = self.budget_blocks - self.recent_blocks - 1
         chosen = self.policy.select(
-            query(),
-            self.summaries.gather(candidates),
-            num_kv_heads,
-            len(candidates),
-            num_selected,
+            query(), self.summaries.gather(candidates), num_kv_heads, len(candidates), num_selected
         )
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
         return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)

@@ -69,11 +69,7 @@ class RetrievalLevel:
         self._sparse_tables = tables.unflatten(1, (len(batch), -1))
 
     def forward(
-        self,
-        batch: DraftBatch,
-        proposal: Proposal,
-        rows: list[int],
-        drafts: list[list[int]],
+        self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
     ) -> torch.Tensor:  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size]
         """Compute the logits after the last token of each of ``rows`` and after each draft."""
         feed, first_positions = [], []

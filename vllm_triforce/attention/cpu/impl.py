@@ -10,11 +10,7 @@ from vllm_triforce.attention.base import LayerOffload, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass
@@ -85,15 +81,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         target = torch.empty_like(by_head)
         for head in range(heads):
             table = metadata.block_table[head::heads].contiguous()
-            self._attend(
-                layer,
-                by_head[head],
-                caches,
-                target[head],
-                metadata,
-                table,
-                sinks[head],
-            )
+            self._attend(layer, by_head[head], caches, target[head], metadata, table, sinks[head])
         output.view(len(query), heads, -1, self.head_size).copy_(target.transpose(0, 1))
 
     def _attend(self, layer, query, caches, output, metadata, block_table, sinks=None) -> None:

@@ -10,11 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_triforce.attention.gpu.paged_kernels import (
-    FlashAttention,
-    PagedKernel,
-    triton_attention,
-)
+from vllm_triforce.attention.gpu.paged_kernels import FlashAttention, PagedKernel, triton_attention
 
 
 @dataclass(frozen=True)

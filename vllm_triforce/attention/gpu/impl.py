@@ -132,10 +132,7 @@ def _quantize(
 
 
 def attach(
-    layer,
-    layer_index: int | None,
-    recorder: Recorder | None,
-    offload: LayerOffload | None = None,
+    layer, layer_index: int | None, recorder: Recorder | None, offload: LayerOffload | None = None
 ) -> None:
     """Replace a layer's implementation by a subclass of it, with the same settings.
 

@@ -5,11 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm_triforce.attention.base import RetrievalAttention
-from vllm_triforce.attention.gpu.backends import (
-    backend_of,
-    key_and_value,
-    supported_backends,
-)
+from vllm_triforce.attention.gpu.backends import backend_of, key_and_value, supported_backends
 from vllm_triforce.attention.gpu.impl import SparseMetadata, attach
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
 from vllm_triforce.attention.query_recorder import Recorder

@@ -7,12 +7,7 @@ from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.logits_processing import process_logits
-from vllm_triforce.runner_v1.sampling import (
-    NAN_TOKEN,
-    greedy_tokens,
-    has_nan,
-    token_distribution,
-)
+from vllm_triforce.runner_v1.sampling import NAN_TOKEN, greedy_tokens, has_nan, token_distribution
 from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
 # Number of extra tokens that a pass of the draft reads without taking notably longer.
