@@ -1,6 +1,7 @@
 """Level 2: the target with sparse attention over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,14 @@ class RetrievalLevel:
     again, so no approximate KV survives.
 
     Args:
+        model: target as loaded by vLLM.
         groups: vLLM's KV cache groups; all sparse layers are in one of them.
         attention: sparse attention of the platform.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         vllm_config,
         groups: list[KVGroup],
         attention: RaggedRetrievalAttention,
