@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 
-_LEVELS, _PROPOSALS, _HEALTH, _OFFLOAD = (
-    "Level by level",
-    "Proposals",
-    "Health",
-    "KV in host memory",
-)
+_LEVELS, _PROPOSALS = "Level by level", "Proposals"
+_HEALTH, _OFFLOAD = "Health", "KV in host memory"
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,8 @@ class LevelCounters:
         "nan_requests",
         _HEALTH,
         "requests",
-        "Requests that went on without speculation because a level's logits had a NaN; the output "
-        "is not affected",
+        "Requests that continued without speculation because a level's logits had a NaN; the "
+        "output is not affected",
     )
     num_staged_bytes: int = _counter(
         "staged_bytes", _OFFLOAD, "bytes", "KV in host memory that full passes read"
