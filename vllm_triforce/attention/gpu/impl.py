@@ -1,6 +1,7 @@
 """Implementation of a layer on a GPU: a subclass of the backend's own."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,6 +10,12 @@ from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and
 from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as ImplBase
+else:
+    # A mixin comes before its base, so only type checkers see a backend's class here.
+    ImplBase = object
 
 
 @dataclass
@@ -27,16 +34,13 @@ class DirectMetadata:
     sequences: PagedSequences
 
 
-class _RetrievalImpl:
+class _RetrievalImpl(ImplBase):
     """Mixin over a backend's implementation; ``attach`` makes the subclass."""
 
     layer_index: int | None
     recorder: Recorder | None
     offload: LayerOffload | None
     kernel: PagedKernel
-    num_heads: int  # this and the two below are the backend's
-    num_kv_heads: int
-    head_size: int
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if self.offload is not None and isinstance(metadata_of(layer), SparseMetadata):
@@ -68,8 +72,9 @@ class _RetrievalImpl:
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
             self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
-        if attn_metadata is not None and self.layer_index is not None:
-            self.recorder.record(self.layer_index, query, attn_metadata)
+        recorder, index = self.recorder, self.layer_index
+        if attn_metadata is not None and recorder is not None and index is not None:
+            recorder.record(index, query, attn_metadata)
         return super().forward(
             layer,
             query,
