@@ -1,5 +1,7 @@
 """Implementation of a layer on a GPU: a subclass of the backend's own."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
@@ -8,8 +10,14 @@ from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequence
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as ImplBase
+else:
+    # A mixin comes before its base, so only type checkers see a backend's class here.
+    ImplBase = object
 
-class _RetrievalImpl:
+
+class _RetrievalImpl(ImplBase):
     """Mixin over a backend's implementation; ``attach`` makes the subclass.
 
     The metadata of our passes is ``SparseSequences`` for level 2, and ``PagedSequences`` with a
@@ -20,9 +28,6 @@ class _RetrievalImpl:
     recorder: Recorder
     offload: LayerOffload | None
     kernel: PagedKernel
-    num_heads: int  # this and the two below are the backend's
-    num_kv_heads: int
-    head_size: int
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if self.offload is not None and isinstance(metadata_of(layer), SparseSequences):
