@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
 
 
 def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
-    from vllm_triforce_bench.predict.geometry import MODELS
+    from benchmarks.gpu.models import MODELS
     from vllm_triforce_bench.predict.settings import LOOKUP, Acceptance, settings
     from vllm_triforce_bench.predict.steps import Predictor
 
@@ -107,7 +107,7 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
     assert prediction["machine"] == "H200"
     assert [cell["batch"] for cell in prediction["cells"]] == [1, 4]
     predictor = Predictor(MACHINES["H200"], like, None, chunk=128)
-    among = settings(budgets=(4096,), sources=(LOOKUP,))
+    among = settings(4096, (LOOKUP,))
     for cell in prediction["cells"]:
         last = cell["contexts"][-1]
         assert last["context"] == 65536
