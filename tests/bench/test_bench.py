@@ -79,10 +79,10 @@ def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
 def test_prompts_are_read_once_for_all_temperatures():
     settings = asked(contexts=[300, 500], temperatures=[0.0, 0.6], repetitions=2)
     sets = grid.paired_sets(settings, 1)
-    assert len(sets) == len({paired.key() for paired in sets}) == 8
+    assert len(sets) == len(set(sets)) == 8
     runs = list(grid.by_prompts(sets))
     assert len(runs) == 4
-    assert all([p.cell.temperature for p in run] == [0.0, 0.6] for _, run in runs)
+    assert all([paired.temperature for paired in run] == [0.0, 0.6] for run in runs)
 
 
 def test_time_left_is_shared_out_by_tokens():
@@ -238,7 +238,7 @@ def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, o
 
 
 def done(kept) -> set[tuple]:
-    return {grid.set_key(each) for each in grid.whole_sets(kept.records)}
+    return {grid.set_of(each) for each in grid.whole_sets(kept.records)}
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
