@@ -208,19 +208,9 @@ def test_a_model_that_cannot_be_built_without_weights(capsys, monkeypatch, pair)
 
 
 def test_alibi_is_refused_by_configuration(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            dict(
-                architectures=["BloomForCausalLM"],
-                model_type="bloom",
-                hidden_size=64,
-                n_head=4,
-                n_layer=2,
-                vocab_size=512,
-                seq_length=2048,
-            )
-        )
-    )
+    config = dict(architectures=["BloomForCausalLM"], model_type="bloom", hidden_size=64)
+    config |= dict(n_head=4, n_layer=2, vocab_size=512, seq_length=2048)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--dtype", "float32", "--skip-tokenizer-init")
     code, found = doctor(capsys, str(tmp_path), *options)
     assert code == 1 and found["engine"]["refused_by"] == "vllm-triforce"

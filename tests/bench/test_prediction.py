@@ -189,22 +189,12 @@ def test_a_config_is_read():
     embedded = Geometry.from_config("embedded", json.loads(file.read_text()), "float32")
     assert embedded.is_tied and embedded.weights == 5_308_416, "without norms"
     assert embedded.bytes_each == 4
-    moe = {
-        "text_config": {
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "vocab_size": 151936,
-        }
-    }
+    text = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, vocab_size=151936)
+    text |= dict(num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128)
+    text |= dict(moe_intermediate_size=768, num_experts_per_tok=8)
+    moe = {"text_config": text}
     assert Geometry.from_config("qwen3-30b-a3b", moe, "bfloat16") == MODELS["qwen3-30b-a3b"]
-    moe["text_config"]["kv_lora_rank"] = 512
+    text["kv_lora_rank"] = 512
     with pytest.raises(ValueError, match="kv_lora_rank: latent attention is not counted"):
         Geometry.from_config("latent", moe, "bfloat16")
     with pytest.raises(ValueError, match="has no 'num_attention_heads'"):
