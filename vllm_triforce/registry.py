@@ -26,12 +26,7 @@ class Registry(Mapping[str, Any]):
         group: entry point group; None if other packages cannot add classes.
     """
 
-    def __init__(
-        self,
-        package: str,
-        base: tuple[str, str],
-        group: str | None = None,
-    ) -> None:
+    def __init__(self, package: str, base: tuple[str, str], group: str | None = None) -> None:
         self._package = package
         self._base = base
         self._group = group

@@ -9,9 +9,26 @@ import sys
 from pathlib import Path
 
 from tests.models import PAIR
-from vllm_triforce_bench.predict.geometry import MODELS, Geometry, draft_of
+from vllm_triforce_bench.predict.geometry import Geometry
 
 _MAX_POSITIONS = 131_072
+MODELS = {
+    model.name: model
+    for model in (
+        Geometry("llama-2-7b-128k", 4096, 32, 32, 32, 128, 11008, 32000),
+        Geometry("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128256),
+        Geometry("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
+        Geometry("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 128, 8),
+    )
+}
+# Two layers with grouped queries, for one right answer.
+SMOKE = Geometry("smoke", 256, 2, 4, 2, 64, 512, 4096)
+SMOKE_DRAFT = Geometry("smoke-draft", 128, 1, 2, 2, 64, 256, 4096)
+
+
+def draft_of(target: Geometry) -> Geometry:
+    """Llama-68M, the paper's draft, with the target's vocabulary."""
+    return Geometry("llama-68m", 768, 2, 12, 12, 64, 3072, target.vocab)
 
 
 def write_model(geometry: Geometry, folder: Path) -> str:
@@ -42,10 +59,6 @@ def write_model(geometry: Geometry, folder: Path) -> str:
         shutil.copy(file, folder)
     return str(folder)
 
-
-# Two layers with grouped queries, for one right answer.
-SMOKE = Geometry("smoke", 256, 2, 4, 2, 64, 512, 4096)
-SMOKE_DRAFT = Geometry("smoke-draft", 128, 1, 2, 2, 64, 256, 4096)
 
 if __name__ == "__main__":
     for name in sys.argv[2:]:

@@ -1,5 +1,8 @@
 """Promise: what the benchmark says is what it measured."""
 
+import re
+from types import SimpleNamespace as Thing
+
 import pytest
 
 from vllm_triforce import cli
@@ -23,43 +26,20 @@ def asked(**more) -> BatchSettings:
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
     triforce = method == "triforce"
-    speculation = {
-        "num_drafts": 4 if triforce else 0,
-        "num_draft_tokens": 8 if triforce else 0,
-        "num_accepted_tokens": 6 if triforce else 0,
-        "num_accepted_tokens_per_pos": [4, 2] if triforce else [],
-    }
-    levels = {
-        "num_level1_drafted": 10,
-        "num_level1_accepted": 5,
-        "num_level2_drafted": 8,
-        "num_level2_accepted": 6,
-        "num_level3_rejections": 2,
-        "time_seconds": {"level 1": 0.1, "level 2": 0.3},
-    }
-    return {
-        "dtype": "float32",
-        "context": 300,
-        "batch_size": 1,
-        "temperature": temperature,
-        "group": group,
-        "repetition": repetition,
-        "method": method,
-        "budget": 128 if triforce else None,
-        "label": methods.METHODS[method].title,
-        "decode_tokens_per_second": tokens_per_second,
-        "time_to_first_token_s": [0.5],
-        "inter_token_latency_s": [0.010, 0.020, 0.030],
-        "num_tokens": 10,
-        "num_steps": 5,
-        "seconds": 1.0,
-        "speculation": speculation,
-        "levels": levels if triforce else None,
-        "memory_bytes": 3 << 20,
-        "greedy": None,
-        "num_paired": 2,
-        **more,
-    }
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    speculation = dict(zip(names, (4, 8, 6, [4, 2]) if triforce else (0, 0, 0, [])))
+    levels = dict(num_level1_drafted=10, num_level1_accepted=5, num_level3_rejections=2)
+    levels |= dict(num_level2_drafted=8, num_level2_accepted=6)
+    levels |= dict(time_seconds={"level 1": 0.1, "level 2": 0.3})
+    cell = dict(dtype="float32", context=300, batch_size=1, temperature=temperature)
+    cell |= dict(group=group, repetition=repetition, num_paired=2)
+    title = methods.METHODS[method].title
+    engine = dict(method=method, budget=128 if triforce else None, label=title, greedy=None)
+    engine |= dict(levels=levels if triforce else None, memory_bytes=3 << 20)
+    times = dict(decode_tokens_per_second=tokens_per_second, time_to_first_token_s=[0.5])
+    times |= dict(inter_token_latency_s=[0.010, 0.020, 0.030], seconds=1.0)
+    counts = dict(num_tokens=10, num_steps=5, speculation=speculation)
+    return cell | engine | times | counts | more
 
 
 # The grid.
@@ -79,10 +59,10 @@ def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
 def test_prompts_are_read_once_for_all_temperatures():
     settings = asked(contexts=[300, 500], temperatures=[0.0, 0.6], repetitions=2)
     sets = grid.paired_sets(settings, 1)
-    assert len(sets) == len({paired.key() for paired in sets}) == 8
+    assert len(sets) == len(set(sets)) == 8
     runs = list(grid.by_prompts(sets))
     assert len(runs) == 4
-    assert all([p.cell.temperature for p in run] == [0.0, 0.6] for _, run in runs)
+    assert all([paired.temperature for paired in run] == [0.0, 0.6] for run in runs)
 
 
 def test_time_left_is_shared_out_by_tokens():
@@ -95,8 +75,6 @@ def test_time_left_is_shared_out_by_tokens():
 
 
 def test_no_figure_stands_under_a_budget_that_was_not_used():
-    from types import SimpleNamespace as Thing
-
     from vllm_triforce_bench.bench.batch.engines import _check_budget
 
     variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
@@ -210,8 +188,6 @@ class Undecided:
         self.margin = margin
 
     def generate(self, found, params, use_tqdm):
-        from types import SimpleNamespace as Thing
-
         assert found == [{"prompt_token_ids": [1, 2, 5]}]  # up to where they part
         logprobs = [{7: Thing(logprob=-1.0), 8: Thing(logprob=-1.0 - self.margin)}]
         return [Thing(outputs=[Thing(logprobs=logprobs)])]
@@ -238,7 +214,7 @@ def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, o
 
 
 def done(kept) -> set[tuple]:
-    return {grid.set_key(each) for each in grid.whole_sets(kept.records)}
+    return {grid.set_of(each) for each in grid.whole_sets(kept.records)}
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
@@ -297,17 +273,20 @@ def results(rows) -> dict:
     )
 
 
+def stands_alone(page: str, num_figures: int, *words: str) -> None:
+    """Check that a page has the words and figures, and nothing from outside."""
+    for word in words:
+        assert word in page, word
+    assert page.count("<svg") == num_figures and "prefers-color-scheme:dark" in page
+    outside = re.sub(r"http://www\.w3\.org/(2000/svg|1999/xlink)", "", page)
+    for word in ("http:", "https:", "<script", "<link", "src=", "@import", "url(h"):
+        assert word not in outside, word
+
+
 def test_the_page_stands_alone_and_has_the_numbers():
     rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
     page = make_page(results(rows)).render()
-    for number in ("123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;"):
-        assert number in page
-    assert page.count("<svg") == 3 and "prefers-color-scheme:dark" in page
-    outside = page.replace("http://www.w3.org/2000/svg", "").replace(
-        "http://www.w3.org/1999/xlink", ""
-    )
-    for word in ("http:", "https:", "<script", "<link", "src=", "@import", "url(h"):
-        assert word not in outside, word
+    stands_alone(page, 3, "123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;")
 
 
 def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):

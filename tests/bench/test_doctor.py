@@ -95,7 +95,7 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
 
 
 def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
-    from vllm_triforce_bench.predict.geometry import MODELS
+    from benchmarks.gpu.models import MODELS
     from vllm_triforce_bench.predict.settings import LOOKUP, Acceptance, settings
     from vllm_triforce_bench.predict.steps import Predictor
 
@@ -107,7 +107,7 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
     assert prediction["machine"] == "H200"
     assert [cell["batch"] for cell in prediction["cells"]] == [1, 4]
     predictor = Predictor(MACHINES["H200"], like, None, chunk=128)
-    among = settings(budgets=(4096,), sources=(LOOKUP,))
+    among = settings(4096, (LOOKUP,))
     for cell in prediction["cells"]:
         last = cell["contexts"][-1]
         assert last["context"] == 65536
@@ -208,19 +208,9 @@ def test_a_model_that_cannot_be_built_without_weights(capsys, monkeypatch, pair)
 
 
 def test_alibi_is_refused_by_configuration(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            dict(
-                architectures=["BloomForCausalLM"],
-                model_type="bloom",
-                hidden_size=64,
-                n_head=4,
-                n_layer=2,
-                vocab_size=512,
-                seq_length=2048,
-            )
-        )
-    )
+    config = dict(architectures=["BloomForCausalLM"], model_type="bloom", hidden_size=64)
+    config |= dict(n_head=4, n_layer=2, vocab_size=512, seq_length=2048)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--dtype", "float32", "--skip-tokenizer-init")
     code, found = doctor(capsys, str(tmp_path), *options)
     assert code == 1 and found["engine"]["refused_by"] == "vllm-triforce"

@@ -215,6 +215,7 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/core/sched/scheduler.py", "Scheduler._update_after_schedule", "self, scheduler_output", "vllm_triforce/scheduler/v2.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", "vllm_triforce/scheduler/v2.py"),
     has("v1/core/sched/scheduler.py", "Scheduler", "requests running num_spec_tokens max_model_len max_num_running_reqs vllm_config", "vllm_triforce/scheduler/v2.py"),
+    has("v1/core/sched/scheduler.py", "Scheduler", "vllm_config", "vllm_triforce/scheduler/__init__.py"),
     has("v1/request.py", "Request", "request_id num_computed_tokens num_prompt_tokens num_tokens max_tokens is_prefill_chunk sampling_params spec_token_ids", "vllm_triforce/scheduler/v2.py"),
     has("v1/outputs.py", "ModelRunnerOutput", "req_ids req_id_to_index sampled_token_ids", "vllm_triforce/scheduler/v2.py"),
     # Blocks for drafts: none where vLLM schedules, lent behind it, taken back before it.

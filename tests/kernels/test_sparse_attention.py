@@ -16,10 +16,10 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_triforce.attention.gpu.backends import kernel_for
 from vllm_triforce.attention.gpu.draft import GPUDraftAttention
-from vllm_triforce.attention.gpu.impl import SparseMetadata, _RetrievalImpl
+from vllm_triforce.attention.gpu.impl import _RetrievalImpl
 from vllm_triforce.attention.gpu.paged_kernels import (
     FlashAttention,
-    PagedSequences,
+    SparseSequences,
     UniformStarts,
     triton_attention,
 )
@@ -75,7 +75,7 @@ class Case:
         blocks = OneHeadBlocks.of(keys, values)
         names = self.tables * blocks.per_block
         names = names + (torch.arange(heads) * blocks.per_head)[:, None]
-        sequences = PagedSequences(
+        sequences = SparseSequences(
             UniformStarts()(3 * heads, self.query_len, DEVICE),
             torch.tensor(SEQ_LENS, dtype=torch.int32).repeat_interleave(heads).to(DEVICE),
             names.flatten(0, 1).to(torch.int32).to(DEVICE),
@@ -83,9 +83,7 @@ class Case:
             names.shape[2] * self.block_size,
         )
         output = torch.zeros_like(self.query)
-        impl._forward_sparse(
-            self.layer, self.query, cache, SparseMetadata(sequences, self.query_len), output
-        )
+        impl._forward_paged(self.layer, self.query, cache, sequences, output)
         return output
 
     def vllm_layer(self) -> SimpleNamespace:

@@ -12,7 +12,11 @@ from vllm_triforce.config import TriForceConfig
 def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_triforce.worker.memory import extra_memory, kv_cache_budget
+    from vllm_triforce.worker.memory import (
+        buffer_bytes,
+        kv_cache_budget,
+        summary_bytes_per_kv_byte,
+    )
 
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
@@ -29,8 +33,9 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
     config = TriForceConfig(**keys).resolve(16)
     drafts = {i: SimpleNamespace(num_kv_heads=12, head_size=64) for i in range(draft_layers)}
     layers = {i: layer for i in range(32)}
-    beside = extra_memory(layers, drafts, config, vllm_config)
-    return kv_cache_budget(available, *beside, config)
+    fixed = sum(buffer_bytes(layers, drafts, config, vllm_config).values())
+    share = summary_bytes_per_kv_byte(layers, config, vllm_config)
+    return kv_cache_budget(available, fixed, share, config)
 
 
 def test_memory_is_left_for_what_grows_with_the_kv_cache():

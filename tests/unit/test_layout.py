@@ -173,20 +173,5 @@ def test_files_named_in_docstrings_and_comments_exist(folder):
     assert not missing, missing
 
 
-# Pairs of a module and a kind of error that mypy lets pass there: exactly so many.
-NUM_UNTYPED = 31
-
-
-def test_what_mypy_lets_pass_only_shrinks():
-    """And nothing is let pass for a module that is gone."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    pairs = [
-        (module, code)
-        for entry in settings["overrides"]
-        for module in entry["module"]
-        for code in entry["disable_error_code"]
-    ]
-    assert len(pairs) == len(set(pairs)) == NUM_UNTYPED
-    for module, _ in pairs:
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
+def test_mypy_makes_no_exception():
+    assert "overrides" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]

@@ -47,7 +47,7 @@ class Careless(TokenSource):
 def test_drafts_are_cut_to_what_can_be_verified(given, drafted):
     level1 = Level1([Careless(given)], SimpleNamespace(chooses=frozenset()), vocab_size=8)
     batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
-    proposal = Proposal.empty(1, greedy=True)
+    proposal = Proposal.empty(1)
     matches = level1.find_matches(batch, proposal, [0])
     found = level1.draft_from_sources([("careless", 3)], matches, batch, proposal, [0], None, None)
     assert found.token_ids == [drafted]
@@ -79,7 +79,7 @@ def test_each_source_has_the_sampling_of_its_own_rows():
         level1=level1, noise=noise, counters=LevelCounters(), controller=None
     )
     speculator._add_direct_draft = partial(TriForceSpeculator._add_direct_draft, speculator)
-    proposal = Proposal.empty(2, greedy=False)
+    proposal = Proposal.empty(2)
     choices = [Choice("model", 3, 0), Choice("careless", 2, 0)]
     matches = Matches({"model": [Match()] * 2, "careless": [Match()] * 2})
     TriForceSpeculator._propose_directly(speculator, batch, proposal, choices, matches)

@@ -103,7 +103,7 @@ def test_each_place_is_shaped_behind_its_requests_own_tokens():
         logits[: len(new)] = torch.tensor(new, dtype=torch.float32)
 
     asked = batch([None, marks, None, marks]).take([3, 0, 1], [4, 4, 4])
-    proposal = Proposal([[7, 8], [], [5]], None, [0] * 3)
+    proposal = Proposal([[7, 8], [], [5]], [[], [], []], [0] * 3)
     logits = torch.zeros(4, 6, dtype=torch.bfloat16)
     shaped = process_logits(logits, asked, proposal, [(0, []), (0, [3]), (1, [2]), (2, [6])])
     assert shaped.dtype == torch.float32
@@ -120,7 +120,7 @@ def test_where_nobody_asks_nothing_is_done(shaping):
     nobody = batch([None, None])
     nobody.logits_processors = shaping
     logits = torch.zeros(1, 3, dtype=torch.bfloat16)
-    assert process_logits(logits, nobody, Proposal.empty(2, True), iter(())) is logits
+    assert process_logits(logits, nobody, Proposal.empty(2), iter(())) is logits
 
 
 def test_a_dead_end_is_left_to_the_full_pass():

@@ -299,7 +299,7 @@ OUR_OBJECTS = {
 BY_HAND = {
     "config/refusal.py": {"error", "sys.excepthook"},  # Python's
     "plugin.py": {"loader.exec_module"},  # Python's
-    "core/plan.py": {"scheduler_output", "output.get_output", "output", "result"},
+    "core/plan.py": {"scheduler_output"},
     "scheduler/v2.py": {"request.spec_token_ids"},
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
     "scheduler/stats.py": {

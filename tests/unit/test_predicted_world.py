@@ -7,9 +7,9 @@ each batch; what the controller is told of them is what it would measure at star
 
 import pytest
 
+from benchmarks.gpu.models import MODELS, draft_of
 from tests.unit.test_decisions_ahead import FIXED, GAMMA, Device, FixedDecisions, decisions
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce_bench.predict.geometry import MODELS, draft_of
 from vllm_triforce_bench.predict.machine import MACHINES
 from vllm_triforce_bench.predict.steps import Predictor
 
@@ -30,31 +30,30 @@ class PredictedCosts:
         self.predictor = Predictor(MACHINES[machine], its, draft_of(its))
 
     def full_pass(self, tokens, contexts) -> float:
-        seconds = self.predictor.full_pass(tokens, contexts).seconds
+        seconds = self.predictor.full_pass(tokens, contexts)
         if drafts := sum(tokens) - len(tokens):
             seconds += self.predictor.drafts_overhead(1, drafts)
         return seconds
 
     def level2(self, num_rows: int, num_tokens: int) -> float:
-        its = self.predictor.level2_pass(num_rows, num_tokens, BUDGET, 1 << 20)
-        return its.seconds + self.predictor.round_overhead(num_rows, num_tokens - 1, True)
+        seconds = self.predictor.level2_pass(num_rows, num_tokens, BUDGET, 1 << 20)
+        return seconds + self.predictor.round_overhead(num_rows, num_tokens - 1, True)
 
     def draft(self, num_rows: int) -> float:
-        return self.predictor.draft_pass(num_rows, 1 << 20, 2).seconds
+        return self.predictor.draft_pass(num_rows, 1 << 20, 2)
 
     def measured(self) -> Measurements:
         level2, several = self.level2(1, GAMMA + 1), self.level2(4, GAMMA + 1)
         full = self.predictor.full_pass
         return Measurements(
-            [(n, full([1] * n, [CONTEXTS[0]] * n).seconds) for n in ROWS],
-            [(q, [(c, full([q], [c]).seconds) for c in CONTEXTS]) for q in (1, LONGEST + 1)],
+            [(n, full([1] * n, [CONTEXTS[0]] * n)) for n in ROWS],
+            [(q, [(c, full([q], [c])) for c in CONTEXTS]) for q in (1, LONGEST + 1)],
             [(1, level2)],
             (several - level2) / 3,
             self.draft(1),
             (self.draft(4) - self.draft(1)) / 3,
             full_by_num_reqs=[
-                (n, *(full([q] * n, [TOGETHER] * n).seconds for q in (1, LONGEST + 1)))
-                for n in (2, 4, 8)
+                (n, *(full([q] * n, [TOGETHER] * n) for q in (1, LONGEST + 1))) for n in (2, 4, 8)
             ],
             full_context=TOGETHER,
         )
@@ -117,7 +116,7 @@ def test_what_is_measured_is_what_is_predicted():
     costs = PredictedCosts("H200", "llama-3.1-8b")
     model = decisions(costs.measured()).controller.model
     for q, context in ((1, 8192), (13, 32_768), (7, 20_000)):
-        expected = costs.predictor.full_pass([q], [context]).seconds
+        expected = costs.predictor.full_pass([q], [context])
         assert model.full_pass([q], [context]) == pytest.approx(expected, rel=0.02)
     assert model.level2(4, GAMMA + 1) == pytest.approx(costs.level2(4, GAMMA + 1))
 

@@ -8,8 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_triforce.config.tag import mark
-from vllm_triforce.vllm_patches.stock_behavior import _keep_session_tokens
+from vllm_triforce.vllm_patches.stock_behavior import _keep_session_tokens, mark
 
 PROMPT, ANSWER, PIECE = list(range(100)), [7, 8, 9], [1, 2]
 

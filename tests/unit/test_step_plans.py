@@ -232,10 +232,10 @@ def test_nothing_is_planned_for_who_is_disabled(scheduler):
 def test_who_is_disabled_is_not_chosen_for(choosing):
     first, second = Running("a"), Running("b")
     choosing.step(first, second)
-    assert choosing._most(first) == choosing._most(second) == 6
+    assert choosing._max_tokens(first) == choosing._max_tokens(second) == 6
     _disabling(choosing, "a")
     choosing.step(first, second)
-    assert (choosing._most(first), choosing._most(second)) == (0, 6)
+    assert (choosing._max_tokens(first), choosing._max_tokens(second)) == (0, 6)
 
 
 @pytest.fixture

@@ -2,28 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Recorder(Protocol):
-    """Interface by which a layer's implementation records the queries of each full pass."""
+class Recorder:
+    """Recorder of each full pass's queries. This base keeps none, for engines that never select."""
 
-    paused: bool
+    paused = False
 
     def record(
         self,
         layer: int,  # index among the layers that retrieve
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
         metadata: Any,  # the backend's own, of a full pass
-    ) -> None: ...
-
-
-class _PausableRecorder:
-    """Recorder that can be paused."""
-
-    paused = False
+    ) -> None:
+        """Record the queries of a layer."""
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
@@ -35,16 +30,7 @@ class _PausableRecorder:
             self.paused = before
 
 
-class NullRecorder:
-    """Recorder where nothing is selected: it records nothing."""
-
-    paused = True
-
-    def record(self, layer: int, query: torch.Tensor, metadata: Any) -> None:
-        pass
-
-
-class QueryRecorder(_PausableRecorder):
+class QueryRecorder(Recorder):
     """Newest queries of every request and retrieving layer.
 
     The last accepted token is determined only after the pass, so the last ``rows_per_request``
@@ -61,18 +47,13 @@ class QueryRecorder(_PausableRecorder):
         self.min_context = min_context
         self._queries: list[torch.Tensor | None] = [None] * num_layers
         self._is_wanted = False
-        self._ends: torch.Tensor | None = None
+        self._ends: torch.Tensor
         """[num_reqs], row after the last one of each request."""
         self._rows: torch.Tensor | None = None
         """[num_reqs * rows_per_request], the rows that are kept; None for all rows of a small
         batch."""
 
-    def record(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        metadata,  # the backend's own, of a full pass
-    ) -> None:
+    def record(self, layer: int, query: torch.Tensor, metadata: Any) -> None:
         if self.paused:
             return
         if layer == 0:
@@ -98,16 +79,17 @@ class QueryRecorder(_PausableRecorder):
         Raises:
             RuntimeError: the pass was not recorded.
         """
-        if any(query is None for query in self._queries):
+        queries = [query for query in self._queries if query is not None]
+        if len(queries) < len(self._queries):
             raise RuntimeError("no queries were recorded in the last full pass")
         if self._rows is None:
             row = int(self._ends[request]) - 1 - num_rejected
         else:
             row = request * self.rows_per_request + num_rejected
-        return torch.stack([query[row] for query in self._queries])
+        return torch.stack([query[row] for query in queries])
 
 
-class StaticQueryRecorder(_PausableRecorder):
+class StaticQueryRecorder(Recorder):
     """One query of every request and retrieving layer, at addresses that CUDA graphs rely on.
 
     A decoding request keeps the query of its step's first token, a prefill that of its last. The
@@ -159,12 +141,7 @@ class StaticQueryRecorder(_PausableRecorder):
         """True if the queries of the next pass are kept."""
         return self._is_wanted and not self.paused
 
-    def record(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-        metadata,  # the backend's own, of a full pass
-    ) -> None:
+    def record(self, layer: int, query: torch.Tensor, metadata: Any) -> None:
         if not self.is_recording:
             return
         num_reqs = min(len(self._rows), len(query))

@@ -1,6 +1,5 @@
 """Configuration: TriForce's keys, and checks that run before any model loads."""
 
-from vllm_triforce.config.resolved import ResolvedConfig
-from vllm_triforce.config.triforce_config import TriForceConfig
+from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig, read_config
 
-__all__ = ["ResolvedConfig", "TriForceConfig"]
+__all__ = ["ResolvedConfig", "TriForceConfig", "read_config"]

@@ -42,7 +42,7 @@ def check_draft_files(folder: str) -> None:
 
 
 def _file_fault(path: Path) -> str | None:
-    """Describe what is wrong with a safetensors file; None for a complete one."""
+    """Describe the fault of a safetensors file; None for a complete one."""
     size = os.path.getsize(path)
     with path.open("rb") as file:
         prefix = file.read(8)

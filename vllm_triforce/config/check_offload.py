@@ -3,7 +3,7 @@
 import psutil
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
-from vllm_triforce.config.resolved import ResolvedConfig
+from vllm_triforce.config.triforce_config import ResolvedConfig
 
 _GIB = 1 << 30
 # Share of host memory that KV may take; the rest is for weights, buffers and other processes.

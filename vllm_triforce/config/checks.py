@@ -3,9 +3,8 @@
 from vllm_triforce.config.check_draft import has_alibi, has_sinks
 from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.config.resolved import ResolvedConfig
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
-from vllm_triforce.config.triforce_config import TriForceConfig
+from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig
 from vllm_triforce.selection import POLICIES
 
 
@@ -206,7 +205,8 @@ def _check_logits_processors(model_config) -> None:
 def _check_kv_cache_dtype(cache_config) -> None:
     """Refuse KV caches whose keys retrieval cannot read."""
     cache_dtype = cache_config.cache_dtype
-    if cache_dtype not in ("auto", "float16", "bfloat16", "float32", *_readable_kv_cache_dtypes()):
+    readable = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
+    if cache_dtype not in readable and not (cache_dtype == "fp8_e5m2" and is_cpu()):
         raise ValueError(
             f"kv_cache_dtype={cache_dtype!r} is not supported on this platform: retrieval does not "
             "read such quantized keys. Use kv_cache_dtype='auto'."
@@ -221,12 +221,6 @@ def _check_kv_cache_dtype(cache_config) -> None:
             f"kv_cache_dtype_skip_layers={skipped} is not supported with method='triforce': level "
             "2 needs one KV cache dtype in all layers that it makes sparse. Leave it out."
         )
-
-
-def _readable_kv_cache_dtypes() -> tuple[str, ...]:
-    """Return the quantized KV cache dtypes that retrieval reads on this platform."""
-    fp8 = ("fp8", "fp8_e4m3")
-    return (*fp8, "fp8_e5m2") if is_cpu() else fp8
 
 
 def _reads_fp8() -> bool:

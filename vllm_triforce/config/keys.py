@@ -21,8 +21,7 @@ LEVELS = ("1,2,3", "1,3", "2,3", "3")
 # The paper's gamma 2 and gamma 1, used where the controller chooses neither.
 FIXED_LENGTH, FIXED_GAMMA = 6, 2
 
-_PROPOSAL, _LEVEL2, _LEVEL1 = "What is proposed", "What level 2 reads", "Level 1"
-_MEMORY, _LOG = "Memory", "The log"
+_PROPOSAL, _LEVEL2, _LEVEL1, _MEMORY, _LOG = "Proposals", "Level 2", "Level 1", "Memory", "The log"
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Keys:
     levels: str = _key(
         LEVELS[0],
         _PROPOSAL,
-        "Levels that take part. `1,3` hands drafts straight to the full pass, `2,3` drafts with "
+        "Levels that take part. `1,3` passes drafts straight to the full pass, `2,3` drafts with "
         "the target over its retrieval cache, `3` is plain decoding with `kv_offload_gib`",
         change="for comparisons",
     )

@@ -1,4 +1,4 @@
-"""Config as given by the user: checks of its keys, and the values of keys left open."""
+"""Config as given by the user, with checks of the keys, and config of a running engine."""
 
 import dataclasses
 import difflib
@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
-from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH, KEYS, LEVELS, Keys, check_key
-from vllm_triforce.config.resolved import ResolvedConfig
+from vllm_triforce.config.keys import (
+    FIXED_GAMMA,
+    FIXED_LENGTH,
+    KEYS,
+    LEVELS,
+    METHOD,
+    Keys,
+    check_key,
+)
 from vllm_triforce.selection import POLICIES
 
 # Bounds of the controller's choices. Past 32 tokens, an acceptance of 0.97 a token adds less than
@@ -27,6 +34,58 @@ _NEVER = 1 << 31
 
 # refresh_interval on Model Runner V2.
 _FIXED_SHAPE_INTERVAL = 8
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(Keys):
+    """Result of ``TriForceConfig.resolve()``; goes to the workers as JSON."""
+
+    block_size: int = dataclasses.field(kw_only=True)
+    """Tokens in one of vLLM's KV blocks, which is a retrieval chunk."""
+
+    @property
+    def uses_level2(self) -> bool:
+        """True if level 2 takes part."""
+        return "2" in self.levels.split(",")
+
+    @property
+    def max_batch(self) -> int:
+        """Maximum requests of a step with speculation, on Runner V2.
+
+        Larger batches are bound by arithmetic, and recording their queries takes memory.
+        """
+        return max(256, 4 * self.max_speculating_seqs)
+
+    @property
+    def policy(self) -> str:
+        """Selection policy; without level 2 one that keeps no summaries."""
+        return self.selection if self.uses_level2 else "streaming"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of drafts, the preferred one first."""
+        return tuple(filter(None, self.draft_sources.split(",")))
+
+    @property
+    def budget_blocks(self) -> int:
+        """Blocks that level 2 reads: the first, the selected and the recent ones."""
+        return self.retrieval_budget // self.block_size
+
+    @property
+    def recent_blocks(self) -> int:
+        """Newest blocks that level 2 always reads."""
+        return self.retrieval_recent_tokens // self.block_size
+
+    @property
+    def max_growth(self) -> int:
+        """Maximum tokens by which a context grows between two selections."""
+        return self.refresh_interval * (self.num_speculative_tokens + 1)
+
+    @property
+    def table_width(self) -> int:
+        """Maximum blocks that level 2 reads of a request: the budget and the growth after it."""
+        growth = self.max_growth + 2 * (self.num_speculative_tokens + 1) + self.gamma
+        return self.budget_blocks + -(-growth // self.block_size) + 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +174,7 @@ class TriForceConfig(Keys):
             )
         gamma = config.gamma
         if has_fixed_shapes and is_gamma_open and not SOURCES[sources[0]].needs_model:
-            gamma = _MAX_GAMMA  # drafts are free, and level 2 reads as much for 4 as for 2
+            gamma = _MAX_GAMMA  # drafts are free, and level 2's reads do not grow with gamma
         return dataclasses.replace(config, gamma=gamma, draft_sources=",".join(sources))
 
     def _with_lengths(
@@ -246,6 +305,13 @@ class TriForceConfig(Keys):
             or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),
         }
         return ResolvedConfig(**values, block_size=block_size)
+
+
+def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
+    """Read the resolved keys and the draft model's name from a running engine's config."""
+    keys = dict(vllm_config.additional_config[METHOD])
+    draft_model = keys.pop("draft_model")
+    return ResolvedConfig.from_dict(keys), draft_model
 
 
 def _round_up(num_tokens: int, block_size: int) -> int:

@@ -74,8 +74,7 @@ class Controller:
             self._drafts_per_round = config.gamma * sources[0].takes_passes
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
-        self.model: CostModel | None = None
-        """Costs that decisions are made by, the same on every rank."""
+        self._model: CostModel | None = None
         self.acceptance = Acceptance(sources)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
@@ -90,9 +89,20 @@ class Controller:
         self._num_decisions = self._num_held_steps = self._last_plain_step = 0
 
     @property
+    def model(self) -> CostModel:
+        """Costs that decisions are made by, the same on every rank.
+
+        Raises:
+            RuntimeError: the costs are not known yet, so ``chooses`` is empty.
+        """
+        if self._model is None:
+            raise RuntimeError("the controller has no costs before start()")
+        return self._model
+
+    @property
     def chooses(self) -> frozenset[str]:
         """Keys that are chosen: none before the costs are known."""
-        return self.config.adaptive_keys if self.model is not None else frozenset()
+        return self.config.adaptive_keys if self._model is not None else frozenset()
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
@@ -105,7 +115,7 @@ class Controller:
                 each other's passes.
         """
         self.measured = model
-        self._adopt = lambda: adopt(self.measured).copy()
+        self._adopt = lambda: adopt(model).copy()
         self._use_costs(self._adopt())
 
     def seeded_request_joined(self) -> None:
@@ -297,7 +307,7 @@ class Controller:
         return options.choice(0, best.options[0])
 
     def _use_costs(self, model: CostModel) -> None:
-        self.model = model
+        self._model = model
         self._draft_lengths.use_costs(model)
 
     # Outcomes.
@@ -334,6 +344,8 @@ class Controller:
         Args:
             planned: ``take_plan()`` for its drafts. A step with other drafts says nothing.
         """
+        if self.measured is None:
+            return
         if step.num_drafts:
             if planned is None or planned.num_drafts != step.num_drafts:
                 return
@@ -388,9 +400,9 @@ def describe(controller: Controller) -> str:
     table = dict(model.measured.full_by_tokens)
     contexts = [context for context, _ in table[1]]
     shortest, longest = contexts[0], contexts[-1]
-    max_tokens = max(table)
+    max_tokens, max_proposed = max(table), config.num_speculative_tokens
     choices = {
-        context: controller.preview(Candidate("preview", context, config.num_speculative_tokens))
+        context: controller.preview(Candidate("preview", int(context), max_proposed))
         for context in contexts
     }
     wins = [context for context, choice in choices.items() if choice.route != PLAIN_ROUTE]

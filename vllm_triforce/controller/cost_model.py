@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class CostModel:
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        dicts = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
+        dicts: dict[str, Any] = {n: dict(v) for n, v in values.items() if isinstance(v, dict)}
         return dataclasses.replace(self, **dicts)
 
     # Full passes.

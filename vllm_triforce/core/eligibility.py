@@ -23,15 +23,18 @@ def decodes_plainly(params) -> bool:
     return bool(params.logprob_token_ids)
 
 
+def is_greedy(params) -> bool:
+    """True if a request with vLLM's ``SamplingParams`` takes the likeliest tokens."""
+    return params.temperature < GREEDY_EPSILON
+
+
 def sampling_seed(params) -> int | None:
     """Return the seed of a sampled request, None for greedy and unseeded requests.
 
     Args:
         params: vLLM's ``SamplingParams``, or None.
     """
-    if params is None or params.temperature < GREEDY_EPSILON:
-        return None
-    return params.seed
+    return None if params is None or is_greedy(params) else params.seed
 
 
 def max_proposal_len(

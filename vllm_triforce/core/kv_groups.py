@@ -1,6 +1,7 @@
 """Layers of the target by KV cache group: sparse at level 2, or dense."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -19,7 +20,8 @@ class KVGroup:
     sparse_layer_names: list[str]
     dense_layer_names: list[str]
     """Layers that level 2 runs as level 3 does, such as those with a sliding window."""
-    dense_builder: object | None = None
+    dense_builder: Any = None
+    """vLLM's metadata builder of the dense layers, if there are any."""
 
 
 def attention_layers(vllm_config) -> dict[str, Attention]:
@@ -46,19 +48,6 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
             )
 
 
-def _check_block_size(block_sizes: list[int], config) -> None:
-    """Reject a block size that differs from the one TriForce's lengths are multiples of.
-
-    Raises:
-        ValueError: the attention backend chose another size when the model was loaded.
-    """
-    if config.block_size not in block_sizes:
-        raise ValueError(
-            f"vLLM made KV blocks of {block_sizes[0]} tokens once the model was loaded, where its "
-            f"configuration had said {config.block_size}; use --block-size {block_sizes[0]}"
-        )
-
-
 def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
     """Sort the target's layers into sparse and dense ones.
 
@@ -74,7 +63,8 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         The groups, the sparse layers and the sparse layers' metadata builder.
 
     Raises:
-        ValueError: no layer can be sparse, or a layer is of an unknown kind.
+        ValueError: no layer can be sparse, a layer is of an unknown kind, or the attention backend
+            chose another block size when the model was loaded.
     """
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
@@ -99,6 +89,10 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         sparse_layers += [target_layers[name] for name in group.sparse_layer_names]
         groups.append(group)
     if not sparse_layers:
-        _check_block_size(block_sizes, config)
-        raise ValueError(NO_SPARSE_LAYER)
+        if config.block_size in block_sizes:
+            raise ValueError(NO_SPARSE_LAYER)
+        raise ValueError(
+            f"vLLM made KV blocks of {block_sizes[0]} tokens once the model was loaded, where its "
+            f"configuration had said {config.block_size}; use --block-size {block_sizes[0]}"
+        )
     return groups, sparse_layers, sparse_builder

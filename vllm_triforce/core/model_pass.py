@@ -90,10 +90,7 @@ def run_model(
 ) -> torch.Tensor:  # [num_tokens, hidden_size]
     """Run a model's forward pass and return its hidden states."""
     context = set_forward_context(
-        attn_metadata,
-        vllm_config,
-        num_tokens=len(inputs.token_ids),
-        slot_mapping=slot_mapping,
+        attn_metadata, vllm_config, num_tokens=len(inputs.token_ids), slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
         return model(input_ids=inputs.token_ids, positions=inputs.positions)

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.metrics.carrier import set_on_result
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
 _PLAN_ATTRIBUTE = "triforce_plan"
@@ -116,17 +117,7 @@ def attach_report(output, make_report) -> None:
         make_report: returns the report. For an asynchronous output it is called by
             ``get_output()``, when the device has finished the step.
     """
-    if not hasattr(output, "get_output"):
-        setattr(output, _REPORT_ATTRIBUTE, make_report())
-        return
-    get_output = output.get_output
-
-    def get_output_with_report():
-        result = get_output()
-        setattr(result, _REPORT_ATTRIBUTE, make_report())
-        return result
-
-    output.get_output = get_output_with_report
+    set_on_result(output, _REPORT_ATTRIBUTE, make_report)
 
 
 def report_of(output) -> StepReport | None:

@@ -9,6 +9,9 @@ several engines, several API servers (each step's statistics reach one of them) 
 machines. A step without speculation carries nothing.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from vllm_triforce.metrics.counters import LevelCounters
 
 # Attribute of a ModelRunnerOutput.
@@ -63,23 +66,27 @@ class CounterSender:
             if value != self._sent.get(name, 0)
         }
         self._sent = now
-        if hasattr(output, "get_output"):
-            return _attach_later(output, added)
-        setattr(output, _ATTRIBUTE, added)
+        set_on_result(output, _ATTRIBUTE, lambda: added)
         return output
 
 
-def _attach_later(output, added: dict[str, int]):
-    """Attach increments to the result of an asynchronous output."""
+def set_on_result(output, attribute: str, make_value: Callable[[], Any]) -> None:
+    """Set an attribute of a ModelRunnerOutput.
+
+    For an asynchronous output, ``get_output()`` calls ``make_value`` and sets it on the result,
+    after the device has finished the step.
+    """
+    if not hasattr(output, "get_output"):
+        setattr(output, attribute, make_value())
+        return
     get_output = output.get_output
 
-    def get_output_with_counters():
+    def get_output_with_value():
         result = get_output()
-        setattr(result, _ATTRIBUTE, added)
+        setattr(result, attribute, make_value())
         return result
 
-    output.get_output = get_output_with_counters
-    return output
+    output.get_output = get_output_with_value
 
 
 def put(outputs, added: dict[str, int]) -> None:

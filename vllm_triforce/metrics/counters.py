@@ -6,7 +6,6 @@ the tables of docs/metrics.md (``tools/docs_tables.py``).
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
@@ -14,12 +13,8 @@ from typing import Any
 
 import torch
 
-_LEVELS, _PROPOSALS, _HEALTH, _OFFLOAD = (
-    "Level by level",
-    "Proposals",
-    "Health",
-    "KV in host memory",
-)
+_LEVELS, _PROPOSALS = "Level by level", "Proposals"
+_HEALTH, _OFFLOAD = "Health", "KV in host memory"
 
 
 @dataclass(frozen=True)
@@ -117,8 +112,8 @@ class LevelCounters:
         "nan_requests",
         _HEALTH,
         "requests",
-        "Requests that went on without speculation because a level's logits had a NaN; the output "
-        "is not affected",
+        "Requests that continued without speculation because a level's logits had a NaN; the "
+        "output is not affected",
     )
     num_staged_bytes: int = _counter(
         "staged_bytes", _OFFLOAD, "bytes", "KV in host memory that full passes read"
@@ -193,23 +188,19 @@ class LevelCounters:
 
     def plus(self, other: "LevelCounters") -> "LevelCounters":
         """Return the sum of two counters."""
-        values, others = asdict(self), asdict(other)
-        times = values.pop("time_seconds"), others.pop("time_seconds")
-        total = LevelCounters(**{name: values[name] + others[name] for name in values})
-        for part in times[0] | times[1]:
-            total.add_time(part, times[0].get(part, 0.0) + times[1].get(part, 0.0))
-        return total
+        return self._combined(other, 1)
 
     def since(self, earlier: "LevelCounters") -> "LevelCounters":
         """Return the increments since ``earlier``, a copy of these counters."""
-        values, before = asdict(self), asdict(earlier)
-        times = before.pop("time_seconds")
-        values["time_seconds"] = {
-            part: seconds - times.get(part, 0.0) for part, seconds in self.time_seconds.items()
+        return self._combined(earlier, -1)
+
+    def _combined(self, other: "LevelCounters", sign: int) -> "LevelCounters":
+        times, others = self.time_seconds, other.time_seconds
+        parts = {
+            part: times.get(part, 0.0) + sign * others.get(part, 0.0) for part in times | others
         }
-        for name, value in before.items():
-            values[name] -= value
-        return LevelCounters(**values)
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in COUNTERS}
+        return LevelCounters(**sums, time_seconds=parts)
 
 
 def _share(part: float, whole: float) -> float:
@@ -229,13 +220,6 @@ DeviceCounter = IntEnum(  # type: ignore[misc]
 """Index of each device counter in its tensor; a member is a field of LevelCounters, upper case."""
 
 
-def read_device_counters(
-    values: Sequence[int],  # [len(DeviceCounter)], the tensor's
-) -> dict[str, int]:
-    """Return the device's counters by field of ``LevelCounters``."""
-    return {counter.name.lower(): values[counter] for counter in DeviceCounter}
-
-
 class DeviceCounters:
     """Counters of one worker that kernels add to."""
 
@@ -249,8 +233,7 @@ class DeviceCounters:
 
     def read(self) -> LevelCounters:
         """Read the sums; waits for the device."""
-        counters = LevelCounters()
-        _set(counters, self.sums)
+        _set(counters := LevelCounters(), self.sums)
         return counters
 
     def reset(self) -> None:
@@ -271,8 +254,8 @@ class DeviceCounters:
 
 
 def _set(counters: LevelCounters, sums: torch.Tensor) -> None:
-    for name, value in read_device_counters(sums.tolist()).items():
-        setattr(counters, name, value)
+    for counter, value in zip(DeviceCounter, sums.tolist()):
+        setattr(counters, counter.name.lower(), value)
 
 
 class PartTimes:

@@ -1,7 +1,6 @@
 """KV cache of an engine whose last layers lie in host memory."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -70,9 +69,6 @@ class OffloadedCache:
         self.host_layer_names: list[str] = []
         self.hosts: list[torch.Tensor] = []
         """One for each host layer, [num_blocks, num_kv_heads, block_size, size]."""
-        self._memory: HostMemory | None = None
-        self._spec: Any = None
-        self._staging: torch.Tensor | None = None
 
     def allocate(
         self,
@@ -94,14 +90,13 @@ class OffloadedCache:
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_device = tensor.layers[: self.placement.num_device_layers]
         self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
-        caches = {}
-        if on_device:
-            caches = _allocate(
-                kv_cache_config, tensor, on_device, device, layout, kernel_block_sizes
-            )
-        (self._staging,) = _allocate(
-            kv_cache_config, tensor, self.host_layer_names[:1], device, layout, kernel_block_sizes
-        ).values()
+
+        def allocate(names: list[str]) -> dict[str, torch.Tensor]:
+            subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, names)])
+            return allocate_kv_cache(subset, device, layout, kernel_block_sizes)
+
+        caches = allocate(on_device) if on_device else {}
+        (self._staging,) = allocate(self.host_layer_names[:1]).values()
         host_tensor = _subset(tensor, self.host_layer_names)
         self._memory = HostMemory(host_tensor.size, device)
         self.hosts = create_kv_cache_views(
@@ -116,14 +111,12 @@ class OffloadedCache:
 
     def bandwidth(self) -> float:
         """Measure bytes a second from host memory; overwrites the staging layer."""
-        assert self._staging is not None
         return measure_bandwidth(self.hosts[0], self._staging)
 
     def allocate_pools(
         self, num_blocks: int, vllm_config, device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Allocate level 2's blocks of each host layer, by name, in the KV cache's layout."""
-        assert self._spec is not None
         names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         with checked_allocation(
@@ -143,7 +136,6 @@ class OffloadedCache:
             pools: result of ``allocate_pools``; empty where level 2 never runs.
             counters: [len(DeviceCounter)], int64, added to.
         """
-        assert self._staging is not None
         return {
             name: HostLayer(host, self._staging, counters, pools.get(name))
             for name, host in zip(self.host_layer_names, self.hosts)
@@ -183,8 +175,3 @@ def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCac
 
 def _subset(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
     return replace(tensor, size=len(names) * tensor.layer_stride, layers=names, offset=0)
-
-
-def _allocate(kv_cache_config, tensor, names, device, layout, kernel_block_sizes):
-    subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, names)])
-    return allocate_kv_cache(subset, device, layout, kernel_block_sizes)

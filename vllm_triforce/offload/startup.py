@@ -39,11 +39,7 @@ def check_chosen_backend(vllm_config) -> None:
 
 
 def plan_offload(
-    specs: Mapping,
-    config: ResolvedConfig,
-    vllm_config,
-    device_bytes: int,
-    summary_share: float,
+    specs: Mapping, config: ResolvedConfig, vllm_config, device_bytes: int, summary_share: float
 ) -> OffloadedCache:
     """Place the target's layers in device and host memory.
 

@@ -43,12 +43,8 @@ class RunnerBatch:
         """
         if num_computed < self._config.min_context or self.is_never_speculated_on(row):
             return 0
-        input_batch = self._runner.input_batch
-        request = self._runner.requests[input_batch.req_ids[row]]
-        num_slots = min(
-            int(table.num_blocks_per_row[row]) * table.block_size
-            for table in input_batch.block_table.block_tables
-        )
+        request, tables = self._request(row), self._runner.input_batch.block_table.block_tables
+        num_slots = min(int(t.num_blocks_per_row[row]) * t.block_size for t in tables)
         params, max_len = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
             max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
@@ -86,7 +82,7 @@ class RunnerBatch:
         )
 
     def draft_batch(
-        self, rows, computed, max_lens, num_rejected, sampled, counts, sampling: SamplingRows
+        self, rows, computed, max_lens, num_rejected, sampled, counts, metadata
     ) -> DraftBatch:
         """Build the speculator's input for ``rows``.
 
@@ -94,7 +90,7 @@ class RunnerBatch:
             computed, max_lens, num_rejected: computed tokens, maximum length of the proposal, and
                 rejected tokens, for every row of the batch.
             sampled, counts: token ids of the step, and the number of valid ones, for every row.
-            sampling: sampling parameters of ``rows``.
+            metadata: vLLM's ``SamplingMetadata``.
         """
         input_batch = self._runner.input_batch
         tables = input_batch.block_table.block_tables
@@ -113,7 +109,7 @@ class RunnerBatch:
                 for table in tables
             ],
             queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
-            sampling=sampling,
+            sampling=self.sampling(rows, metadata),
             num_plain_reqs=len(counts) - len(rows),
             is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
             num_remaining_tokens=[self._num_remaining_tokens(row, computed[row]) for row in rows],
@@ -144,20 +140,22 @@ class RunnerBatch:
         )
 
     def _logits_processor(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
-        input_batch = self._runner.input_batch
-        num_prompt_tokens = self._runner.requests[input_batch.req_ids[row]].num_prompt_tokens
-        vocab_size = input_batch.vocab_size
+        request, vocab_size = self._request(row), self._runner.input_batch.vocab_size
         return LogitsProcessing.for_request(
-            self._params(row), token_ids, num_prompt_tokens, vocab_size, self._device
+            request.sampling_params, token_ids, request.num_prompt_tokens, vocab_size, self._device
         )
+
+    def _request(self, row: int):
+        """Return vLLM's ``CachedRequestState`` of a row."""
+        return self._runner.requests[self._runner.input_batch.req_ids[row]]
 
     def _params(self, row: int):
         """Return a request's ``SamplingParams``."""
-        return self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
+        return self._request(row).sampling_params
 
     def _num_remaining_tokens(self, row: int, num_computed: int) -> int:
         """Return how many tokens a request may still emit."""
-        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
+        request = self._request(row)
         max_tokens = request.sampling_params.max_tokens
         if max_tokens is None:
             return self._runner.max_model_len - num_computed

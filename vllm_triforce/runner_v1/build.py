@@ -1,9 +1,7 @@
 """Builds Runner V1's speculator from the loaded models and vLLM's KV cache."""
 
 import sys
-from dataclasses import dataclass
 
-import torch
 from vllm.platforms import current_platform
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention
@@ -12,7 +10,6 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
 from vllm_triforce.core.kv_groups import group_layers
@@ -25,42 +22,34 @@ from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 from vllm_triforce.selection import POLICIES
 
 
-@dataclass
-class LoadedModels:
-    """Target and draft as loaded by vLLM, and their attention layers by name."""
-
-    target: torch.nn.Module
-    target_layers: dict
-    draft: torch.nn.Module | None
-    draft_layers: dict
-
-
 class BuiltSpeculator:
     """The speculator, and the parts that the runner's adapter needs.
 
     Args:
+        parts: configuration, device and draft.
+        target: as loaded by vLLM.
+        target_layers: its attention layers by name.
         attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
         block_sizes: tokens per block of each KV cache group.
     """
 
     def __init__(
         self,
-        vllm_config,
-        config: ResolvedConfig,
-        models: LoadedModels,
+        parts: SourceParts,
+        target,
+        target_layers: dict,
         kv_cache_config,
         attn_groups,
         block_sizes: list[int],
-        device,
     ) -> None:
+        vllm_config, config, device = parts.vllm_config, parts.config, parts.device
         self.counters = LevelCounters()
-        self.config = config
         retrieval_attention = _ragged_attention()
         groups, sparse_layers, sparse_builder = group_layers(
             kv_cache_config,
             attn_groups,
             block_sizes,
-            models.target_layers,
+            target_layers,
             retrieval_attention,
             config,
         )
@@ -87,12 +76,11 @@ class BuiltSpeculator:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        parts = SourceParts(vllm_config, config, models.draft, models.draft_layers, device)
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
         self.speculator = TriForceSpeculator(
             Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
-            RetrievalLevel(models.target, vllm_config, groups, attention, cache, device),
+            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
             controller,
             InnerNoise(
                 vllm_config.model_config.seed,

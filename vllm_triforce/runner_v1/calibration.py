@@ -4,19 +4,23 @@ The passes are real ones over the KV cache, which has just been allocated and is
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.sampling import token_distribution
+from vllm_triforce.runner_v1.sources.source import DraftSource
+from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 
 # Tokens of context at which attention takes next to no time.
 _NO_CONTEXT = 16
@@ -49,32 +53,28 @@ class Calibration:
     """Runs and times the passes.
 
     Args:
-        built: ``BuiltSpeculator`` of ``runner_v1/build.py``.
         attn_groups: vLLM's attention groups per KV cache group.
         block_sizes: tokens per block of each KV cache group.
-        agree: returns the first rank's value on every rank, since all must run the same passes.
     """
 
     def __init__(
         self,
-        built,
+        speculator: TriForceSpeculator,
+        config: ResolvedConfig,
         target,
         vllm_config,
         attn_groups,
         block_sizes: list[int],
         num_blocks: int,
         device: torch.device,
-        agree: Callable[[object], object],
     ) -> None:
-        self._speculator = built.speculator
+        self._speculator = speculator
         self._target = target
         self._vllm_config = vllm_config
         self._attn_groups = attn_groups
         self._block_sizes = block_sizes
         self._num_blocks = num_blocks
         self._device = device
-        self._agree = agree
-        config = built.config
         scheduler = vllm_config.scheduler_config
         self._length = config.num_speculative_tokens
         self._budget = config.retrieval_budget
@@ -86,35 +86,34 @@ class Calibration:
     def run(self) -> Measurements:
         """Measure all passes."""
         slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._max_context), 1)
-        tokens, contexts, repeats = self._grid(self._agree(slowest))
+        # All ranks must run the same passes.
+        tokens, contexts, repeats = self._grid(broadcast_from_first_rank(slowest))
         rows = [n for n in _ROWS if n <= self._max_rows]
         passes = [(n, 1, _NO_CONTEXT) for n in rows]
         passes += [(1, q, c) for q in tokens for c in contexts]
-        seconds = self._all_timed(
-            {args: partial(self._full_pass, *args) for args in passes}, repeats
-        )
+        runs = {args: partial(self._full_pass, *args) for args in passes}
+        seconds = self._all_timed(runs, repeats)
         # More rows never take less time. Through noise, the cost model would extrapolate to 0.
         rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
-        by_rows = list(zip(rows, rising))
-        by_tokens = [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens]
         max_tokens = self._length + 1  # limit of the tables of ``_batch()``
         level2_tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
-        level2 = [(q, self._level2(1, q, repeats)) for q in level2_tokens]
+        level2 = {q: self._level2(1, q, repeats) for q in level2_tokens}
         level2_per_row = draft = draft_per_row = draft_per_token = 0.0
         num_rows = min(4, self._max_reqs)
         if num_rows > 1:
             num_tokens = min(3, max_tokens)
-            added_s = self._level2(num_rows, num_tokens, repeats) - dict(level2)[num_tokens]
+            added_s = self._level2(num_rows, num_tokens, repeats) - level2[num_tokens]
             level2_per_row = max(0.0, added_s / (num_rows - 1))
-        if self._speculator.level1.model is not None:
-            draft = self._draft(1, repeats)
-            draft_per_token = self._window(repeats, draft)
+        if (model := self._speculator.level1.model) is not None:
+            draft = self._draft(model, 1, repeats)
+            draft_per_token = self._window(model, repeats, draft)
             if num_rows > 1:
-                draft_per_row = max(0.0, (self._draft(num_rows, repeats) - draft) / (num_rows - 1))
+                added_s = self._draft(model, num_rows, repeats) - draft
+                draft_per_row = max(0.0, added_s / (num_rows - 1))
         return Measurements(
-            by_rows,
-            by_tokens,
-            level2,
+            list(zip(rows, rising)),
+            [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens],
+            list(level2.items()),
             level2_per_row,
             draft,
             draft_per_row,
@@ -145,7 +144,7 @@ class Calibration:
         """Return the seconds that ``run`` takes."""
         return self._all_timed({"": run}, repeats)[""]
 
-    def _all_timed(self, runs: dict, repeats: int) -> dict:
+    def _all_timed(self, runs: Mapping[Any, Callable], repeats: int) -> dict[Any, float]:
         """Return the seconds of the fastest repeat of each of ``runs``, after a warm-up.
 
         Runs take turns, so that a short disturbance does not slow all repeats of one.
@@ -159,11 +158,11 @@ class Calibration:
                     fastest[name] = min(fastest[name], time.perf_counter() - start)
         return fastest
 
-    def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> np.ndarray:
-        """Make block tables without vLLM's null block, 0: [num_rows, width], int32."""
+    def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> list[np.ndarray]:
+        """Make block tables without vLLM's null block, 0: num_rows * [width], int32."""
         width = -(-num_tokens // block_size) + 1
         ids = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
-        return 1 + ids % (self._num_blocks - 1)
+        return list(1 + ids % (self._num_blocks - 1))
 
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
         """Run a full pass of the target."""
@@ -174,8 +173,8 @@ class Calibration:
         slots: dict[str, torch.Tensor] = {}
         for groups, block_size in zip(self._attn_groups, self._block_sizes):
             tables = self._tables(num_rows, context + num_tokens, block_size)
-            table = torch.from_numpy(tables).to(self._device)
             mapping = inputs.slot_mapping(tables, block_size)
+            table = torch.from_numpy(np.stack(tables)).to(self._device)
             common = inputs.common_metadata(table, mapping)
             for group in groups:
                 built = group.get_metadata_builder().build(0, common)
@@ -212,45 +211,41 @@ class Calibration:
         level2.release(request_id)
         return seconds / context
 
-    def _window(self, repeats: int, pass_seconds: float) -> float:
+    def _window(self, model: DraftSource, repeats: int, pass_seconds: float) -> float:
         """Measure how long the draft takes to read its window, in seconds per token.
 
         Args:
             pass_seconds: seconds of a pass of one token.
         """
         batch, proposal = self._batch(1, min(self._budget, self._max_context))
-        model, (request_id,) = self._speculator.level1.model, batch.request_ids
+        (request_id,) = batch.request_ids
         num_tokens = model.num_uncached_tokens(request_id, len(batch.token_ids[0]))
 
         def draft():
             model.release(request_id)
-            self._run_draft(batch, proposal, 1)
+            self._run_draft(model, batch, proposal, 1)
 
         seconds = self._timed(draft, repeats)
         model.release(request_id)
         return max(0.0, seconds - pass_seconds) / num_tokens
 
-    def _draft(self, num_rows: int, repeats: int, num_passes: int = 4) -> float:
+    def _draft(self, model: DraftSource, num_rows: int, repeats: int, num_passes: int = 4) -> float:
         """Measure a pass of the draft."""
         batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
-        run = partial(self._run_draft, batch, proposal, num_passes)
+        run = partial(self._run_draft, model, batch, proposal, num_passes)
         seconds = self._timed(run, repeats) / num_passes
         for request_id in batch.request_ids:
             self._speculator.level1.release(request_id)
         return seconds
 
-    def _run_draft(self, batch: DraftBatch, proposal: Proposal, num_tokens: int) -> None:
+    def _run_draft(
+        self, model: DraftSource, batch: DraftBatch, proposal: Proposal, num_tokens: int
+    ) -> None:
         """Draft ``num_tokens`` tokens for each row with the model."""
-        model, rows = self._speculator.level1.model, list(range(len(batch)))
-        model.draft(
-            batch,
-            proposal,
-            rows,
-            [num_tokens] * len(rows),
-            model.find_matches(batch, proposal, rows),
-            batch.sampling,
-            self._speculator.noise,
-        )
+        rows = list(range(len(batch)))
+        counts, matches = [num_tokens] * len(rows), model.find_matches(batch, proposal, rows)
+        noise = self._speculator.noise
+        model.draft(batch, proposal, rows, counts, matches, batch.sampling, noise)
 
     def _sampling(self, num_rows: int, repeats: int) -> float:
         """Measure the sampling of a row of logits, in the worst case.
@@ -271,7 +266,7 @@ class Calibration:
         shape = self._speculator.level2.query_shape
         dtype = self._vllm_config.model_config.dtype
         tables = [
-            list(self._tables(num_rows, context + self._length + 1, block_size))
+            self._tables(num_rows, context + self._length + 1, block_size)
             for block_size in self._block_sizes
         ]
         batch = DraftBatch(
@@ -284,7 +279,7 @@ class Calibration:
             queries=[lambda: torch.zeros(shape, dtype=dtype, device=self._device)] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
-        return batch, Proposal.empty(num_rows, greedy=True)
+        return batch, Proposal.empty(num_rows)
 
 
 def broadcast_from_first_rank(value):

@@ -1,6 +1,6 @@
 """Input and output of Runner V1's speculator: requests to speculate on, and their proposals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,33 +76,21 @@ class Proposal:
     """Proposed tokens and the distribution that each was drawn from."""
 
     token_ids: list[list[int]]
-    probs: list[list[torch.Tensor | None]] | None
-    """[vocab_size], float32, per request and token, None for a one-hot distribution; None if all
-    requests are greedy."""
+    probs: list[list[torch.Tensor | None]]
+    """[vocab_size], float32, per request and token, None for a one-hot distribution; of no use for
+    greedy requests, and maybe empty."""
     num_planned: list[int]
     """Planned number of tokens per request, fixed before any is drawn."""
 
     @classmethod
-    def empty(cls, num_reqs: int, greedy: bool) -> "Proposal":
+    def empty(cls, num_reqs: int) -> "Proposal":
         """Create a proposal without tokens."""
-        token_ids: list[list[int]] = [[] for _ in range(num_reqs)]
-        probs = None if greedy else [[] for _ in range(num_reqs)]
-        return cls(token_ids, probs, [0] * num_reqs)
+        return cls([[] for _ in range(num_reqs)], [[] for _ in range(num_reqs)], [0] * num_reqs)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def extend(self, row: int, token_ids: list[int], probs) -> None:
-        """Append tokens to a request's proposal.
-
-        Args:
-            probs: [vocab_size] or None, per token; ignored if all requests are greedy.
-        """
+    def extend(self, row: int, token_ids: list[int], probs: Sequence[torch.Tensor | None]) -> None:
+        """Append tokens and their distributions to a request's proposal."""
         self.token_ids[row] += token_ids
-        if self.probs is not None:
-            self.probs[row] += probs
-
-    def put(self, rows: list[int], other: "Proposal") -> None:
-        """Append the proposals of ``other`` to those of ``rows``."""
-        for i, row in enumerate(rows):
-            self.extend(row, other.token_ids[i], None if other.probs is None else other.probs[i])
+        self.probs[row] += probs

@@ -107,10 +107,7 @@ class DraftProbsStore:
         self._proposals.pop(request_id, None)
 
     def take(
-        self,
-        request_ids: list[str],
-        num_drafts: list[int],
-        token_ids: list[int],
+        self, request_ids: list[str], num_drafts: list[int], token_ids: list[int]
     ) -> torch.Tensor | None:  # [sum(num_drafts), vocab_size], float32
         """Remove the step's proposals and return q, one row per draft token.
 

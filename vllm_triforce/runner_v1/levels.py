@@ -14,20 +14,18 @@ class LevelsV1:
 
     Args:
         batch: requests; ``max_num_tokens`` are the planned lengths.
-        greedy: True if all requests of the step are greedy, those on other routes included.
     """
 
     def __init__(
         self,
         batch: DraftBatch,
-        greedy: bool,
         level1: Level1,
         level2: RetrievalLevel,
         noise: InnerNoise,
         disabled: DisabledRequests,
     ) -> None:
         self.batch = batch
-        self.proposal = Proposal.empty(len(batch), greedy)
+        self.proposal = Proposal.empty(len(batch))
         self._level1, self._level2 = level1, level2
         self._noise, self._disabled = noise, disabled
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vllm_triforce.controller import Controller, StepTime
+from vllm_triforce.controller.controller import Planned
 from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
@@ -28,16 +29,8 @@ class _TimedStep:
     request_ids: frozenset[str]
     time: StepTime
     """Its ``seconds`` are filled in when the next step begins."""
-    planned: object
+    planned: Planned | None
     """The controller's plan for its drafts."""
-
-
-@dataclass
-class _PrefillState:
-    """Request without a first token."""
-
-    num_prompt_tokens: int
-    has_seed: bool
 
 
 class PlainSteps:
@@ -72,7 +65,9 @@ class PlainSteps:
         """Requests of the last step. A request may be skipped for some steps without notice."""
         self._has_seed = False
         """True if one of them is seeded."""
-        self._prefills: dict[str, _PrefillState] = {}
+        self._prefills: dict[str, tuple[int, bool]] = {}
+        """Number of prompt tokens, and True if it is seeded, of each request without a first
+        token."""
         self._scheduled_drafts: dict[str, list[int]] = {}
         self._num_dropped: dict[str, int] = {}
         """Placeholder drafts removed from the step, by request."""
@@ -165,8 +160,7 @@ class PlainSteps:
         if joined - new.keys():  # resumed requests, whose contexts may be long
             self._controller.requests_joined()
         for name, request in new.items():
-            num_prompt_tokens = len(request.prompt_token_ids or ())
-            self._prefills[name] = _PrefillState(num_prompt_tokens, name in seeded)
+            self._prefills[name] = len(request.prompt_token_ids or ()), name in seeded
         return True
 
     def _note_prefills(self, scheduler_output) -> bool:
@@ -182,10 +176,9 @@ class PlainSteps:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
         done = {
-            name: state.has_seed
-            for name, state in self._prefills.items()
-            if name in scheduled
-            and computed.get(name, 0) + scheduled[name] >= state.num_prompt_tokens
+            name: has_seed
+            for name, (num_prompt_tokens, has_seed) in self._prefills.items()
+            if name in scheduled and computed.get(name, 0) + scheduled[name] >= num_prompt_tokens
         }
         for name in done:
             del self._prefills[name]

@@ -10,10 +10,7 @@ from dataclasses import replace
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import (
-    BUILTIN_LOGITS_PROCESSORS,
-    LogitsProcessors,
-)
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,

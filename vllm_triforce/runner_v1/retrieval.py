@@ -1,6 +1,7 @@
 """Level 2: the target with sparse attention over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,14 @@ class RetrievalLevel:
     again, so no approximate KV survives.
 
     Args:
+        model: target as loaded by vLLM.
         groups: vLLM's KV cache groups; all sparse layers are in one of them.
         attention: sparse attention of the platform.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         vllm_config,
         groups: list[KVGroup],
         attention: RaggedRetrievalAttention,
@@ -78,11 +80,7 @@ class RetrievalLevel:
             )
 
     def forward(
-        self,
-        batch: DraftBatch,
-        proposal: Proposal,
-        rows: list[int],
-        drafts: list[list[int]],
+        self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
     ) -> torch.Tensor:  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size]
         """Compute the logits after the last token of each of ``rows`` and after each draft."""
         feed, first_positions = [], []

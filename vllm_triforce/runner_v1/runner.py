@@ -6,6 +6,7 @@ sampler gets the draft distributions from ``runner_v1/draft_probs.py``.
 """
 
 import time
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -19,12 +20,13 @@ from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
-from vllm_triforce.runner_v1.build import BuiltSpeculator, LoadedModels
+from vllm_triforce.runner_v1.build import BuiltSpeculator
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
+from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.vllm_patches import swaps
 
 logger = init_logger("vllm.triforce")
@@ -44,14 +46,12 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._draft_model = draft_model
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
-        self._built: BuiltSpeculator | None = None
         self._requests: dict[str, object] = {}
         """Requests with state in the speculator, by id."""
-        self._outcome: tuple[list[int], list[list[int]]] | None = None
+        self._outcome: tuple[list[int], list[list[int]]] = [], []
         """Number of valid tokens and token ids of the step, per row."""
         self._num_scheduled_drafts: list[int] = []
         self._report = IntervalReport(config.log_interval)
-        self._steps: PlainSteps | None = None
 
     # Start-up, in the order of the calls.
 
@@ -88,13 +88,12 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         draft = getattr(self, "model", None)
         self._built = BuiltSpeculator(
-            self.vllm_config,
-            self.config,
-            LoadedModels(self._target, self.target_layers, draft, draft_layers),
+            SourceParts(self.vllm_config, self.config, draft, draft_layers, self.device),
+            self._target,
+            self.target_layers,
             kv_cache_config,
             self._runner.attn_groups,
             self._block_sizes,
-            self.device,
         )
         speculator, recorder = self._built.speculator, self._built.recorder
         self.backoff = speculator.controller.backoff
@@ -103,7 +102,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._batch = RunnerBatch(self._runner, self.config, recorder, disabled, self.device)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None:
-            self._built.speculator.level2.before_pass = self._adapters.before_pass
+            speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = PlainSteps(
             self._runner,
@@ -129,14 +128,14 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
 
     def _measure(self) -> Measurements:
         calibration = Calibration(
-            self._built,
+            self._built.speculator,
+            self.config,
             self._target,
             self.vllm_config,
             self._runner.attn_groups,
             self._block_sizes,
             self._num_blocks,
             self.device,
-            broadcast_from_first_rank,
         )
         with self._built.recorder.without_recording(), torch.inference_mode():
             return calibration.run()
@@ -173,7 +172,10 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 place = int(batch.num_tokens_no_spec[row]) - 1
                 newest_ids.append(requests[batch.req_ids[row]].get_token_id(place))
         self._outcome = counts, sampled
-        return self._int_tensor(newest_ids), self._int_tensor(counts)
+        return (
+            torch.tensor(newest_ids, dtype=torch.int32, device=self.device),
+            torch.tensor(counts, dtype=torch.int32, device=self.device),
+        )
 
     def prepare_inputs_padded(self, common_attn_metadata, spec_decode_metadata, valid_counts):
         """Compute each row's number of rejected tokens, as vLLM does.
@@ -181,14 +183,12 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         vLLM's second result, inputs of a draft's pass, is not needed.
         """
         self._num_scheduled_drafts = spec_decode_metadata.num_draft_tokens
-        counts, _ = self._outcome
         num_rejected = [
-            n + 1 - count if n else 0 for n, count in zip(self._num_scheduled_drafts, counts)
+            n + 1 - count if n else 0
+            for n, count in zip(self._num_scheduled_drafts, self._outcome[0])
         ]
-        return common_attn_metadata, None, self._int_tensor(num_rejected)
-
-    def _int_tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        rejected = torch.tensor(num_rejected, dtype=torch.int32, device=self.device)
+        return common_attn_metadata, None, rejected
 
     def propose(
         self,
@@ -203,8 +203,13 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         mm_embed_inputs=None,
         num_rejected_tokens_gpu=None,
         slot_mappings=None,
-    ) -> list[list[int]]:
-        """Propose draft tokens for each row of the batch, none where they would not pay."""
+    ) -> Any:
+        """Propose draft tokens for each row of the batch, none where they would not pay.
+
+        Returns:
+            Lists of token ids, as of vLLM's proposers on the host; its draft models return a
+            tensor.
+        """
         self._forget_finished()
         counts, sampled = self._outcome
         self._count_full_pass(counts)
@@ -229,9 +234,8 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         result: list[list[int]] = [[] for _ in counts]
         if rows:
             start = time.perf_counter()
-            sampling = self._batch.sampling(rows, sampling_metadata)
             batch = self._batch.draft_batch(
-                rows, computed, max_lens, num_rejected, sampled, counts, sampling
+                rows, computed, max_lens, num_rejected, sampled, counts, sampling_metadata
             )
             try:
                 with self._built.recorder.without_recording():
@@ -275,7 +279,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         disabled = self._built.speculator.disabled_requests
         is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
-            if proposal.probs is None or is_greedy[row] or request_id in disabled:
+            if is_greedy[row] or request_id in disabled:
                 # Level 3 compares the argmax; or a NaN ended the proposal early.
                 self._draft_probs.forget(request_id)
             else:

@@ -42,7 +42,7 @@ class TriForceSpeculator:
 
     def propose(self, batch: DraftBatch) -> Proposal:
         """Propose up to ``batch.max_num_tokens`` tokens for each request."""
-        proposal = Proposal.empty(len(batch), batch.sampling.all_greedy)
+        proposal = Proposal.empty(len(batch))
         matches = self.level1.find_matches(batch, proposal, list(range(len(batch))))
         choices = self._choose(batch, matches)
         proposal.num_planned = [choice.num_tokens for choice in choices]
@@ -83,14 +83,12 @@ class TriForceSpeculator:
         """Propose ``lengths[i]`` tokens for ``rows[i]`` by levels 1 and 2."""
         start = time.perf_counter()
         part = batch.take(rows, lengths)
-        greedy = proposal.probs is None
-        levels = LevelsV1(
-            part, greedy, self.level1, self.level2, self.noise, self.disabled_requests
-        )
+        levels = LevelsV1(part, self.level1, self.level2, self.noise, self.disabled_requests)
         observer = ObserverV1(part, self.level2, self.controller, self.counters, start)
         propose(levels, observer)
         observer.on_proposal_end()
-        proposal.put(rows, levels.proposal)
+        for row, token_ids, probs in zip(rows, levels.proposal.token_ids, levels.proposal.probs):
+            proposal.extend(row, token_ids, probs)
 
     def _propose_directly(
         self, batch: DraftBatch, proposal: Proposal, choices: list[Choice], matches: Matches
@@ -185,12 +183,26 @@ class ObserverV1(Observer):
         """Count a round; report its acceptance and, if it is typical, its time."""
         level1_draft = draft.draft
         self._counters.add_inner_round(level1_draft.token_ids, verified.num_accepted)
-        if self._controller.chooses:
-            self._observe_acceptance(rows, draft, verified.num_accepted)
-            if not (
-                self._is_first or level1_draft.starts_window or level1_draft.num_catch_up_tokens
+        if (costs := self._controller.measured) is not None:
+            lengths = list(map(len, level1_draft.token_ids))
+            for row, source, confidence, length, accepted in zip(
+                rows, draft.sources, draft.confidences, lengths, verified.num_accepted
             ):
-                self._observe_times(rows, draft)
+                self._controller.acceptance.observe_round(
+                    self._batch.request_ids[row], source, confidence, length, accepted
+                )
+            reads_window = level1_draft.starts_window or level1_draft.num_catch_up_tokens
+            if not (self._is_first or reads_window):
+                costs.observe_round(
+                    len(rows),
+                    max(lengths),
+                    [length for length, model in zip(lengths, draft.with_model) if model],
+                    sum(lengths) + len(rows),
+                    self._batch.sampling.all_greedy,
+                    self._seconds["level 1"],
+                    self._seconds["level 2"],
+                    self._seconds["verification"],
+                )
         self._is_first = False
         self._is_typical = self._is_typical and not level1_draft.starts_window
         self._num_catch_up_tokens += level1_draft.num_catch_up_tokens
@@ -201,25 +213,3 @@ class ObserverV1(Observer):
             self._controller.forget_plan()
         elif self._num_catch_up_tokens:
             self._controller.reads_window(self._num_catch_up_tokens)
-
-    def _observe_acceptance(self, rows, draft: RoutedDraft, num_accepted: list[int]) -> None:
-        for row, source, confidence, token_ids, accepted in zip(
-            rows, draft.sources, draft.confidences, draft.draft.token_ids, num_accepted
-        ):
-            name = self._batch.request_ids[row]
-            self._controller.acceptance.observe_round(
-                name, source, confidence, len(token_ids), accepted
-            )
-
-    def _observe_times(self, rows, draft: RoutedDraft) -> None:
-        lengths = list(map(len, draft.draft.token_ids))
-        self._controller.measured.observe_round(
-            len(rows),
-            max(lengths),
-            [length for length, with_model in zip(lengths, draft.with_model) if with_model],
-            sum(lengths) + len(rows),
-            self._batch.sampling.all_greedy,
-            self._seconds["level 1"],
-            self._seconds["level 2"],
-            self._seconds["verification"],
-        )

@@ -11,24 +11,27 @@ import torch
 
 from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import (
-    NAN_TOKEN,
-    greedy_tokens,
-    has_nan,
-    token_distribution,
-)
+from vllm_triforce.runner_v1.sampling import NAN_TOKEN, greedy_tokens, has_nan, token_distribution
 
 
 @dataclass
 class Verified:
     """Tokens that a round adds to the proposal: at least one per row without a NaN."""
 
-    token_ids: list[list[int]]
-    probs: list[list[torch.Tensor]]
+    token_ids: list[list[int]] = field(default_factory=list)
+    probs: list[list[torch.Tensor]] = field(default_factory=list)
     """Level 2's distribution at each token, [vocab_size]; empty lists if all rows are greedy."""
-    num_accepted: list[int]
+    num_accepted: list[int] = field(default_factory=list)
     nan_rows: list[int] = field(default_factory=list)
     """Rows with a NaN in their logits. Nothing is added to them."""
+
+    def add_row(self, token_ids: list[int], probs: list[torch.Tensor]) -> None:
+        """Append a row's accepted tokens and the token after them; none for a row with a NaN."""
+        if not token_ids:
+            self.nan_rows.append(len(self.token_ids))
+        self.token_ids.append(token_ids)
+        self.probs.append(probs)
+        self.num_accepted.append(max(0, len(token_ids) - 1))
 
 
 def verify(
@@ -45,23 +48,19 @@ def verify(
         draft_probs: [vocab_size], per row and token, the distribution it was drawn from. None, for
             a row or for all rows, if the distributions are one-hot.
     """
-    lengths = [len(tokens) + 1 for tokens in drafts]
     if sampling.all_greedy:
-        return _verify_greedy(drafts, greedy_tokens(logits).tolist(), lengths)
+        return _verify_greedy(drafts, greedy_tokens(logits).tolist())
+    lengths = [len(tokens) + 1 for tokens in drafts]
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     probs = token_distribution(logits, sampling.take(owners))
     nan_rows = {owner for owner, nan in zip(owners, has_nan(probs)) if nan}
-    target_probs = probs.split(lengths)
-    result = Verified([], [], [], sorted(nan_rows))
-    for row, tokens in enumerate(drafts):
-        if row in nan_rows:
-            _add_nothing(result)
-            continue
-        row_probs = None if draft_probs is None else draft_probs[row]
-        token_ids = verify_row(tokens, row_probs, target_probs[row], row, noise)
-        result.token_ids.append(token_ids)
-        result.probs.append(list(target_probs[row][: len(token_ids)]))
-        result.num_accepted.append(len(token_ids) - 1)
+    result = Verified()
+    for row, (tokens, target_probs) in enumerate(zip(drafts, probs.split(lengths))):
+        token_ids: list[int] = []
+        if row not in nan_rows:
+            row_probs = None if draft_probs is None else draft_probs[row]
+            token_ids = verify_row(tokens, row_probs, target_probs, row, noise)
+        result.add_row(token_ids, list(target_probs[: len(token_ids)]))
     return result
 
 
@@ -98,28 +97,16 @@ def residual(
     return remainder if bool(remainder.any()) else target
 
 
-def _add_nothing(result: Verified) -> None:
-    """Append an empty row."""
-    result.token_ids.append([])
-    result.probs.append([])
-    result.num_accepted.append(0)
-
-
-def _verify_greedy(drafts: list[list[int]], best: list[int], lengths: list[int]) -> Verified:
+def _verify_greedy(drafts: list[list[int]], best: list[int]) -> Verified:
     """Accept draft tokens while they equal level 2's argmax, on lists: tensors would be slower."""
-    result = Verified([], [], [])
-    start = 0
-    for row, (tokens, length) in enumerate(zip(drafts, lengths)):
-        argmax = best[start : start + length]
-        start += length
+    result, start = Verified(), 0
+    for tokens in drafts:
+        argmax = best[start : start + len(tokens) + 1]
+        start += len(argmax)
         if NAN_TOKEN in argmax:
-            result.nan_rows.append(row)
-            _add_nothing(result)
+            result.add_row([], [])
             continue
-        num_accepted = 0
-        while num_accepted < len(tokens) and tokens[num_accepted] == argmax[num_accepted]:
-            num_accepted += 1
-        result.token_ids.append([*tokens[:num_accepted], argmax[num_accepted]])
-        result.probs.append([])
-        result.num_accepted.append(num_accepted)
+        agrees = [token == target for token, target in zip(tokens, argmax)]
+        num_accepted = (*agrees, False).index(False)
+        result.add_row(argmax[: num_accepted + 1], [])
     return result

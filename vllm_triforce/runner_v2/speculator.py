@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_triforce.attention.platforms import platform_for
-from vllm_triforce.attention.query_recorder import NullRecorder
+from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
@@ -164,7 +164,7 @@ class PlainSpeculatorV2(SpeculatorV2):
         attention_class(
             layers,
             builder,
-            NullRecorder(),
+            Recorder(),
             offload.make_host_layers({}, self._counts.sums),
         )
 

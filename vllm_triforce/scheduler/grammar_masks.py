@@ -5,8 +5,7 @@ With speculation configured, vLLM's ``StructuredOutputManager`` allocates a bitm
 reads ``num_speculative_tokens`` from its config. Here that config returns a value for each step.
 """
 
-from typing import Any
-
+from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -21,12 +20,8 @@ class _StepConfig:
         return getattr(self._vllm_config, name)
 
 
-class GrammarMaskMixin:
+class GrammarMaskMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: steps without drafts fill bitmasks as without speculation."""
-
-    # Attributes of vLLM's scheduler.
-    vllm_config: Any
-    structured_output_manager: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -38,10 +33,10 @@ class GrammarMaskMixin:
             return None
         num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
-        # vLLM allocates 1 + this many masks for each of ``max_num_seqs`` requests.
+        # vLLM allocates one mask more than this number for each of ``max_num_seqs`` requests.
         self._step_config.num_speculative_tokens = -(-num_drafts // max_num_seqs)
         manager = self.structured_output_manager
         masks = manager._grammar_bitmask
         if masks is not None and len(masks) < max_num_seqs + num_drafts:
             swaps.GRAMMAR_MASKS.set(manager, None)
-        return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        return super().get_grammar_bitmask(scheduler_output)

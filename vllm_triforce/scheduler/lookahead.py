@@ -2,7 +2,7 @@
 
 With speculation configured, stock vLLM reserves ``num_speculative_tokens`` slots for every request
 and preempts others for them. Here a step is scheduled as without speculation. Afterwards, requests
-that propose borrow free blocks for as many tokens as they may propose. Before the next step, blocks
+that propose borrow free blocks for the tokens that they may propose. Before the next step, blocks
 and drafts are taken back if plain tokens need the room. Workers drop these blocks too
 (``blocks_kept()``).
 
@@ -16,9 +16,10 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 from vllm.v1.request import RequestStatus
+
+from vllm_triforce.scheduler import SchedulerBase
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
 _ATTRIBUTE = "triforce_blocks_kept"
@@ -29,24 +30,8 @@ def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
     return getattr(scheduler_output, _ATTRIBUTE, {})
 
 
-class LookaheadMixin:
+class LookaheadMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: drafts never take KV blocks that other requests need."""
-
-    # Attributes of vLLM's scheduler.
-    vllm_config: Any
-    requests: dict[str, Any]
-    running: list[Any]
-    waiting: Any
-    kv_holding_waiting: Any
-    num_waiting_for_streaming_input: int
-    connector: Any
-    kv_cache_manager: Any
-    num_spec_tokens: int
-    max_num_running_reqs: int
-    max_num_active_reqs: int
-    max_num_scheduled_tokens: int
-    max_model_len: int
-    dynamic_sd_lookup: list[int] | None
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +58,7 @@ class LookaheadMixin:
         """Count blocks without slots for drafts, which may lie beyond ``max_model_len``."""
         num_spec_tokens, self.num_spec_tokens = self.num_spec_tokens, 0
         try:
-            return super()._request_remaining_blocks(request)  # type: ignore[misc]
+            return super()._request_remaining_blocks(request)
         finally:
             self.num_spec_tokens = num_spec_tokens
 
@@ -99,9 +84,7 @@ class LookaheadMixin:
         if not self._borrowers:
             return {}
         kept: dict[str, tuple[int, ...]] = {}
-        num_lent = sum(
-            self._num_lent(request, request.num_computed_tokens) for request in borrowers
-        )
+        num_lent = sum(self._num_lent(r, r.num_computed_tokens) for r in borrowers)
         needed = self._num_needed(self._num_free + num_lent)
         if self.connector is not None:
             self._look_ahead_beside_connector(needed)
@@ -239,9 +222,7 @@ class LookaheadMixin:
         Args:
             num_available: free blocks; requests that need more than remain are not admitted.
         """
-        needed = sum(
-            self._num_missing(request, self._plain_end(request)) for request in self.running
-        )
+        needed = sum(self._num_missing(r, self._plain_end(r)) for r in self.running)
         num_active = len(self.running) + self.num_waiting_for_streaming_input
         ready = (
             request
@@ -293,11 +274,8 @@ def _announce(scheduler_output, name: str, block_ids: tuple[list[int], ...]) -> 
     cached.new_block_ids[index] = block_ids
 
 
-class PrefixCacheMixin:
+class PrefixCacheMixin(SchedulerBase):
     """Mixin for ``Scheduler``: caches the blocks that a step's accepted tokens filled."""
-
-    # Attributes of vLLM's scheduler.
-    kv_cache_manager: Any
 
     def _update_request_with_output(self, request, new_token_ids, is_stale=False):
         new_token_ids, stopped = super()._update_request_with_output(

@@ -1,8 +1,8 @@
 """Corrections of vLLM's speculation metrics (``vllm:spec_decode_*``) and of level 3's counters.
 
-``PaddingStatsMixin``: an asynchronous scheduler has as many tokens verified as were planned, and
-pads shorter proposals. vLLM counts the padding as drafted, and as accepted where the target emits
-the padding token. The report in the same output gives the true lengths (``core/plan.py``).
+``PaddingStatsMixin``: an asynchronous scheduler pads proposals to their planned lengths. vLLM
+counts the padding as drafted, and as accepted where the target emits the padding token. The report
+in the same output gives the true lengths (``core/plan.py``).
 
 ``OutcomeStatsMixin``: a request may leave during a step, because its client has gone or the front
 end found a stop string. vLLM then discards the step's tokens and leaves them out of its metrics.
@@ -15,17 +15,14 @@ from typing import Any
 from vllm_triforce.core.plan import plan_of, report_of
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.scheduler import SchedulerBase
 
 
-class PaddingStatsMixin:
+class PaddingStatsMixin(SchedulerBase):
     """Mixin for asynchronous schedulers: vLLM's speculation metrics leave out padding.
 
     If a step's report is missing, vLLM's counts stand.
     """
-
-    # Attributes of vLLM's scheduler.
-    requests: dict[str, Any]
-    spec_decode_metrics_level: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -88,20 +85,17 @@ class PaddingStatsMixin:
         """Snapshot vLLM's per-request metrics before the step is counted.
 
         Returns:
-            For each verified request: its metrics object, its number of proposed tokens, and copies
+            For each verified request: the metrics object, the number of proposed tokens, and copies
             of the histogram of accepted tokens and of the number of drafted tokens.
         """
-        snapshots = []
-        for name, proposed in self._verified.items():
-            metrics = getattr(self.requests.get(name), "spec_decode_metrics", None)
-            if metrics is not None:
-                snapshots.append(
-                    (metrics, proposed, list(metrics.histogram), metrics.num_draft_tokens)
-                )
-        return snapshots
+        return [
+            (metrics, proposed, list(metrics.histogram), metrics.num_draft_tokens)
+            for name, proposed in self._verified.items()
+            if (metrics := getattr(self.requests.get(name), "spec_decode_metrics", None))
+        ]
 
     def _recount(self, metrics, proposed: int, histogram: list[int], num_drafted: int) -> None:
-        """Replace what vLLM just counted for a request by its counts without padding.
+        """Replace the counts that vLLM just added for a request by those without padding.
 
         The request may have left already; its output holds the same metrics object.
         """
@@ -125,7 +119,7 @@ _OUTCOMES = (
 )
 
 
-class OutcomeStatsMixin:
+class OutcomeStatsMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does."""
 
     _outcomes = LevelCounters()
@@ -160,16 +154,12 @@ class OutcomeStatsMixin:
         )
 
 
-class RequestMetricsMixin:
+class RequestMetricsMixin(SchedulerBase):
     """Outermost mixin for vLLM's schedulers: sends metrics of requests with stop strings early.
 
     vLLM sends per-request metrics with a request's last output. A stop string is found by the front
     end, in any output, so all outputs of such a request carry metrics.
     """
-
-    # Attributes of vLLM's scheduler.
-    requests: dict[str, Any]
-    spec_decode_metrics_level: Any
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -177,7 +167,7 @@ class RequestMetricsMixin:
             for client_outputs in outputs.values():
                 for output in client_outputs.outputs:
                     request = self.requests.get(output.request_id)
-                    if request is not None and request.sampling_params.stop:
+                    if request and (params := request.sampling_params) and params.stop:
                         # A copy: a thread encodes outputs while later steps change the request's.
                         output.spec_decode_metrics = copy.deepcopy(request.spec_decode_metrics)
         return outputs

@@ -10,8 +10,9 @@ from collections.abc import Collection
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_triforce.config.keys import METHOD
+from vllm_triforce.config import read_config
 from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
+from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
 from vllm_triforce.scheduler.placeholders import drop_placeholders
@@ -29,7 +30,7 @@ def attach_drafts(output, runner, expects_proposals: bool):
     return output
 
 
-class DraftCarrierMixin:
+class DraftCarrierMixin(SchedulerBase):
     """Mixin for schedulers: takes the drafts from a step's output."""
 
     has_drafts_of_step = False
@@ -60,7 +61,7 @@ class TriForceScheduler(
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._min_context = self.vllm_config.additional_config[METHOD]["min_context"]
+        self._min_context = read_config(self.vllm_config)[0].min_context
 
     def _update_after_schedule(self, scheduler_output) -> None:
         # ``LookaheadMixin`` prevents placeholders; a newer vLLM may add some for other reasons.

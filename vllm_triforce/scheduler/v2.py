@@ -13,18 +13,17 @@ The report also names requests whose logits had a NaN; they get no further plans
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import SOURCES
-from vllm_triforce.config.keys import METHOD
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
-from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
+from vllm_triforce.core.eligibility import decodes_plainly, is_greedy, sampling_seed
 from vllm_triforce.core.plan import (
     RequestPlan,
     StepPlan,
@@ -34,40 +33,22 @@ from vllm_triforce.core.plan import (
     plan_of,
     report_of,
 )
-from vllm_triforce.core.sampling import GREEDY_EPSILON
+from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, RequestMetricsMixin
 
 
-@dataclass
-class _Output:
-    """Time and requests of the last output."""
-
-    at: float
-    request_ids: frozenset[str]
-
-
-class StepPlanMixin:
+class StepPlanMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: each step carries its plan."""
 
     clock = staticmethod(time.perf_counter)
-
-    # Attributes of vLLM's scheduler.
-    vllm_config: Any
-    requests: dict[str, Any]
-    running: list[Any]
-    num_spec_tokens: int
-    max_num_running_reqs: int
-    max_model_len: int
     _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
     """``LookaheadMixin._lend()``."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        keys = dict(self.vllm_config.additional_config[METHOD])
-        keys.pop("draft_model")
-        self._config = config = ResolvedConfig.from_dict(keys)
+        self._config = config = read_config(self.vllm_config)[0]
         self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
         self._with_slots: set[str] = set()
         """Ids of requests with a slot of the worker's, kept until they end or lose their blocks."""
@@ -82,7 +63,8 @@ class StepPlanMixin:
                 lambda: self.clock(),
             )
         self._num_steps = 0
-        self._last: _Output | None = None
+        # Time and request ids of the last output.
+        self._last_time, self._last_ids = 0.0, frozenset[str]()
         self._decided_on: set[str] = set()
 
     # Before a step.
@@ -92,58 +74,60 @@ class StepPlanMixin:
         self._disabled &= self.requests.keys()
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
         names = scheduler_output.num_scheduled_tokens
-        able = {}
+        max_tokens = {}
         if len(names) <= self._config.max_batch:
-            able = {name: most for name in names if (most := self._most(self.requests[name]))}
-        plan = self._with_room(scheduler_output, self._plan(able, len(names) - len(able)))
+            lengths = {name: self._max_tokens(self.requests[name]) for name in names}
+            max_tokens = {name: length for name, length in lengths.items() if length}
+        plan = self._plan(max_tokens, len(names) - len(max_tokens))
+        plan = self._fit_to_blocks(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for name in names:
             request = self.requests[name]
             if request.spec_token_ids:
-                its = plan.proposing.get(name)
-                request.spec_token_ids = request.spec_token_ids[: its.num_tokens if its else 0]
+                num_tokens = plan.proposing[name].num_tokens if name in plan.proposing else 0
+                request.spec_token_ids = request.spec_token_ids[:num_tokens]
 
-    def _with_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
+    def _fit_to_blocks(self, scheduler_output, plan: StepPlan) -> StepPlan:
         """Shorten the plan to the free KV blocks.
 
         Seeded requests come first: their proposals must not depend on other requests.
         """
-        has_seed = {
-            name: sampling_seed(self.requests[name].sampling_params) is not None
-            for name in plan.proposing
-        }
-        wanted = {
-            name: plan.proposing[name].num_tokens
-            for name in sorted(has_seed, key=has_seed.__getitem__, reverse=True)
-        }
+
+        def has_no_seed(name: str) -> bool:
+            return sampling_seed(self.requests[name].sampling_params) is None
+
+        names = sorted(plan.proposing, key=has_no_seed)
+        wanted = {name: plan.proposing[name].num_tokens for name in names}
         lent = self._lend(scheduler_output, wanted)
         if lent == wanted:
             return plan
         proposing = {
-            name: replace(its, num_tokens=lent[name])
-            for name, its in plan.proposing.items()
+            name: replace(request_plan, num_tokens=lent[name])
+            for name, request_plan in plan.proposing.items()
             if lent[name]
         }
         return replace(plan, proposing=proposing)
 
-    def _plan(self, able: Mapping[str, int], num_plain: int) -> StepPlan:
+    def _plan(self, max_tokens: Mapping[str, int], num_plain: int) -> StepPlan:
         """Plan the step's proposals.
 
         Args:
-            able: maximum tokens to propose, by request id.
+            max_tokens: maximum tokens to propose, by request id.
             num_plain: number of the step's other requests.
         """
         if self._decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
-            fixed = {most: fixed_plan(self._config, most) for most in set(able.values())}
-            proposing = {name: fixed[most] for name, most in able.items()}
+            fixed = {length: fixed_plan(self._config, length) for length in max_tokens.values()}
+            proposing = {name: fixed[length] for name, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
         for name in self._decided_on - self.requests.keys():
             self._decisions.release(name)
         self._decided_on &= self.requests.keys()
-        self._decided_on.update(able)
+        self._decided_on.update(max_tokens)
         number, chosen = self._decisions.decide(
-            list(able), lambda name: self._candidate(self.requests[name], able[name]), num_plain
+            list(max_tokens),
+            lambda name: self._candidate(self.requests[name], max_tokens[name]),
+            num_plain,
         )
         proposing = {
             name: RequestPlan(choice.route, choice.num_tokens, rounds)
@@ -151,7 +135,7 @@ class StepPlanMixin:
         }
         return StepPlan(number, proposing, tuple(self._disabled))
 
-    def _most(self, request) -> int:
+    def _max_tokens(self, request) -> int:
         """Return the maximum tokens that a request may propose in the step just scheduled."""
         # ``num_computed_tokens`` is an upper bound: tokens in flight may be rejected.
         if (
@@ -161,13 +145,13 @@ class StepPlanMixin:
             or decodes_plainly(request.sampling_params)
         ):
             return 0
-        most = self.num_spec_tokens
+        max_tokens = self.num_spec_tokens
         if sampling_seed(request.sampling_params) is None:
             # This step and the next one each add at least one token beside the proposal. The
             # count of tokens left depends on when outputs arrive. A seeded request must not depend
             # on that, so only the device limits its proposals.
-            most = min(most, self._num_left(request) - 2)
-        return most if most > 0 and self._has_slot(request.request_id) else 0
+            max_tokens = min(max_tokens, self._num_left(request) - 2)
+        return max_tokens if max_tokens > 0 and self._has_slot(request.request_id) else 0
 
     def _has_slot(self, request_id: str) -> bool:
         """True if the request has a slot of the worker's, or gets a free one now."""
@@ -175,16 +159,16 @@ class StepPlanMixin:
             self._with_slots.add(request_id)
         return request_id in self._with_slots
 
-    def _candidate(self, request, most: int) -> Candidate:
+    def _candidate(self, request, max_tokens: int) -> Candidate:
         params = request.sampling_params
         return Candidate(
             request.request_id,
             request.num_computed_tokens,
-            most,
+            max_tokens,
             # Only the device knows the number of matches.
-            {name: 0 for name in self._config.sources},
+            dict.fromkeys(self._config.sources, 0),
             sampling_seed(params) is not None,
-            params.temperature < GREEDY_EPSILON,
+            is_greedy(params),
             num_left=self._num_left(request),
         )
 
@@ -196,52 +180,40 @@ class StepPlanMixin:
     # After a step.
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        report = report_of(model_runner_output)
+        plan, report = plan_of(scheduler_output), report_of(model_runner_output)
         if report is not None:
             self._disabled.update(report.disabled)
-        if self._decisions is not None:
-            self._learn(self._decisions, scheduler_output, model_runner_output, report)
+        has_tokens = bool(scheduler_output.num_scheduled_tokens)
+        if self._decisions is not None and plan is not None and has_tokens:
+            if report is not None and report.measured is not None:
+                self._decisions.controller.start(CostModel(report.measured))
+            outcomes = {}
+            if report is not None and report.number == plan.number - 1:
+                drafts = scheduler_output.scheduled_spec_decode_tokens
+                outcomes = _outcomes(report, drafts, model_runner_output)
+            self._decisions.ended(self._step_seen(scheduler_output, plan.number, outcomes))
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _learn(
-        self,
-        decisions: AsyncController,
-        scheduler_output,
-        model_runner_output,
-        report: StepReport | None,
-    ) -> None:
-        """Pass a step's duration and the outcomes of its proposals to the controller."""
-        plan = plan_of(scheduler_output)
-        now, last = self.clock(), self._last
+    def _step_seen(self, scheduler_output, number: int, outcomes: dict[str, Outcome]) -> StepSeen:
+        """Describe a step, whose output has just arrived, to the controller."""
         scheduled = scheduler_output.num_scheduled_tokens
-        if not scheduled or plan is None:
-            return
-        if report is not None and report.measured is not None:
-            decisions.controller.start(CostModel(report.measured))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        self._last = _Output(now, frozenset(scheduled))
+        last_time, last_ids = self._last_time, self._last_ids
+        self._last_time, self._last_ids = self.clock(), frozenset(scheduled)
         tokens = [scheduled[name] for name in cached.req_ids]
         decodes = [1 + len(drafts.get(name, ())) for name in cached.req_ids]
         alive = [self.requests[name] for name in cached.req_ids if name in self.requests]
-        is_comparable = (
-            last is not None
-            and last.request_ids == scheduled.keys() == set(cached.req_ids)
+        return StepSeen(
+            number,
+            tokens,
+            cached.num_computed_tokens,
+            all(is_greedy(request.sampling_params) for request in alive),
+            self._last_time - last_time if last_ids else 0.0,
+            outcomes,
+            is_comparable=last_ids == scheduled.keys() == set(cached.req_ids)
             and tokens == decodes
-            and len(alive) == len(tokens)
-        )
-        decisions.ended(
-            StepSeen(
-                plan.number,
-                tokens,
-                cached.num_computed_tokens,
-                all(request.sampling_params.temperature < GREEDY_EPSILON for request in alive),
-                now - last.at if last is not None else 0.0,
-                _outcomes(report, drafts, model_runner_output)
-                if report is not None and report.number == plan.number - 1
-                else {},
-                is_comparable,
-            )
+            and len(alive) == len(tokens),
         )
 
 
@@ -290,4 +262,4 @@ class TriForceAsyncSchedulerV2(
     GrammarMaskMixin,
     AsyncScheduler,
 ):
-    """Asynchronous scheduler: has as many tokens verified as were planned, proposed or not."""
+    """Asynchronous scheduler: each step verifies the planned number of tokens, with padding."""

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from vllm_triforce.selection.policy import SelectionPolicy, Summary
 
 POLICIES = Registry(
-    __name__,
-    base=("policy", "SelectionPolicy"),
-    group="vllm_triforce.selection_policies",
+    __name__, base=("policy", "SelectionPolicy"), group="vllm_triforce.selection_policies"
 )
 
 __all__ = ["POLICIES", "SelectionPolicy", "Summary"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import is_refusal, print_refusals_alone, refusing
-from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.patch import patch
 
 # vLLM's flags for speculation: attribute of EngineArgs, and key of speculative_config.
 FLAGS = {
@@ -14,6 +14,9 @@ FLAGS = {
     "--spec-model": ("spec_model", "model"),
     "--spec-tokens": ("spec_tokens", "num_speculative_tokens"),
 }
+
+# Conditions of the ledger under which patches can be deleted.
+REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
 
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
@@ -23,6 +26,12 @@ _CLI_HELP = (
 )
 
 
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    "parser",
+    why="adds `--speculative-model triforce`, and `triforce` to the choices of `--spec-method`",
+    until=REGISTRY,
+)
 def _wrap_add_cli_args(original):
     def add_cli_args(parser, *args, **kwargs):
         parser = original(parser, *args, **kwargs)
@@ -36,6 +45,13 @@ def _wrap_add_cli_args(original):
     return add_cli_args
 
 
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+    "cls, args",
+    why="turns the flag into `speculative_config`; an engine with a refused setting ends with its "
+    "message alone, without a traceback",
+    until=REGISTRY,
+)
 def _wrap_from_cli_args(original):
     def from_cli_args(cls, args):
         engine_args = original(cls, args)
@@ -45,8 +61,8 @@ def _wrap_from_cli_args(original):
         if is_flag_given:
             with refusing():
                 engine_args.speculative_config = _keys_beside_flag(engine_args)
-            # Several API servers build their engine arguments from these in processes of their
-            # own, which load plugins, this one too, only while they do so.
+            # With several API servers, each process builds its engine arguments from ``args``. It
+            # loads plugins only while it does so.
             args.speculative_config = engine_args.speculative_config
         return engine_args
 
@@ -128,27 +144,3 @@ def name_flags_in_refusals(engine_args) -> Iterator[None]:
         if is_refusal(error) and named and not text.startswith("--"):
             error.args = (f"{named[0]}: {text}",)
         raise
-
-
-_REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
-_ARGS = ("vllm.engine.arg_utils", "EngineArgs")
-
-PATCHES = [
-    Patch(
-        *_ARGS,
-        "add_cli_args",
-        _wrap_add_cli_args,
-        ("parser",),
-        why="adds `--speculative-model triforce`, and `triforce` to what `--spec-method` takes",
-        until=_REGISTRY,
-    ),
-    Patch(
-        *_ARGS,
-        "from_cli_args",
-        _wrap_from_cli_args,
-        ("cls", "args"),
-        why="turns the flag into `speculative_config`; a refusal that ends the process is printed "
-        "as its sentence",
-        until=_REGISTRY,
-    ),
-]

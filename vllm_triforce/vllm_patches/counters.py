@@ -2,9 +2,19 @@
 
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics import carrier
-from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.patch import patch
+
+_UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
 
 
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    "self, scheduler_output, model_runner_output",
+    why="puts the counters attached to a worker's output into `SchedulerStats`, as `triforce:...` "
+    "keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by type, and this field "
+    "accepts any key",
+    until=_UNTIL,
+)
 def _into_scheduler_stats(original):
     def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
@@ -15,6 +25,13 @@ def _into_scheduler_stats(original):
     return update_from_output
 
 
+@patch(
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+    None,
+    why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` does not "
+    "serve: its presence turns statistics on under `--disable-log-stats`",
+    until=_UNTIL,
+)
 def _with_prometheus(original):
     def __init__(self, vllm_config, *args, **kwargs):
         original(self, vllm_config, *args, **kwargs)
@@ -28,6 +45,12 @@ def _with_prometheus(original):
     return __init__
 
 
+@patch(
+    "vllm.v1.metrics.loggers:StatLoggerManager.record",
+    "self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx",
+    why="takes the counters out again before any logger of vLLM sees them",
+    until=_UNTIL,
+)
 def _out_of_scheduler_stats(original):
     def record(self, *args, **kwargs):
         # Managers of stock engines, or created before this patch, lack the attribute.
@@ -44,40 +67,3 @@ def _observe(
     """Move our counters from the arguments of ``record()`` to Prometheus."""
     if scheduler_stats and (added := carrier.take(scheduler_stats)):
         prometheus.observe(added, engine_idx or 0)
-
-
-_UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
-_LOGGERS = "vllm.v1.metrics.loggers"
-
-PATCHES = [
-    Patch(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler",
-        "update_from_output",
-        _into_scheduler_stats,
-        ("self", "scheduler_output", "model_runner_output"),
-        why="puts the counters that a worker sent with its output into `SchedulerStats`, as "
-        "`triforce:...` keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by "
-        "type, and this is a field that lets them through",
-        until=_UNTIL,
-    ),
-    Patch(
-        _LOGGERS,
-        "StatLoggerManager",
-        "__init__",
-        _with_prometheus,
-        None,
-        why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` is no "
-        "way: its mere presence turns statistics on under `--disable-log-stats`",
-        until=_UNTIL,
-    ),
-    Patch(
-        _LOGGERS,
-        "StatLoggerManager",
-        "record",
-        _out_of_scheduler_stats,
-        ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
-        why="takes the counters out again before any logger of vLLM sees them",
-        until=_UNTIL,
-    ),
-]

@@ -14,14 +14,15 @@ from vllm.logger import init_logger
 from vllm_triforce.config import TriForceConfig, check_draft, checks
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.refusal import refusing
-from vllm_triforce.config.tag import mark
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
+    REGISTRY,
     merge_flags,
     name_flags_in_refusals,
     uses_triforce,
 )
-from vllm_triforce.vllm_patches.patch import Patch, install_in_engine
+from vllm_triforce.vllm_patches.patch import install_in_engine, patch
+from vllm_triforce.vllm_patches.stock_behavior import mark
 
 logger = init_logger("vllm.triforce")
 
@@ -102,6 +103,13 @@ def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
     return check_draft.read_draft_config(draft["model"], trust_remote_code, **pinned)
 
 
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    "self, usage_context, headless",
+    why='reads and checks our keys, stores them in `additional_config["triforce"]`, and sets '
+    "`worker_cls` and, unless the user chose one, `scheduler_cls`",
+    until=REGISTRY,
+)
 def _wrap_create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
         if not uses_triforce(self):
@@ -124,7 +132,7 @@ def _wrap_create_engine_config(original):
 
 
 def _prepare_args(engine_args) -> TriForceConfig:
-    """Check what needs no vLLM config, and put our keys into ``additional_config``."""
+    """Run the checks that need no vLLM config, and put our keys into ``additional_config``."""
     checks.check_vllm_version()
     install_in_engine()
     engine_args.speculative_config = merge_flags(engine_args)
@@ -141,6 +149,12 @@ def _prepare_args(engine_args) -> TriForceConfig:
     return config
 
 
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+    "self, target_model_config, target_parallel_config",
+    why="passes `draft_model` to `SpeculativeConfig`, which forbids unknown methods and keys",
+    until=REGISTRY,
+)
 def _wrap_create_speculative_config(original):
     def create_speculative_config(self, *args, **kwargs):
         if not uses_triforce(self):
@@ -154,7 +168,7 @@ def _wrap_create_speculative_config(original):
         with refusing():
             _set_stock_config(self, target_model_config, target_parallel_config)
         speculative_config = original(self, target_model_config, target_parallel_config)
-        if has_draft:  # else vLLM got the target in its place
+        if has_draft:  # else vLLM got the target in the draft's place
             with refusing():
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
         # Level 1 runs over a window, so the draft's context length is no limit.
@@ -261,27 +275,3 @@ def _choose_scheduler(vllm_config) -> None:
         scheduler_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
         uses_v2 = vllm_config.use_v2_model_runner
         scheduler_config.scheduler_cls = scheduler_v2 if uses_v2 else _SCHEDULER_V1
-
-
-_REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
-_ARGS = ("vllm.engine.arg_utils", "EngineArgs")
-
-PATCHES = [
-    Patch(
-        *_ARGS,
-        "create_engine_config",
-        _wrap_create_engine_config,
-        ("self", "usage_context", "headless"),
-        why='reads and checks our keys, leaves them in `additional_config["triforce"]`, swaps '
-        "`worker_cls` and, where needed, `scheduler_cls`",
-        until=_REGISTRY,
-    ),
-    Patch(
-        *_ARGS,
-        "create_speculative_config",
-        _wrap_create_speculative_config,
-        ("self", "target_model_config", "target_parallel_config"),
-        why="`SpeculativeConfig` forbids unknown methods and keys: it gets `draft_model`",
-        until=_REGISTRY,
-    ),
-]

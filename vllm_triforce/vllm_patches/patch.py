@@ -51,7 +51,7 @@ class Patch:
         return None
 
     def signature_mismatch(self) -> str | None:
-        """Describe how the original's parameters differ from the expected ones; None if equal."""
+        """Compare the original's parameters with the expected ones; None if they are equal."""
         original = self._original()
         if self.parameters is None or original is None:
             return None
@@ -100,7 +100,26 @@ def _like(original: Any, wrapped: Callable[..., Any]) -> Any:
 
 
 PATCHES: list[Patch] = []
-"""All patches of the package, which its ``__init__.py`` fills in."""
+"""All patches of the package, in the order of their modules' imports."""
+
+
+def patch(target: str, parameters: str | None, why: str, until: str):
+    """Register a patch, whose ``Patch.wrap`` is the decorated function.
+
+    Args:
+        target: ``MODULE:CLASS.ATTRIBUTE``, the attribute to wrap.
+        parameters: names of the original's parameters, separated by commas; None for any.
+        why, until: texts of the ledger.
+    """
+
+    def register(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]):
+        module, name = target.split(":")
+        owner, attribute = name.split(".")
+        names = None if parameters is None else tuple(parameters.split(", "))
+        PATCHES.append(Patch(module, owner, attribute, wrap, names, why, until))
+        return wrap
+
+    return register
 
 
 def missing(patches: list[Patch]) -> list[str]:

@@ -13,10 +13,30 @@
   discarded tokens for that of the next input, and keep the turn's last token.
 """
 
-from vllm_triforce.config.tag import is_triforce
-from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.cli_args import REGISTRY
+from vllm_triforce.vllm_patches.patch import patch
+
+# Tag of a SpeculativeConfig, pickled with it, so the front end, the engine and the workers see it.
+_TAG = "_is_triforce"
 
 
+def mark(speculative_config) -> None:
+    """Tag a ``SpeculativeConfig`` as TriForce's."""
+    object.__setattr__(speculative_config, _TAG, True)
+
+
+def is_triforce(speculative_config) -> bool:
+    """True if the config is tagged as TriForce's, not another method's."""
+    return getattr(speculative_config, _TAG, False)
+
+
+@patch(
+    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
+    "self",
+    why="for `draft_model` the scheduler keeps a token of a step's budget free per request, which "
+    "TriForce does not use: a prompt that just fits would be read in two steps",
+    until=REGISTRY,
+)
 def _reserve_no_slots(original):
     def max_num_new_slots_for_drafting(self) -> int:
         return 0 if is_triforce(self) else original(self)
@@ -24,6 +44,13 @@ def _reserve_no_slots(original):
     return max_num_new_slots_for_drafting
 
 
+@patch(
+    "vllm.v1.engine.core:EngineCore.post_step",
+    "self, model_executed",
+    why="with speculation, the engine core fetches drafts from the worker's process after every "
+    "step, with or without drafts. Model Runner V1's arrive with the step's output",
+    until="drafts are part of the output",
+)
 def _skip_fetching_drafts(original):
     def post_step(self, model_executed):
         if not getattr(self.scheduler, "has_drafts_of_step", False):
@@ -33,6 +60,12 @@ def _skip_fetching_drafts(original):
     return post_step
 
 
+@patch(
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
+    "self, speculative_config",
+    why="vLLM refuses `min_p` and `logit_bias` with any speculation; TriForce supports them",
+    until="vLLM's rejection sampler of Model Runner V1 applies them",
+)
 def _support_all_sampling_params(original):
     def _validate_spec_decode(self, speculative_config):
         if is_triforce(speculative_config):
@@ -42,56 +75,19 @@ def _support_all_sampling_params(original):
     return _validate_spec_decode
 
 
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
+    "self, request",
+    why="if a session's turn ends inside a run of accepted tokens, vLLM starts the next turn from "
+    "the KV of the discarded ones; see below",
+    until="vLLM sets the count back to the tokens that are kept",
+)
 def _keep_session_tokens(original):
     def _handle_stopped_request(self, request) -> bool:
         if request.resumable and is_triforce(self.vllm_config.speculative_config):
-            # Without speculation all tokens but the last are computed, beside those in flight.
+            # Without speculation all tokens are computed, except the last and those in flight.
             num_computed = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, num_computed)
         return original(self, request)
 
     return _handle_stopped_request
-
-
-PATCHES = [
-    Patch(
-        "vllm.sampling_params",
-        "SamplingParams",
-        "_validate_spec_decode",
-        _support_all_sampling_params,
-        ("self", "speculative_config"),
-        why="vLLM refuses `min_p` and `logit_bias` beside any speculation; we answer them",
-        until="vLLM's rejection sampler of Model Runner V1 applies them",
-    ),
-    Patch(
-        "vllm.config.speculative",
-        "SpeculativeConfig",
-        "max_num_new_slots_for_drafting",
-        _reserve_no_slots,
-        ("self",),
-        why="for `draft_model` the scheduler keeps a token of a step's budget free per request, "
-        "which TriForce does not use: a prompt that just fits would be read in two steps",
-        until="vLLM has a registry of out-of-tree speculative methods",
-    ),
-    Patch(
-        "vllm.v1.engine.core",
-        "EngineCore",
-        "post_step",
-        _skip_fetching_drafts,
-        ("self", "model_executed"),
-        why="once speculation is configured, the engine core fetches drafts from the worker after "
-        "every step: a message there and back between two processes, in steps without speculation "
-        "too. Model Runner V1's go with the step's output",
-        until="drafts are part of the output",
-    ),
-    Patch(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler",
-        "_handle_stopped_request",
-        _keep_session_tokens,
-        ("self", "request"),
-        why="where a turn of a session ends inside a run of accepted tokens, the next one went on "
-        "from the KV of tokens behind its end; see below",
-        until="vLLM sets the count back to the tokens that are kept",
-    ),
-]

@@ -47,17 +47,18 @@ class Swap:
 
 
 _OUT_OF_TREE = "an out-of-tree speculator can be named"
-_NO_HOOK = "the runner makes its own in `__init__` and has no hook"
+_NO_HOOK = "the runner creates its own in `__init__`, without a hook"
 _PLAIN_STEPS = (
     "a step without speculation takes stock vLLM's path, a batch without drafts skips the "
     "rejection sampler, and steps are timed for the controller"
 )
-_NOBODY_DRAFTS = "vLLM skips what drafting needs where nobody drafts"
-_PARAMETERS = "`min_p`, `logit_bias` and `logprob_token_ids` beside drafts (Runner V1)"
+_NO_DRAFTS = "vLLM skips the work for drafts in steps without any"
+_PARAMETERS = "`min_p`, `logit_bias` and `logprob_token_ids` with drafts (Runner V1)"
 _APPLIES_THEM = "vLLM's rejection sampler of Model Runner V1 applies them"
+_BY_STEP = "vLLM sizes and fills masks by the step's drafts"
 _THINKING_BUDGET = (
-    "vLLM's holder of `thinking_token_budget` lays out its rows by whether speculation is "
-    "configured: in a step without drafts it forces another request's token; see below"
+    "with speculation configured, vLLM forces another request's token for `thinking_token_budget` "
+    "in a step without drafts; see below"
 )
 _PLAIN_RULES = "vLLM forces the same tokens with speculation and without (Runner V2 does)"
 
@@ -66,48 +67,48 @@ SPECULATOR = Swap("GPUModelRunner (V2)", "speculator", _NO_HOOK, _OUT_OF_TREE)
 DRAFT_TOKENS_HANDLER = Swap(
     "GPUModelRunner (V2)",
     "draft_tokens_handler",
-    "it hands on how many tokens of each request were proposed",
+    "passes on the number of tokens that each request proposed",
     _OUT_OF_TREE,
 )
 VARLEN_DECODE = Swap(
     "CudaGraphManager (V2)",
     "varlen_decode",
-    "proposals are as long as was planned for each request: without graphs for any mix of lengths "
-    "such a batch would run piecewise, where stock vLLM has one graph",
+    "plans give requests proposals of different lengths: without graphs for mixed lengths such a "
+    "batch would run piecewise, where stock vLLM has one graph",
     "vLLM captures them wherever the attention allows it",
 )
 CUDAGRAPH_MANAGER = Swap(
     "GPUModelRunner (V2)",
     "cudagraph_manager",
-    "a subclass of vLLM's, of the same state: graphs for plain decoding record no queries, and are "
-    "not taken by a step behind which somebody selects",
+    "a subclass of vLLM's with the same state: graphs for plain decoding record no queries, so "
+    "steps before a selection do not use them",
     "never: part of the selection",
 )
 STRUCTURED_OUTPUTS = Swap(
     "GPUModelRunner (V2)",
     "structured_outputs_worker",
-    "a subclass of vLLM's, of the same state: masks for `max_speculating_seqs` requests with "
-    "drafts, where vLLM has them for `max_num_seqs`, 0.2 GiB with 1,024",
-    "vLLM makes masks as they are needed",
+    "a subclass of vLLM's with the same state: masks of drafts for `max_speculating_seqs` "
+    "requests, where vLLM allocates them for `max_num_seqs` (0.2 GiB with 1,024)",
+    "vLLM allocates masks when a step needs them",
 )
 GRAMMAR_CONFIG = Swap(
     "StructuredOutputManager",
     "vllm_config",
-    "vLLM's configuration with the step's `num_speculative_tokens`: by it vLLM sizes the masks of "
-    "grammars, and fills those of more than 128 requests in parallel only where it is 0",
-    "vLLM sizes and fills them by the step's drafts",
+    "vLLM's configuration with the step's `num_speculative_tokens`: vLLM sizes the masks of "
+    "grammars by it, and fills those of more than 128 requests in parallel only if it is 0",
+    _BY_STEP,
 )
 GRAMMAR_MASKS = Swap(
     "StructuredOutputManager",
     "_grammar_bitmask",
-    "None where a step has more drafts than it has room for: vLLM makes a larger one",
-    "vLLM sizes and fills them by the step's drafts",
+    "None if a step has more drafts than the masks have rows: vLLM then allocates larger ones",
+    _BY_STEP,
 )
 LAYER_IMPL = Swap(
     "Attention",
     "impl",
-    "a subclass of vLLM's: level 2 reads fewer blocks, and level 3's queries are kept",
-    "attention layers take a selection of blocks",
+    "a subclass of vLLM's: level 2 reads fewer blocks, and level 3's queries are recorded",
+    "attention layers accept a selection of blocks",
 )
 LAYER_CACHE = Swap(
     "Attention",
@@ -124,47 +125,47 @@ ALLOCATE_KV_CACHE = Swap(
 DRAFTER_LENGTH = Swap(
     "GPUModelRunner (V1)",
     "effective_drafter_max_model_len",
-    "Runner V1 stops drafting for the whole batch once one request passes it; ours decides per "
-    "request",
-    "the check is per request upstream",
+    "Runner V1 stops drafting for the whole batch when one request exceeds it; TriForce checks "
+    "each request",
+    "vLLM checks each request",
 )
 DRAFT_PROBS = Swap(
     "GPUModelRunner (V1)",
     "_get_spec_decode_draft_probs",
-    "vLLM keeps the distributions of one step's drafts, for all requests or none: a request that "
-    "has to wait a step costs the whole batch its own. Ours are kept by request, checked "
-    "(`runner_v1/draft_probs.py`) and laid out for what is verified",
+    "vLLM keeps the distributions of one step's drafts, for all requests or none, so one request "
+    "that waits a step loses those of the whole batch. Ours are kept by request, checked "
+    "(`runner_v1/draft_probs.py`), and ordered by the tokens to verify",
     "vLLM keeps them by request",
 )
-EXECUTE_MODEL = Swap("GPUModelRunner (V1)", "execute_model", _PLAIN_STEPS, _NOBODY_DRAFTS)
-SAMPLE_TOKENS = Swap("GPUModelRunner (V1)", "sample_tokens", _PLAIN_STEPS, _NOBODY_DRAFTS)
-SAMPLE = Swap("GPUModelRunner (V1)", "_sample", _PLAIN_STEPS, _NOBODY_DRAFTS)
+EXECUTE_MODEL = Swap("GPUModelRunner (V1)", "execute_model", _PLAIN_STEPS, _NO_DRAFTS)
+SAMPLE_TOKENS = Swap("GPUModelRunner (V1)", "sample_tokens", _PLAIN_STEPS, _NO_DRAFTS)
+SAMPLE = Swap("GPUModelRunner (V1)", "_sample", _PLAIN_STEPS, _NO_DRAFTS)
 SPECULATIVE_CONFIG = Swap(
     "GPUModelRunner (V1)",
     "speculative_config",
     "None during a step without speculation, which then takes stock vLLM's path",
-    _NOBODY_DRAFTS,
+    _NO_DRAFTS,
 )
 ACTIVE_LORAS = Swap(
     "GPUModelRunner (V1)",
     "_set_active_loras",
-    "level 2's passes need adapters of their own, then the full pass's again",
+    "level 2's passes set the adapters of their own tokens, then restore the full pass's",
     "never: part of LoRA",
 )
 LORA_STATE = Swap(
     "GPUModelRunner (V2)",
     "lora_state",
-    "a subclass of vLLM's, of the same state: the LoRA layer of `lm_head` is told of one row a "
-    "request, and with drafts has more: their logits are computed with other requests' adapters "
-    "or without, and on the CPU the engine ends. vLLM 0.32.0 and 0.33.0, whoever drafts",
+    "a subclass of vLLM's with the same state: vLLM gives the LoRA layer of `lm_head` one row per "
+    "request, and drafts add rows. Their logits are computed with other requests' adapters or "
+    "without, and on the CPU the engine stops. vLLM 0.32.0 and 0.33.0, any speculative method",
     "vLLM counts each request's rows of logits, as it does on Runner V1",
 )
 DUMMY_RUN_LORAS = Swap(
     "GPUModelRunner (V2)",
     "maybe_dummy_run_with_lora",
-    "while passes are measured at start-up: each dummy run makes its dummy adapters anew and loads "
-    "them, which takes longer than the pass. They are there before",
-    "vLLM's dummy runs take adapters that are there",
+    "while passes are measured at start-up: each dummy run creates and loads dummy adapters, which "
+    "takes longer than the pass. The measurement creates them once",
+    "vLLM's dummy runs reuse adapters",
 )
 LOGITS_PROCESSORS = Swap("InputBatch", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
 METADATA_PROCESSORS = Swap("SamplingMetadata", "logitsprocs", _PARAMETERS, _APPLIES_THEM)
@@ -176,44 +177,43 @@ REJECTION_SAMPLER = Swap("GPUModelRunner (V1)", "rejection_sampler", _PARAMETERS
 REJECTION_SAMPLER_V2 = Swap(
     "GPUModelRunner (V2)",
     "rejection_sampler",
-    "level 2's distributions are read by slot, and what was not proposed is tested as -1; "
-    "`logprob_token_ids` beside drafts. A listener is added to `sampler.logits_processors` too: "
-    "which requests have a grammar or name tokens is not kept by the runner",
-    "vLLM's rejection sampler of Runner V2 returns them and is told where distributions lie; "
+    "reads level 2's distributions by slot, tests padding as -1, and supports `logprob_token_ids` "
+    "with drafts. A listener is also added to `sampler.logits_processors`, since the runner does "
+    "not record which requests have a grammar or name tokens",
+    "vLLM's rejection sampler of Runner V2 returns them and accepts an index of distributions; "
     "parameters reach the speculator",
 )
 TOP_K_TOP_P = Swap(
     "vllm.v1.sample (two modules)",
     "apply_top_k_top_p",
-    "while tokens are sampled: on the CPU vLLM sorts the vocabulary for each token; the "
-    "replacement (`runner_v1/top_p.py`) keeps the same tokens and leaves to vLLM the rows "
-    "where rounding or ties decide",
+    "while tokens are sampled: on the CPU vLLM sorts the vocabulary for each token. The "
+    "replacement (`runner_v1/top_p.py`) keeps the same tokens, and leaves rows that rounding or "
+    "ties decide to vLLM",
     "vLLM's CPU path does not sort",
 )
 EXPAND_KERNEL = Swap(
     "vllm.utils.cpu_triton_utils",
     "_expand_kernel_impl",
-    "replaced on the CPU if a self-check finds it wrong; see below. `vllm-triforce bench` does so "
-    "for stock vLLM's own methods too, which sample wrongly without it",
+    "replaced on the CPU if a self-check finds it wrong; see below. `vllm-triforce bench` also "
+    "does so for stock vLLM's own methods, which sample wrongly without it",
     "the oldest supported vLLM writes its output back",
 )
 DISPATCHER_VARS = Swap(
     "vllm.triton_utils.dispatcher",
     "vars",
-    "`runner_v1/top_p_rows.py` is compiled by numba, as vLLM's `ngram` is, and the benchmark "
-    "has several engines in a process. Once numba is loaded, no other engine starts on the CPU: "
-    "`_rebind_kernels` takes `vars(value)` of a module's value for a dict, and llvmlite's `lib` "
-    "answers with a foreign function. vLLM 0.32.0 and 0.33.0",
+    "after numba is loaded, no other engine starts on the CPU in the same process: "
+    "`_rebind_kernels` expects a dict of `vars(value)` for each value of a module, and llvmlite's "
+    "`lib` returns a foreign function. vLLM 0.32.0 and 0.33.0. numba compiles "
+    "`runner_v1/top_p_rows.py` and vLLM's `ngram`, and the benchmark has several engines",
     "vLLM checks for a dict",
     is_new=True,
 )
 HAS_KV_TRANSFER_GROUP = Swap(
     "vllm.model_executor.layers.attention.kv_transfer_utils",
     "has_kv_transfer_group",
-    "during a pass of levels 1 and 2: the step's connector metadata is still bound while drafts "
-    "are made, so a KV connector would load and save layers around passes that are none of its "
-    "business",
-    "a pass can say so",
+    "False during a pass of levels 1 and 2: the step's connector metadata is still bound, so a KV "
+    "connector would load and save layers for these passes too",
+    "a pass can opt out of the connector",
 )
 
 SWAPS: dict[str, Swap] = {name: swap for name, swap in vars().items() if isinstance(swap, Swap)}

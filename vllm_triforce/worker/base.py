@@ -1,11 +1,9 @@
 """TriForce's part of a vLLM worker, for every platform."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
-from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.keys import METHOD
+from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler.v1 import attach_drafts
@@ -13,16 +11,12 @@ from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
     from vllm_triforce.offload.cache import OffloadedCache
-
-logger = init_logger("vllm.triforce")
-
-
-def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
-    """Read the validated keys and the draft model's name, stored by the front-end process."""
-    keys = dict(vllm_config.additional_config[METHOD])
-    draft_model = keys.pop("draft_model")
-    return ResolvedConfig.from_dict(keys), draft_model
+else:
+    # A mixin comes before its base, so only type checkers see vLLM's worker here.
+    Worker = object
 
 
 def _speculator_v2(config: ResolvedConfig) -> type:
@@ -36,7 +30,7 @@ def _speculator_v2(config: ResolvedConfig) -> type:
     return TriForceSpeculatorV2
 
 
-class TriForceWorkerMixin:
+class TriForceWorkerMixin(Worker):
     """Mixin over vLLM's ``gpu_worker.Worker``, which builds its runner in ``init_device()``."""
 
     triforce: Any
@@ -47,9 +41,13 @@ class TriForceWorkerMixin:
     _sends_drafts = False
     """True if drafts are attached to the step's output, so that no call fetches them."""
 
+    @cached_property
+    def triforce_config(self) -> ResolvedConfig:
+        return read_config(self.vllm_config)[0]
+
     def init_device(self) -> None:
         super().init_device()
-        config, _ = read_config(self.vllm_config)
+        config = self.triforce_config
         if config.kv_offload_gib is not None:
             from vllm_triforce.offload.startup import check_chosen_backend
 
@@ -71,7 +69,7 @@ class TriForceWorkerMixin:
         if self.use_v2_model_runner:
             from vllm_triforce.runner_v2.grammar_masks import bound_grammar_masks
 
-            bound_grammar_masks(self.model_runner, read_config(self.vllm_config)[0])
+            bound_grammar_masks(self.model_runner, self.triforce_config)
 
     def get_kv_cache_spec(self) -> dict:
         """Return vLLM's specs without the draft's layers: level 1 has a private cache."""
@@ -81,7 +79,7 @@ class TriForceWorkerMixin:
 
     def extra_memory(self) -> tuple[dict[str, int], float]:
         """Return TriForce's bytes by purpose, and its further bytes per byte of KV cache."""
-        config, _ = read_config(self.vllm_config)
+        config = self.triforce_config
         if config.is_plain:
             return {}, 0.0
         names = self.triforce.draft_layer_names
@@ -97,8 +95,7 @@ class TriForceWorkerMixin:
         """Place the KV cache and return its bytes on the device and in host memory together."""
         from vllm_triforce.offload.startup import plan_offload
 
-        config, _ = read_config(self.vllm_config)
-        specs = self.get_kv_cache_spec()
+        config, specs = self.triforce_config, self.get_kv_cache_spec()
         self._offload = plan_offload(specs, config, self.vllm_config, device_bytes, summary_share)
         return self._offload.placement.kv_bytes
 

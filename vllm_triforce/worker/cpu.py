@@ -3,7 +3,7 @@
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
-from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
+from vllm_triforce.worker.base import TriForceWorkerMixin
 
 
 class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
@@ -21,8 +21,7 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        config, _ = read_config(self.vllm_config)
-        if config.kv_offload_gib is None:
+        if self.triforce_config.kv_offload_gib is None:
             return available
         fixed, share = self.extra_memory()
         return self.plan_offload(available - sum(fixed.values()), share)

@@ -4,7 +4,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_triforce.worker.base import TriForceWorkerMixin, read_config
+from vllm_triforce.worker.base import TriForceWorkerMixin
 from vllm_triforce.worker.memory import kv_cache_budget, logits_in_flight
 
 logger = init_logger("vllm.triforce")
@@ -15,14 +15,13 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        config, _ = read_config(self.vllm_config)
         parts, share = self.extra_memory()
         if parts:
-            parts |= self._unprofiled_bytes(config)
+            parts |= self._unprofiled_bytes()
         fixed = sum(parts.values())
-        if config.kv_offload_gib is not None:
+        if self.triforce_config.kv_offload_gib is not None:
             return self.plan_offload(available - fixed, share)
-        kv_bytes = kv_cache_budget(available, fixed, share, config)
+        kv_bytes = kv_cache_budget(available, fixed, share, self.triforce_config)
         parts |= {"chunk summaries": int(kv_bytes * share)}
         logger.info_once(
             "TriForce leaves %.2f of %.2f GiB to the KV cache. The rest in GiB: %s.",
@@ -37,13 +36,14 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
         self.triforce.warm_up()
         super()._maybe_activate_jit_monitor()
 
-    def _unprofiled_bytes(self, config) -> dict[str, int]:
+    def _unprofiled_bytes(self) -> dict[str, int]:
         """Return bytes that vLLM's memory profile does not cover, by purpose."""
         # A proposal runs after the full pass has freed its activations, which vLLM has profiled.
         has_estimate = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
         activations = getattr(self, "peak_activation_memory", 0)
         activations -= getattr(self, "cudagraph_memory_estimate", 0) * has_estimate
+        logits = logits_in_flight(self.triforce_config, self.vllm_config)
         return {
             "CUDA graphs": self.triforce.graph_bytes * has_estimate,
-            "logits in flight": max(0, logits_in_flight(config, self.vllm_config) - activations),
+            "logits in flight": max(0, logits - activations),
         }

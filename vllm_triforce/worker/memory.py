@@ -26,31 +26,30 @@ def buffer_bytes(
     num_layers, num_kv_heads, head_dim = len(layers), first.num_kv_heads, first.head_size
     scheduler = vllm_config.scheduler_config
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
-    itemsize = vllm_config.model_config.dtype.itemsize
-    cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
+    itemsize, cache_itemsize = _itemsizes(vllm_config)
     vocab_size = vllm_config.model_config.get_vocab_size()
     logits_bytes = seqs * vocab_size * vllm_config.model_config.head_dtype.itemsize
-    blocks = -(-config.window_tokens // config.block_size)
-    window_tokens = seqs * blocks * config.block_size
-    window_bytes = sum(
-        2 * window_tokens * layer.num_kv_heads * layer.head_size * cache_itemsize
-        for layer in draft_layers.values()
-    )
+    query_reqs = min(scheduler.max_num_seqs, config.max_batch)
+    window_blocks = -(-config.window_tokens // config.block_size)
+    window_bytes_per_number = 2 * seqs * window_blocks * config.block_size * cache_itemsize
+    window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
     selected = config.budget_blocks - config.recent_blocks
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
         "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),
-        "queries": min(scheduler.max_num_seqs, config.max_batch)
-        * num_layers
-        * first.num_heads
-        * head_dim
-        * itemsize,
-        "the draft's windows": window_bytes,
+        "queries": query_reqs * num_layers * first.num_heads * head_dim * itemsize,
+        "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
     }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
     return bytes_by_purpose
+
+
+def _itemsizes(vllm_config) -> tuple[int, int]:
+    """Return the bytes of a number in the model's dtype and in the KV cache."""
+    itemsize = vllm_config.model_config.dtype.itemsize
+    return itemsize, 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
 
 
 def _logits(config: ResolvedConfig, vllm_config, num_rows: int) -> int:
@@ -72,8 +71,7 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     Each kind of summary has one vector per block, layer and KV head, where the KV cache has
     ``2 * block_size`` vectors.
     """
-    itemsize = vllm_config.model_config.dtype.itemsize
-    cache_itemsize = 1 if "fp8" in vllm_config.cache_config.cache_dtype else itemsize
+    itemsize, cache_itemsize = _itemsizes(vllm_config)
     dim = next(iter(layers.values())).head_size
     kinds = len(POLICIES[config.policy].summaries)
     # Runner V1 stores summaries in the model's dtype, V2 in one byte per number.
@@ -81,23 +79,12 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 
-def extra_memory(
-    layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
-) -> tuple[int, float]:
-    """Return TriForce's bytes, and its further bytes per byte of KV cache.
-
-    Args:
-        layers, draft_layers: attention layers of the target and of the draft, by name.
-    """
-    fixed = buffer_bytes(layers, draft_layers, config, vllm_config)
-    return sum(fixed.values()), summary_bytes_per_kv_byte(layers, config, vllm_config)
-
-
 def kv_cache_budget(available_bytes: int, fixed: int, share: float, config) -> int:
     """Return the bytes that remain for vLLM's KV cache.
 
     Args:
-        fixed, share: results of ``extra_memory()``.
+        fixed: bytes of TriForce's buffers.
+        share: bytes of chunk summaries per byte of KV cache.
 
     Raises:
         ValueError: nothing remains.

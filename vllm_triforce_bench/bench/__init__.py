@@ -5,6 +5,8 @@
 ``summary`` to ``report``.
 """
 
+import argparse
 
-class BadInput(ValueError):
+
+class BadInput(ValueError, argparse.ArgumentTypeError):
     """An argument, file or folder that the user can mend; raised before any model loads."""

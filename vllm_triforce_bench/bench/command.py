@@ -84,8 +84,8 @@ def _decode_batches(
     at_once = store.settle("engines_at_once", lambda: fit_at_once(settings, target, draft))
     groups = grid.groups(variants, at_once)
     sets = grid.paired_sets(settings, len(groups))
-    done = {grid.set_key(record) for record in grid.whole_sets(store.records)}
-    todo = [paired for paired in sets if paired.key() not in done]
+    done = {grid.set_of(record) for record in grid.whole_sets(store.records)}
+    todo = [paired for paired in sets if paired not in done]
 
     def measure(progress) -> None:
         bos = tokenizer.bos_token_id

@@ -4,9 +4,9 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_triforce_bench.bench import BadInput
 
@@ -16,6 +16,8 @@ DTYPES = (AUTO, "float32", "bfloat16", "float16")
 GIB = 1 << 30
 # Positions beyond the longest output, for proposals.
 PROPOSAL_ROOM = 64
+
+S = TypeVar("S", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,66 +51,90 @@ class Settings:
             raise BadInput(f"--prompts {self.prompts}: there is no such file or folder")
 
 
-def common_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the fields of ``Settings``."""
-    return dict(
-        target=args.target,
-        draft=args.draft or None,
-        prompts=args.prompts,
-        top_p=args.top_p,
-        seed=args.seed,
-        engine_keys=json_object("--engine", args.engine),
-        kv_cache_gib=args.kv_cache_gib,
-    )
+def read(cls: type[S], args: argparse.Namespace, **values) -> S:
+    """Make the settings from the options of their names, and from other values."""
+    values["engine_keys"] = args.engine
+    names = [field.name for field in fields(cls) if field.name not in values]
+    return cls(**{name: getattr(args, name) for name in names}, **values)
 
 
-def check_at_least(option: str, value: float | None, low: float) -> None:
-    if value is not None and not low <= value < math.inf:
-        raise BadInput(f"{option}: {value} is out of range; it must be at least {low}")
+def add_options(group, *options: tuple) -> None:
+    """Add options to argparse's group: name, parser of the value, default and help of each."""
+    for name, kind, default, text in options:
+        group.add_argument(name, type=kind, default=default, help=text)
 
 
-def method_keys(option: str, text: str) -> dict[str, Any]:
-    """Parse the user's ``speculative_config`` keys, without those that the benchmark sets."""
-    keys = json_object(option, text)
-    for key in ("method", "model", "retrieval_budget"):
-        if key in keys:
+# Parsers of option values; argparse puts the option's name before their messages.
+
+
+def at_least(low: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """Make the parser of a number that is not below ``low``."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except BadInput:
+            raise
+        except ValueError as error:
+            raise BadInput(f"{text!r}: {error}") from error
+        if not low <= value < math.inf:
+            raise BadInput(f"{value} is out of range; it must be at least {low}")
+        return value
+
+    return parse
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list]:
+    """Make the parser of values with commas between them."""
+
+    def parse(text: str) -> list:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:
+            raise BadInput("is empty; give values with commas between them")
+        try:
+            values = [kind(part) for part in parts]
+        except BadInput:
+            raise
+        except ValueError as error:
+            raise BadInput(f"{text!r}: {error}") from error
+        if len(set(values)) < len(values) and kind is not str:
+            raise BadInput(f"{text!r} names a value twice; name it once")
+        return values
+
+    return parse
+
+
+def num_tokens(low: float = -math.inf) -> Callable[[str], int]:
+    """Make the parser of ``4096`` or ``4K``."""
+
+    def parse(text: str) -> int:
+        number, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+        try:
+            return int(number) * factor
+        except ValueError:
             raise BadInput(
-                f"key {key!r} in {option} is set by the benchmark; use --methods, --draft and "
-                "--budgets"
-            )
-    return keys
+                f"{text!r} is not a number of tokens; write 4096 or 4K (4 x 1024)"
+            ) from None
+
+    return at_least(low, parse)
 
 
-def list_of(option: str, text: str, kind: Callable[[str], Any]) -> list:
-    """Parse values with commas between them."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise BadInput(f"{option} is empty; give values with commas between them")
-    try:
-        values = [kind(part) for part in parts]
-    except ValueError as error:
-        raise BadInput(f"{option} {text!r}: {error}") from error
-    if len(set(values)) < len(values) and kind is not str:
-        raise BadInput(f"{option} {text!r} names a value twice; name it once")
-    return values
-
-
-def num_tokens(text: str) -> int:
-    """Parse ``4096`` or ``4K``."""
-    number, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    try:
-        return int(number) * factor
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is not a number of tokens; write 4096 or 4K (4 x 1024)"
-        ) from None
-
-
-def json_object(option: str, text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise BadInput(f"{option} {text!r} is not JSON ({error})") from error
+        raise BadInput(f"{text!r} is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise BadInput(f"{option} {text!r} must be a JSON object such as '{{\"gamma\": 3}}'")
+        raise BadInput(f"{text!r} must be a JSON object such as '{{\"gamma\": 3}}'")
     return value
+
+
+def method_keys(text: str) -> dict[str, Any]:
+    """Parse the user's ``speculative_config`` keys, without those that the benchmark sets."""
+    keys = json_object(text)
+    for key in ("method", "model", "retrieval_budget"):
+        if key in keys:
+            raise BadInput(
+                f"key {key!r} is set by the benchmark; use --methods, --draft and --budgets"
+            )
+    return keys

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.resolved import ResolvedConfig
+from vllm_triforce.config import read_config
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.predict.steps import OTHER_BYTES
 
@@ -13,16 +12,15 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
     """Compute the bytes of one rank, with weights and heads divided evenly over ranks."""
     from vllm.platforms import current_platform
 
-    from vllm_triforce.worker.memory import extra_memory
+    from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 
-    keys = dict(vllm_config.additional_config[METHOD])
-    has_draft = bool(keys.pop("draft_model"))
-    config = ResolvedConfig.from_dict(keys)
+    config, draft_model = read_config(vllm_config)
     retrieving = {name: _sharded(layer, layers.ranks) for name, layer in layers.retrieving.items()}
     fixed_bytes, share = 0, 0.0
     if not config.is_plain:
-        drafts = _draft_layers(vllm_config) if has_draft else {}
-        fixed_bytes, share = extra_memory(retrieving, drafts, config, vllm_config)
+        drafts = _draft_layers(vllm_config) if draft_model else {}
+        fixed_bytes = sum(buffer_bytes(retrieving, drafts, config, vllm_config).values())
+        share = summary_bytes_per_kv_byte(retrieving, config, vllm_config)
     each = _bytes_of_kv_number(vllm_config)
     sharded = (_sharded(layer, layers.ranks) for layer in layers.all)
     kv_bytes = sum(2 * layer.num_kv_heads * layer.head_size * each for layer in sharded)

@@ -39,7 +39,7 @@ def predict(
         return {"not_predicted": str(error)}
     keys = vllm_config.additional_config[METHOD]
     sources = (DRAFT, LOOKUP) if predictor.draft else (LOOKUP,)
-    among = settings(budgets=(keys["retrieval_budget"],), sources=sources)
+    among = settings(keys["retrieval_budget"], sources)
     cells = [
         _cell(predictor, among, batch, acceptance, _contexts(vllm_config))
         for batch in _BATCHES

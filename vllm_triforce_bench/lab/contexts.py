@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_triforce_bench.lab.needle import plant
+from vllm_triforce_bench.lab.needle import NeedleText, plant
 from vllm_triforce_bench.lab.policies import Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
 
@@ -74,8 +74,8 @@ class Texts:
         for length in sorted(replays):
             for stretch in range(settings.stretches):
                 yield self._stretch(length, replays[length], stretch)
-        if "needle" in settings.experiments:
-            yield from self._needles()
+        if "needle" in settings.experiments and settings.needle is not None:
+            yield from self._needles(settings.needle)
 
     def _end(self, stretch: int) -> tuple[Sequence[int], int]:
         """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
@@ -94,7 +94,7 @@ class Texts:
         replayed = count if self.settings.replay == "greedy" else list(ids[end : end + count])
         return Context(prompt, replayed, replays, stretch)
 
-    def _needles(self) -> Iterator[Context]:
+    def _needles(self, text: NeedleText) -> Iterator[Context]:
         settings = self.settings
         replays = [Replayed("needle", p, sizes) for p, sizes, _ in settings.points("needle")]
         for repeat in range(settings.needle_repeats):
@@ -105,7 +105,7 @@ class Texts:
                     self._encode,
                     self.prefix,
                     filler,
-                    settings.needle,
+                    text,
                     settings.context,
                     depth,
                     seed=settings.seed + repeat,

@@ -43,7 +43,8 @@ class NeedleText:
     def filled(self, seed: int) -> tuple[str, str, str]:
         """Fill in a random number and names; returns fact, question and answer."""
         fills = _fills(random.Random(seed))
-        return tuple(part.format_map(fills) for part in (self.fact, self.question, self.answer))
+        fact, question, answer = self.fact, self.question, self.answer
+        return fact.format_map(fills), question.format_map(fills), answer.format_map(fills)
 
 
 PRESETS = {

@@ -21,25 +21,19 @@ _MAX_SCORES_ELSEWHERE = 1 << 25
 class _Layer:
     """Full cache of one layer, filled piece by piece."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.keys = self.values = self.mass = self.options = None
-        self.queries: list[torch.Tensor] = []
-
-    def append(
+    def __init__(
         self,
-        keys: torch.Tensor,  # [num_kv_heads, n, head_dim]
+        keys: torch.Tensor,  # [num_kv_heads, n, head_dim], the first piece
         values: torch.Tensor,  # [num_kv_heads, n, value_dim]
-        position: int,
+        options: AttentionOptions,
+        capacity: int,
     ) -> None:
-        if self.keys is None:
-            heads = keys.shape[0]
-            self.keys = keys.new_empty(heads, self.capacity, keys.shape[-1])
-            self.values = values.new_empty(heads, self.capacity, values.shape[-1])
-            self.mass = keys.new_zeros(heads, self.capacity, dtype=torch.float32)
-        end = position + keys.shape[1]
-        self.keys[:, position:end] = keys
-        self.values[:, position:end] = values
+        heads = keys.shape[0]
+        self.options = options
+        self.keys = keys.new_empty(heads, capacity, keys.shape[-1])
+        self.values = values.new_empty(heads, capacity, values.shape[-1])
+        self.mass = keys.new_zeros(heads, capacity, dtype=torch.float32)
+        self.queries: list[torch.Tensor] = []
 
 
 class Recording:
@@ -56,7 +50,8 @@ class Recording:
         self.start = start
         self.with_mass = with_mass
         self.position = 0
-        self._layers = [_Layer(capacity) for _ in range(num_layers)]
+        self._num_layers, self._capacity = num_layers, capacity
+        self._layers: dict[int, _Layer] = {}
 
     def __call__(
         self,
@@ -66,10 +61,12 @@ class Recording:
         values: torch.Tensor,  # [num_kv_heads, n, value_dim]
         options: AttentionOptions,
     ) -> torch.Tensor:  # [num_heads, n, value_dim]
+        if layer_index not in self._layers:
+            self._layers[layer_index] = _Layer(keys, values, options, self._capacity)
         layer, first = self._layers[layer_index], self.position
-        layer.append(keys, values, first)
-        layer.options = options
         end = first + query.shape[1]
+        layer.keys[:, first:end] = keys
+        layer.values[:, first:end] = values
         if end >= self.start:  # from position start - 1 on
             layer.queries.append(query[:, max(0, self.start - 1 - first) :].clone())
         group = query.shape[0] // keys.shape[0]
@@ -100,8 +97,7 @@ class Recording:
         Raises:
             RuntimeError: a layer called no attention.
         """
-        if any(layer.keys is None for layer in self._layers):
-            missing = [i for i, layer in enumerate(self._layers) if layer.keys is None]
+        if missing := [i for i in range(self._num_layers) if i not in self._layers]:
             raise RuntimeError(
                 f"layers {missing} of the model called no attention that the lab can stand in "
                 "for; it needs a transformer whose layers all have attention of their own"
@@ -115,7 +111,7 @@ class Recording:
                 options=layer.options,
                 mass=layer.mass[:, : self.start] if self.with_mass else None,
             )
-            for layer in self._layers
+            for _, layer in sorted(self._layers.items())
         ]
 
 

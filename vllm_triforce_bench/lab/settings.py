@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vllm_triforce_bench.lab.needle import NeedleText
@@ -89,7 +90,8 @@ class LabSettings:
         ]
 
     def _sizes(self, experiment: str) -> list[Sizes]:
-        common = dict(
+        sizes = partial(
+            Sizes,
             chunk_size=self.chunk_size,
             recent_tokens=self.recent_tokens,
             refresh_interval=self.refresh_interval,
@@ -97,16 +99,16 @@ class LabSettings:
         )
         try:
             if experiment == "budget":
-                return [Sizes(**{**common, "budget": budget}) for budget in self.budgets]
+                return [sizes(budget=budget) for budget in self.budgets]
             return [
-                Sizes(**{**common, "budget": budget, **varied})
+                sizes(budget=budget, **varied)
                 for budget in self.at_budgets
                 for varied in self._varied(experiment, budget)
             ]
         except ValueError as error:
             raise ValueError(f"{experiment} experiment: {error}") from error
 
-    def _varied(self, experiment: str, budget: int) -> list[dict]:
+    def _varied(self, experiment: str, budget: int) -> list[dict[str, int]]:
         chunk = self.chunk_size
         if experiment == "chunk":
             return [dict(chunk_size=size) for size in self.chunk_sizes]

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ _current: ContextVar[Recording | Replay] = ContextVar("current pass of the lab")
 
 
 def lab_attention(
-    module: torch.nn.Module,
+    module: Any,  # transformers' attention layer
     query: torch.Tensor,  # [1, num_heads, n, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, n, head_dim], of the fed tokens
     value: torch.Tensor,  # [1, num_kv_heads, n, value_dim]
@@ -98,7 +99,7 @@ class Target:
                 logits = self._feed(recording, piece)
                 advance(len(piece))
             if isinstance(replayed, int):
-                tokens = []
+                tokens: list[int] = []
                 while len(tokens) < count:
                     tokens.append(int(logits[-1].argmax()))
                     logits = self._feed(recording, tokens[-1:])
@@ -240,7 +241,7 @@ def load_target(settings: LabSettings) -> Target:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         settings.model,
         dtype=getattr(torch, settings.dtype),
         revision=settings.revision,

@@ -1,6 +1,6 @@
 """Sizes of a model that decide the time of a pass."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Keys of models whose passes read more than is counted here.
@@ -22,7 +22,7 @@ class Geometry:
         active_experts: experts of each token.
         shared_inner: width of the experts that every token passes.
         is_tied: True if the output head is the embedding.
-        weight_bytes_each, kv_bytes_each: bytes of a number.
+        bytes_each: bytes of a number, of weights and of the KV cache.
     """
 
     name: str
@@ -37,8 +37,7 @@ class Geometry:
     active_experts: int = 0
     shared_inner: int = 0
     is_tied: bool = False
-    weight_bytes_each: int = 2
-    kv_bytes_each: int = 2
+    bytes_each: int = 2
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -54,7 +53,7 @@ class Geometry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes_each
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_each
 
     @property
     def expert_weights(self) -> int:
@@ -79,7 +78,7 @@ class Geometry:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights * self.weight_bytes_each
+        return self.weights * self.bytes_each
 
     def experts_touched(self, num_tokens: int) -> float:
         """Expected experts of a layer that a pass reads, with even routing.
@@ -91,16 +90,13 @@ class Geometry:
         left_out = (1 - self.active_experts / self.experts) ** num_tokens
         return self.experts * (1 - left_out)
 
-    def with_bytes(self, each: int) -> "Geometry":
-        return replace(self, weight_bytes_each=each, kv_bytes_each=each)
-
     @classmethod
-    def from_config(cls, name: str, config: dict, dtype: str | None = None) -> "Geometry":
+    def from_config(cls, name: str, config: dict, dtype: str) -> "Geometry":
         """Read the sizes from a Hugging Face config.
 
         Args:
             config: content of config.json.
-            dtype: replaces the config's dtype.
+            dtype: vLLM's, of weights and KV cache.
 
         Raises:
             ValueError: the time of such a model is not predicted, or a size is missing.
@@ -108,56 +104,32 @@ class Geometry:
         text = config.get("text_config", config)
         for key, kind in _UNCOUNTED.items():
             if text.get(key) or config.get(key):
-                raise ValueError(
-                    f"{name} has {key}: {kind} is not counted; use a model without, or a preset "
-                    "of nearly its sizes"
-                )
-        dtype = dtype or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+                raise ValueError(f"{name} has {key}: {kind} is not counted; use a model without")
         if dtype not in _BYTES:
             raise ValueError(f"{name} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
         try:
-            return cls._from_text_config(name, text).with_bytes(_BYTES[dtype])
+            heads, hidden = text["num_attention_heads"], text["hidden_size"]
+            inner = text["intermediate_size"]
+            expert_keys = ("num_experts", "num_local_experts", "n_routed_experts")
+            experts = next((text[key] for key in expert_keys if text.get(key)), 0)
+            shared = text.get("shared_expert_intermediate_size") or 0
+            if experts:
+                inner = text.get("moe_intermediate_size") or inner
+                shared = shared or inner * (text.get("n_shared_experts") or 0)
+            return cls(
+                name,
+                hidden,
+                text["num_hidden_layers"],
+                heads,
+                text.get("num_key_value_heads") or heads,
+                text.get("head_dim") or hidden // heads,
+                inner,
+                text["vocab_size"],
+                experts,
+                text["num_experts_per_tok"] if experts else 0,
+                shared,
+                bool(text.get("tie_word_embeddings")),
+                _BYTES[dtype],
+            )
         except KeyError as error:
             raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error
-
-    @classmethod
-    def _from_text_config(cls, name: str, config: dict) -> "Geometry":
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        expert_keys = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((config[key] for key in expert_keys if config.get(key)), 0)
-        inner = config["intermediate_size"]
-        shared = config.get("shared_expert_intermediate_size") or 0
-        if experts:
-            inner = config.get("moe_intermediate_size") or inner
-            shared = shared or inner * (config.get("n_shared_experts") or 0)
-        return cls(
-            name,
-            hidden,
-            config["num_hidden_layers"],
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or hidden // heads,
-            inner,
-            config["vocab_size"],
-            experts,
-            config["num_experts_per_tok"] if experts else 0,
-            shared,
-            bool(config.get("tie_word_embeddings")),
-        )
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Geometry("llama-2-7b-128k", 4096, 32, 32, 32, 128, 11008, 32000),
-        Geometry("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128256),
-        Geometry("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
-        Geometry("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 128, 8),
-    )
-}
-
-
-def draft_of(target: Geometry) -> Geometry:
-    """Llama-68M, the paper's draft, with the target's vocabulary."""
-    each = target.weight_bytes_each
-    return Geometry("llama-68m", 768, 2, 12, 12, 64, 3072, target.vocab).with_bytes(each)

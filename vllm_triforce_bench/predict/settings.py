@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 PLAIN, DIRECT, LEVELS = "plain", "direct", "levels"
 DRAFT, LOOKUP = "draft", "lookup"
+_LENGTHS, _GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16), (0, 1, 2, 3, 4)
 # Retrieval budget at which ``Acceptance.level2`` is given.
 FULL_BUDGET = 4096
 # Growth of level 2's rejections when the budget is halved (docs/results.md: 0.057
@@ -75,19 +76,14 @@ class Acceptance:
         return self.by_level2(source) * self.level2
 
 
-def settings(
-    lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16),
-    gammas: tuple[int, ...] = (0, 1, 2, 3, 4),
-    budgets: tuple[int, ...] = (512, 1024, 2048, 4096),
-    sources: tuple[str, ...] = (DRAFT, LOOKUP),
-) -> list[Setting]:
+def settings(budget: int, sources: tuple[str, ...]) -> list[Setting]:
     """List the settings to compare, plain decoding first; ``gamma=0`` is level 2 alone."""
     candidates = [STOCK]
-    candidates += [Setting(DIRECT, n, source=source) for n in lengths for source in sources]
-    for k in lengths:
-        for gamma in sorted({min(gamma, k - 1) for gamma in gammas}):
+    candidates += [Setting(DIRECT, n, source=source) for n in _LENGTHS for source in sources]
+    for k in _LENGTHS:
+        for gamma in sorted({min(gamma, k - 1) for gamma in _GAMMAS}):
             for source in sources if gamma else ("",):
-                candidates += [Setting(LEVELS, k, gamma, budget, source) for budget in budgets]
+                candidates.append(Setting(LEVELS, k, gamma, budget, source))
     return candidates
 
 

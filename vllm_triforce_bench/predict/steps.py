@@ -1,5 +1,7 @@
 """Time of a step: its passes, and the work outside them.
 
+A pass is a roofline: bytes over bandwidth or operations over peak, and launches.
+
 A proposal is made in rounds. A round that misses ``m`` tokens drafts ``d = min(gamma, m - 1)``
 tokens with level 1, one pass each, and passes them through level 2 once. Of them ``j`` are accepted
 with probability ``a1^j (1 - a1)`` for ``j < d`` and ``a1^d`` for all, and the round yields
@@ -13,9 +15,10 @@ from functools import cache
 
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
-from vllm_triforce_bench.predict.passes import NO_PASS, Pass, model_pass, uniform_pass
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Acceptance, Setting
 
+# Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM).
+_LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 9, 5, 4
 # Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2
 # (docs/results.md). Kernels of drafting and of level 2's logits are in CUDA graphs.
 STEP_KERNELS, STEP_UPLOADS, STEP_SYNCS = 20, 2, 1  # any step, stock vLLM's too
@@ -33,6 +36,47 @@ DIRECT_GAMMA = 2
 # vLLM's default share of the device's memory; and the part of it that is neither weights nor KV
 # cache: activations, logits, graphs.
 _MEMORY_SHARE, OTHER_BYTES = 0.9, 2.5e9
+
+
+def pass_seconds(
+    machine: Machine,
+    model: Geometry,
+    tokens: Sequence[int],
+    kv_tokens: Sequence[int],
+    num_graphs: float = 1,
+) -> float:
+    """Predict a pass of requests with ``tokens`` each over ``kv_tokens`` of KV cache each.
+
+    Weights are read once, experts if a token is routed to them, each request's KV cache once for
+    all tokens. Dense layers, experts and attention follow one another; each takes the longer of
+    reading and computing.
+
+    Args:
+        num_graphs: CUDA graphs of the pass; passes that share one have a share of it each.
+    """
+    each, num_tokens = model.bytes_each, sum(tokens)
+    bandwidth = machine.bandwidth * machine.bandwidth_share
+    flops = machine.flops * machine.flops_share
+    embedding_rows = num_tokens * model.hidden * each
+    dense_s = max(
+        (model.dense_weights * each + embedding_rows) / bandwidth,
+        2 * model.dense_weights * num_tokens / flops,
+    )
+    layer_experts = model.expert_weights * model.layers
+    experts_s = max(
+        layer_experts * model.experts_touched(num_tokens) * each / bandwidth,
+        2 * layer_experts * model.active_experts * num_tokens / flops,
+    )
+    pairs = sum(q * c for q, c in zip(tokens, kv_tokens))
+    attention_s = max(
+        sum(kv_tokens) * model.kv_bytes_per_token / machine.attention_bandwidth,
+        4 * model.layers * model.heads * model.head_dim * pairs / machine.attention_flops,
+    )
+    attention_s /= machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
+    layer_kernels = _LAYER_KERNELS + _MOE_LAYER_KERNELS * (model.experts > 0)
+    kernels = model.layers * layer_kernels + _PASS_KERNELS
+    launch_s = kernels * machine.kernel_seconds + num_graphs * machine.graph_launch_seconds
+    return dense_s + experts_s + attention_s + launch_s
 
 
 def tokens_per_step(level2_acceptance: float, num_speculative_tokens: int) -> float:
@@ -66,18 +110,10 @@ def inner_loop(
 
 @dataclass(frozen=True)
 class Step:
-    """Expected step of a batch.
-
-    Args:
-        tokens: tokens of each request.
-        limit_seconds: seconds of the passes' bytes or operations at the machine's peak.
-        speedup: decode speed over plain decoding.
-    """
+    """Expected step of a batch; ``speedup`` is decode speed over plain decoding."""
 
     setting: Setting
-    tokens: float
     seconds: float
-    limit_seconds: float
     speedup: float = 1.0
 
 
@@ -106,29 +142,29 @@ class Predictor:
         room_bytes = _MEMORY_SHARE * self.machine.memory_bytes - OTHER_BYTES
         return self.model.weight_bytes + draft_bytes + kv_bytes <= room_bytes
 
-    # Passes.
+    # Passes, in seconds.
 
-    def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> Pass:
+    def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """Predict a full pass of requests with ``tokens`` each at ``contexts``."""
-        return model_pass(self.machine, self.model, tokens, contexts)
+        return pass_seconds(self.machine, self.model, tokens, contexts)
 
-    def uniform_full_pass(self, batch: int, tokens: int, context: int) -> Pass:
+    def uniform_full_pass(self, batch: int, tokens: int, context: int) -> float:
         """Predict a full pass of ``batch`` equal requests."""
-        return uniform_pass(self.machine, self.model, batch, tokens, context)
+        return self.full_pass([tokens] * batch, [context] * batch)
 
-    def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> Pass:
+    def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> float:
         """Predict a pass of the target over a part of the KV cache.
 
         Each KV head of a request is a sequence; the number of thread blocks is the same.
         """
         return self.uniform_full_pass(batch, tokens, min(budget, context))
 
-    def draft_pass(self, batch: int, context: int, gamma: int = 1) -> Pass:
+    def draft_pass(self, batch: int, context: int, gamma: int = 1) -> float:
         """Predict one of ``gamma`` draft passes that share a CUDA graph."""
         if self.draft is None:
-            return NO_PASS
-        kv_tokens = min(self.window, context)
-        return uniform_pass(self.machine, self.draft, batch, 1, kv_tokens, 1 / max(1, gamma))
+            return 0.0
+        kv_tokens = [min(self.window, context)] * batch
+        return pass_seconds(self.machine, self.draft, [1] * batch, kv_tokens, 1 / max(1, gamma))
 
     # Outside the passes, in seconds.
 
@@ -176,34 +212,29 @@ class Predictor:
 
     # Steps.
 
-    def plain_pass(self, context: int, batch: int) -> Pass:
-        return self.uniform_full_pass(batch, 1, context)
-
     def step(self, setting: Setting, context: int, batch: int, acceptance: Acceptance) -> Step:
         """Predict a step with this setting at this acceptance."""
-        plain, overhead = self.plain_pass(context, batch), self.step_overhead(batch)
-        plain_s = plain.seconds + overhead
+        overhead_s = self.step_overhead(batch)
+        plain_s = self.uniform_full_pass(batch, 1, context) + overhead_s
         if setting.route == PLAIN:
-            return Step(setting, 1.0, plain_s, plain.limit_seconds)
+            return Step(setting, plain_s)
         k, gamma = setting.num_tokens, setting.gamma
         has_draft = setting.source == DRAFT
-        overhead += self.drafts_overhead(batch, k)
+        overhead_s += self.drafts_overhead(batch, k)
         if setting.route == LEVELS:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)
-            level2 = self.level2_pass(batch, gamma + 1, setting.budget, context).times(rounds)
-            overhead += rounds * self.round_overhead(batch, gamma, has_draft)
-            overhead += self.selection_seconds(batch, context)
+            level2_s = rounds * self.level2_pass(batch, gamma + 1, setting.budget, context)
+            overhead_s += rounds * self.round_overhead(batch, gamma, has_draft)
+            overhead_s += self.selection_seconds(batch, context)
             accepted = acceptance.at(setting.budget)
         else:
-            gamma, drafts, level2 = DIRECT_GAMMA, k, NO_PASS
-            overhead += self.direct_overhead(k, has_draft)
+            gamma, drafts, level2_s = DIRECT_GAMMA, k, 0.0
+            overhead_s += self.direct_overhead(k, has_draft)
             accepted = acceptance.direct(setting.source)
-        level1 = self.draft_pass(batch, context, gamma).times(drafts) if has_draft else NO_PASS
-        passes = (level1, level2, self.uniform_full_pass(batch, k + 1, context))
-        seconds = sum(each.seconds for each in passes) + overhead
-        limit_s = sum(each.limit_seconds for each in passes)
-        tokens = tokens_per_step(accepted, k)
-        return Step(setting, tokens, seconds, limit_s, tokens * plain_s / seconds)
+        level1_s = drafts * self.draft_pass(batch, context, gamma) if has_draft else 0.0
+        full_s = self.uniform_full_pass(batch, k + 1, context)
+        seconds = level1_s + level2_s + full_s + overhead_s
+        return Step(setting, seconds, tokens_per_step(accepted, k) * plain_s / seconds)
 
     def best(
         self, among: Sequence[Setting], context: int, batch: int, acceptance: Acceptance

@@ -11,11 +11,7 @@ from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.pass_selection import PassSelection
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass
@@ -69,8 +65,8 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
         num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         one_head = kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
         caches = one_head.chunk(2, dim=2)
-        if metadata.one_head is not None:
-            self._forward_head_by_head(layer, query, caches, metadata.one_head, output)
+        if metadata.one_head is not None and self.sinks is not None:
+            self._forward_head_by_head(layer, query, caches, metadata.one_head, self.sinks, output)
             return output
         grouped = query.reshape(num_tokens * num_kv_heads, group, self.head_size)
         result = output.view(num_tokens * num_kv_heads, group, -1)
@@ -83,22 +79,14 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
             result[metadata.rows] = target
         return output
 
-    def _forward_head_by_head(self, layer, query, caches, metadata, output) -> None:
+    def _forward_head_by_head(self, layer, query, caches, metadata, sinks, output) -> None:
         heads = self.num_kv_heads
         by_head = query.view(len(query), heads, -1, self.head_size).transpose(0, 1).contiguous()
-        sinks = self.sinks.view(heads, -1).contiguous()
+        sinks = sinks.view(heads, -1).contiguous()
         target = torch.empty_like(by_head)
         for head in range(heads):
             table = metadata.block_table[head::heads].contiguous()
-            self._attend(
-                layer,
-                by_head[head],
-                caches,
-                target[head],
-                metadata,
-                table,
-                sinks[head],
-            )
+            self._attend(layer, by_head[head], caches, target[head], metadata, table, sinks[head])
         output.view(len(query), heads, -1, self.head_size).copy_(target.transpose(0, 1))
 
     def _attend(self, layer, query, caches, output, metadata, block_table, sinks=None) -> None:

@@ -64,11 +64,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
 
     def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
         replace_impl(
-            layer,
-            RetrievalCPUAttentionImpl,
-            layer_index=index,
-            recorder=recorder,
-            offload=offload,
+            layer, RetrievalCPUAttentionImpl, layer_index=index, recorder=recorder, offload=offload
         )
 
     def head_strides(self) -> tuple[int, int]:

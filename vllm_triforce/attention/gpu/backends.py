@@ -10,11 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_triforce.attention.gpu.paged_kernels import (
-    FlashAttention,
-    PagedKernel,
-    triton_attention,
-)
+from vllm_triforce.attention.gpu.paged_kernels import FlashAttention, PagedKernel, triton_attention
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ def backend_of(impl) -> GPUBackend | None:
     return next((backend for backend in backends if backend.impl_cls is type(impl)), None)
 
 
-def kernel_for(impl, dtype: torch.dtype) -> PagedKernel | None:
-    """Choose the kernel of level 2 and of level 1's draft for a layer.
+def kernel_for(impl, dtype: torch.dtype) -> PagedKernel:
+    """Choose the kernel of level 2 and of level 1's draft for a layer of a supported backend.
 
     FlashAttention is chosen wherever it reads the stored dtype, whatever backend the full pass has:
     it splits a short query's keys over the GPU, and vLLM's Triton kernel does so for single tokens
@@ -65,14 +61,9 @@ def kernel_for(impl, dtype: torch.dtype) -> PagedKernel | None:
 
     Args:
         dtype: of the KV cache.
-
-    Returns:
-        None if the backend is not supported.
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    if backend_of(impl) is None:
-        return None
     version = None
     if isinstance(impl, FlashAttentionImpl):
         version = impl.vllm_flash_attn_version

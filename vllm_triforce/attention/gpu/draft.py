@@ -3,8 +3,9 @@
 import torch
 
 from vllm_triforce.attention.base import DraftAttention
-from vllm_triforce.attention.gpu.impl import DirectMetadata, attach
+from vllm_triforce.attention.gpu.impl import attach
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
+from vllm_triforce.attention.query_recorder import Recorder
 
 
 class GPUDraftAttention(DraftAttention):
@@ -20,7 +21,7 @@ class GPUDraftAttention(DraftAttention):
                     f"draft layer {name!r} has ALiBi or attention sinks, which level 1's window "
                     "does not fit; use another draft"
                 )
-            attach(layer, None, None)
+            attach(layer, 0, Recorder())  # records no queries
 
     def uniform(
         self,
@@ -29,9 +30,10 @@ class GPUDraftAttention(DraftAttention):
         seq_lens: torch.Tensor,  # [num_rows], int32
         block_table: torch.Tensor,  # [num_rows, blocks per window], int32
         max_seq_len: int,
-    ) -> dict[str, DirectMetadata]:
+    ) -> dict[str, PagedSequences]:
         starts = self._starts(num_rows, query_len, seq_lens.device)
-        return self._metadata(PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len))
+        sequences = PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len)
+        return dict.fromkeys(self.layer_names, sequences)
 
     def ragged(
         self,
@@ -39,10 +41,9 @@ class GPUDraftAttention(DraftAttention):
         seq_lens: torch.Tensor,  # [num_reqs], int32
         block_table: torch.Tensor,  # [num_reqs, blocks per window], int32
         max_seq_len: int,
-    ) -> dict[str, DirectMetadata]:
-        """Each request feeds its whole window, so ``max_seq_len`` bounds the queries too."""
-        max_lens = max_seq_len, max_seq_len
-        return self._metadata(PagedSequences(query_start_loc, seq_lens, block_table, *max_lens))
-
-    def _metadata(self, sequences: PagedSequences) -> dict[str, DirectMetadata]:
-        return dict.fromkeys(self.layer_names, DirectMetadata(sequences))
+    ) -> dict[str, PagedSequences]:
+        max_query_len = max_seq_len  # each request feeds its whole window
+        sequences = PagedSequences(
+            query_start_loc, seq_lens, block_table, max_query_len, max_seq_len
+        )
+        return dict.fromkeys(self.layer_names, sequences)

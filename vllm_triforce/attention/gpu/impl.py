@@ -1,45 +1,36 @@
 """Implementation of a layer on a GPU: a subclass of the backend's own."""
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
 from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and_value
-from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences
+from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences, SparseSequences
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
-
-@dataclass
-class SparseMetadata:
-    """One layer's metadata of a level 2 pass: a request is ``num_kv_heads`` one-head sequences."""
-
-    sequences: PagedSequences
-    query_len: int
-    """Tokens of every request."""
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as ImplBase
+else:
+    # A mixin comes before its base, so only type checkers see a backend's class here.
+    ImplBase = object
 
 
-@dataclass
-class DirectMetadata:
-    """Metadata of a pass of the draft over its private cache: a sequence per request."""
+class _RetrievalImpl(ImplBase):
+    """Mixin over a backend's implementation; ``attach`` makes the subclass.
 
-    sequences: PagedSequences
+    The metadata of our passes is ``SparseSequences`` for level 2, and ``PagedSequences`` with a
+    sequence per request for level 1's draft over its private cache.
+    """
 
-
-class _RetrievalImpl:
-    """Mixin over a backend's implementation; ``attach`` makes the subclass."""
-
-    layer_index: int | None
-    recorder: Recorder | None
+    layer_index: int
+    recorder: Recorder
     offload: LayerOffload | None
     kernel: PagedKernel
-    num_heads: int  # this and the two below are the backend's
-    num_kv_heads: int
-    head_size: int
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        if self.offload is not None and isinstance(metadata_of(layer), SparseMetadata):
+        if self.offload is not None and isinstance(metadata_of(layer), SparseSequences):
             kv_cache = self.offload.pool
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
@@ -57,7 +48,7 @@ class _RetrievalImpl:
     ):
         if self.offload is not None:
             kv_cache = self._device_cache(kv_cache, attn_metadata)
-        if isinstance(attn_metadata, SparseMetadata | DirectMetadata):
+        if isinstance(attn_metadata, PagedSequences):
             if output_scale is None:
                 return self._forward_paged(layer, query, kv_cache, attn_metadata, output)
             if output_block_scale is not None:
@@ -68,7 +59,7 @@ class _RetrievalImpl:
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
             self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
-        if attn_metadata is not None and self.layer_index is not None:
+        if attn_metadata is not None:
             self.recorder.record(self.layer_index, query, attn_metadata)
         return super().forward(
             layer,
@@ -85,36 +76,28 @@ class _RetrievalImpl:
     def _device_cache(self, kv_cache, metadata):
         """Return the device copy of a KV cache in host memory."""
         assert self.offload is not None
-        if isinstance(metadata, SparseMetadata):
+        if isinstance(metadata, SparseSequences):
             return self.offload.pool
         if metadata is None:  # a profiling pass at start reads no KV cache
             return kv_cache
         return self.offload.stage(metadata.block_table, metadata.seq_lens)
 
-    def _forward_paged(self, layer, query, kv_cache, metadata, output):
-        if isinstance(metadata, SparseMetadata):
-            return self._forward_sparse(layer, query, kv_cache, metadata, output)
+    def _forward_paged(self, layer, query, kv_cache, sequences: PagedSequences, output):
         keys, values = key_and_value(kv_cache, self)
-        type(self).kernel(layer, self, query, keys, values, metadata.sequences, output)
-        return output
-
-    def _forward_sparse(self, layer, query, kv_cache, metadata: SparseMetadata, output):
-        num_tokens, heads = query.shape[0], self.num_kv_heads
-        group = self.num_heads // heads
-        length = metadata.query_len
-        blocks = OneHeadBlocks.of(*key_and_value(kv_cache, self))
-        result = output.view(num_tokens * heads, group, self.head_size)
-        ordered = query.reshape(num_tokens * heads, group, self.head_size)
+        if not isinstance(sequences, SparseSequences):
+            type(self).kernel(layer, self, query, keys, values, sequences, output)
+            return output
+        blocks = OneHeadBlocks.of(keys, values)
+        heads, length = self.num_kv_heads, sequences.max_query_len
+        shape = (len(query) * heads, self.num_heads // heads, self.head_size)
+        ordered, result = query.reshape(shape), output.view(shape)
         target = result
         if length > 1:
             # A sequence's tokens lie together: [num_reqs, heads, length] from
             # [num_reqs, length, heads].
-            ordered = ordered.unflatten(0, (-1, length, heads)).transpose(1, 2)
-            ordered = ordered.reshape(num_tokens * heads, group, self.head_size)
+            ordered = ordered.unflatten(0, (-1, length, heads)).transpose(1, 2).reshape(shape)
             target = torch.empty_like(ordered, dtype=output.dtype)
-        type(self).kernel(
-            layer, self, ordered, blocks.key, blocks.value, metadata.sequences, target
-        )
+        type(self).kernel(layer, self, ordered, blocks.key, blocks.value, sequences, target)
         if length > 1:
             by_token = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
             result.unflatten(0, (-1, length, heads)).copy_(by_token)
@@ -132,24 +115,19 @@ def _quantize(
 
 
 def attach(
-    layer,
-    layer_index: int | None,
-    recorder: Recorder | None,
-    offload: LayerOffload | None = None,
+    layer, layer_index: int, recorder: Recorder, offload: LayerOffload | None = None
 ) -> None:
     """Replace a layer's implementation by a subclass of it, with the same settings.
 
     Args:
-        layer_index: index among the layers that retrieve; None for a draft's layer, whose queries
-            are not recorded.
+        layer_index: index among the layers that retrieve.
         offload: the layer's KV cache, where it lies in host memory.
 
     Raises:
         ValueError: the attention backend is not supported.
     """
-    impl_cls = type(layer.impl)
-    backend, kernel = backend_of(layer.impl), kernel_for(layer.impl, layer.kv_cache.dtype)
-    if backend is None or kernel is None:
+    impl_cls, backend = type(layer.impl), backend_of(layer.impl)
+    if backend is None:
         raise ValueError(
             f"attention backend with {impl_cls.__name__} is not one that TriForce knows; "
             "use --attention-backend FLASH_ATTN, FLASHINFER or TRITON_ATTN"
@@ -159,9 +137,6 @@ def attach(
             "kv_offload_gib with FLASHINFER, which vLLM chose here: its plans are not told of "
             "staged layers yet; use --attention-backend FLASH_ATTN or TRITON_ATTN"
         )
-    subclass = type(
-        f"Retrieval{impl_cls.__name__}",
-        (_RetrievalImpl, impl_cls),
-        {"kernel": staticmethod(kernel)},
-    )
+    attributes = {"kernel": staticmethod(kernel_for(layer.impl, layer.kv_cache.dtype))}
+    subclass = type(f"Retrieval{impl_cls.__name__}", (_RetrievalImpl, impl_cls), attributes)
     replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder, offload=offload)

@@ -5,7 +5,7 @@ when its CUDA graph is captured: lengths and block tables on the device, upper b
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,11 @@ class PagedSequences:
     block_table: torch.Tensor  # [num_seqs, width], int32
     max_query_len: int
     max_seq_len: int
+
+
+class SparseSequences(PagedSequences):
+    """Sequences of a level 2 pass: a request is ``num_kv_heads`` one-head sequences, all equally
+    long."""
 
 
 class UniformStarts:
@@ -66,27 +71,12 @@ class FlashAttention:
     def __call__(self, layer, impl, query, key_cache, value_cache, sequences, output) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        num_seqs, num_kv_heads = len(sequences.seq_lens), key_cache.shape[2]
-        descale = (num_seqs, num_kv_heads)
-        quantized = query.dtype.itemsize == 1
+        descale = (len(sequences.seq_lens), key_cache.shape[2])
         flash_attn_varlen_func(
-            q=query,
-            k=key_cache,
-            v=value_cache,
-            out=output,
-            cu_seqlens_q=sequences.query_start_loc,
-            max_seqlen_q=sequences.max_query_len,
-            seqused_k=sequences.seq_lens,
-            max_seqlen_k=sequences.max_seq_len,
-            softmax_scale=impl.scale,
-            causal=True,
+            **_arguments(layer, impl, query, key_cache, value_cache, sequences, output),
             window_size=list(_window(impl)),
-            block_table=sequences.block_table,
-            softcap=getattr(impl, "logits_soft_cap", 0) or 0,
+            q_descale=layer._q_scale.expand(descale) if query.dtype.itemsize == 1 else None,
             fa_version=self.version,
-            q_descale=layer._q_scale.expand(descale) if quantized else None,
-            k_descale=layer._k_scale.expand(descale),
-            v_descale=layer._v_scale.expand(descale),
         )
 
 
@@ -95,26 +85,35 @@ def triton_attention(layer, impl, query, key_cache, value_cache, sequences, outp
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
-    descale = (len(sequences.seq_lens), key_cache.shape[2])
     unified_attention(
-        q=query,
-        k=key_cache,
-        v=value_cache,
-        out=output,
-        cu_seqlens_q=sequences.query_start_loc,
-        max_seqlen_q=sequences.max_query_len,
-        seqused_k=sequences.seq_lens,
-        max_seqlen_k=sequences.max_seq_len,
-        softmax_scale=impl.scale,
-        causal=True,
+        **_arguments(layer, impl, query, key_cache, value_cache, sequences, output),
         window_size=_window(impl),
-        block_table=sequences.block_table,
-        softcap=getattr(impl, "logits_soft_cap", 0) or 0,
         q_descale=layer._q_scale if query.dtype.itemsize == 1 else None,
-        k_descale=layer._k_scale.expand(descale),
-        v_descale=layer._v_scale.expand(descale),
         kv_quant_mode=get_kv_quant_mode(impl.kv_cache_dtype),
     )
+
+
+def _arguments(
+    layer, impl, query, key_cache, value_cache, sequences: PagedSequences, output
+) -> dict[str, Any]:
+    """Return the arguments that both kernels take alike."""
+    descale = (len(sequences.seq_lens), key_cache.shape[2])
+    return {
+        "q": query,
+        "k": key_cache,
+        "v": value_cache,
+        "out": output,
+        "cu_seqlens_q": sequences.query_start_loc,
+        "max_seqlen_q": sequences.max_query_len,
+        "seqused_k": sequences.seq_lens,
+        "max_seqlen_k": sequences.max_seq_len,
+        "softmax_scale": impl.scale,
+        "causal": True,
+        "block_table": sequences.block_table,
+        "softcap": getattr(impl, "logits_soft_cap", 0) or 0,
+        "k_descale": layer._k_scale.expand(descale),
+        "v_descale": layer._v_scale.expand(descale),
+    }
 
 
 def _window(impl) -> tuple[int, int]:

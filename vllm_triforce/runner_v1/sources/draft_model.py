@@ -1,5 +1,7 @@
 """Draft model over a window of sink tokens and recent tokens (paper, section 4.1)."""
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.attention import Attention
 
@@ -7,12 +9,7 @@ from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.logits_processing import process_logits
-from vllm_triforce.runner_v1.sampling import (
-    NAN_TOKEN,
-    greedy_tokens,
-    has_nan,
-    token_distribution,
-)
+from vllm_triforce.runner_v1.sampling import NAN_TOKEN, greedy_tokens, has_nan, token_distribution
 from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
 # Number of extra tokens that a pass of the draft reads without taking notably longer.
@@ -38,7 +35,7 @@ class DraftModel(DraftSource):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         vllm_config,
         layers: dict[str, Attention],
         builder,
@@ -58,12 +55,9 @@ class DraftModel(DraftSource):
     @classmethod
     def build(cls, parts) -> "DraftModel":
         config, vllm_config = parts.config, parts.vllm_config
+        num_slots = vllm_config.scheduler_config.max_num_seqs
         cache, builder = private_cache(
-            parts.draft_layers,
-            vllm_config,
-            config,
-            vllm_config.scheduler_config.max_num_seqs,
-            parts.device,
+            parts.draft_layers, vllm_config, config, num_slots, parts.device
         )
         return cls(
             parts.draft,
@@ -79,25 +73,28 @@ class DraftModel(DraftSource):
         return [_ALWAYS] * len(rows)
 
     def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise) -> Draft:
-        greedy = sampling.all_greedy
-        draft = Draft([[] for _ in rows], None if greedy else [[] for _ in rows])
+        draft = Draft([[] for _ in rows], None if sampling.all_greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(max_tokens) if count]
-        self._take_slots(batch, [batch.request_ids[rows[i]] for i in active])
+        ids = [batch.request_ids[row] for row in rows]
+        for i in active:
+            # Preempted requests keep their slots, so all may be taken.
+            self.cache.slot(ids[i], evict=lambda: self._evict(batch))
         # Either makes this draft slower than usual, so ObserverV1 does not report its time.
-        draft.starts_window = any(batch.request_ids[rows[i]] not in self._windows for i in active)
-        draft.num_catch_up_tokens = self._num_catch_up_tokens(batch, [rows[i] for i in active])
+        draft.starts_window = any(ids[i] not in self._windows for i in active)
+        num_uncached = [
+            self.num_uncached_tokens(ids[i], len(batch.token_ids[rows[i]])) for i in active
+        ]
+        draft.num_catch_up_tokens = sum(n for n in num_uncached if n > _MAX_FREE_TOKENS)
         feed, first_positions = [], []
         for i in active:
-            row = rows[i]
-            token_ids = batch.context(proposal, row)
-            position, tokens = self._window(batch.request_ids[row]).advance(
-                token_ids, max_tokens[i]
-            )
+            window = self._windows.setdefault(ids[i], StreamingWindow(*self._window_sizes))
+            token_ids = batch.context(proposal, rows[i])
+            position, tokens = window.advance(token_ids, max_tokens[i])
             feed.append(tokens.tolist())
             first_positions.append(position)
         # One pass per token. Rows drop out when they have their tokens.
         while active:
-            slots = [self.cache.slot(batch.request_ids[rows[i]]) for i in active]
+            slots = [self.cache.slot(ids[i]) for i in active]
             logits = self._forward(feed, first_positions, slots)
             places = ((rows[i], draft.token_ids[i]) for i in active)
             logits = process_logits(logits, batch, proposal, places)
@@ -109,8 +106,7 @@ class DraftModel(DraftSource):
             ]
             feed = [[draft.token_ids[i][-1]] for i in active]
             first_positions = [
-                self._windows[batch.request_ids[rows[i]]].append(tokens[0])
-                for i, tokens in zip(active, feed)
+                self._windows[ids[i]].append(tokens[0]) for i, tokens in zip(active, feed)
             ]
         return draft
 
@@ -119,26 +115,10 @@ class DraftModel(DraftSource):
         window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
         return window.num_uncached_tokens(num_tokens)
 
-    def _num_catch_up_tokens(self, batch, rows: list[int]) -> int:
-        """Count the tokens to read for windows that are too stale to catch up for free."""
-        num_uncached = [
-            self.num_uncached_tokens(batch.request_ids[row], len(batch.token_ids[row]))
-            for row in rows
-        ]
-        return sum(count for count in num_uncached if count > _MAX_FREE_TOKENS)
-
     @property
     def num_requests(self) -> int:
         """Number of requests with a window or a slot of the cache."""
         return max(len(self._windows), len(self.cache))
-
-    def _take_slots(self, batch, request_ids: list[str]) -> None:
-        """Take a slot of the cache for each request, evicting requests outside the batch.
-
-        Preempted requests keep their slots, so there may be more owners than running requests.
-        """
-        for request_id in request_ids:
-            self.cache.slot(request_id, evict=lambda: self._evict(batch))
 
     def _evict(self, batch) -> str:
         """Drop the window of a request outside the batch and return its id."""
@@ -160,11 +140,6 @@ class DraftModel(DraftSource):
     def release(self, request_id: str) -> None:
         self._windows.pop(request_id, None)
         self.cache.release(request_id)
-
-    def _window(self, request_id: str) -> StreamingWindow:
-        if request_id not in self._windows:
-            self._windows[request_id] = StreamingWindow(*self._window_sizes)
-        return self._windows[request_id]
 
     def _forward(self, feed, first_positions, slots) -> torch.Tensor:
         """Compute the logits after each row's last token, [num_rows, vocab_size]."""

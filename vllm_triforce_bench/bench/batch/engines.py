@@ -2,7 +2,8 @@
 
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import psutil
@@ -28,41 +29,28 @@ OVERHEAD_BYTES = 1 << 30
 SHARE_OF_FREE_MEMORY = 0.7
 
 
-@dataclass
-class SpeculationStats:
-    """Sums of vLLM's ``SpecDecodingStats`` of one engine."""
-
-    num_drafts: int = 0
-    """Requests times steps that verified a proposal."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def combine(self, other: Any, sign: int = 1) -> "SpeculationStats":
-        """Add other statistics, or subtract earlier ones."""
-        by_position = (self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
-        size = max(map(len, by_position))
-        padded = (list(counts) + [0] * (size - len(counts)) for counts in by_position)
-        return SpeculationStats(
-            self.num_drafts + sign * other.num_drafts,
-            self.num_draft_tokens + sign * other.num_draft_tokens,
-            self.num_accepted_tokens + sign * other.num_accepted_tokens,
-            [a + sign * b for a, b in zip(*padded)],
-        )
-
-
 class SpeculationRecorder(StatLoggerBase):
     """Statistics of one engine; vLLM's Prometheus metrics belong to a process's last engine."""
 
     def __init__(self, vllm_config=None, engine_index: int = 0) -> None:
-        self.sums = SpeculationStats()
+        self.stats: list[Any] = []
+        """vLLM's ``SpecDecodingStats`` of each step."""
 
     def record(
         self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0
     ) -> None:
         stats = getattr(scheduler_stats, "spec_decoding_stats", None)
         if stats is not None:
-            self.sums = self.sums.combine(stats)
+            self.stats.append(stats)
+
+    def sums(self) -> dict[str, Any]:
+        """Sum the steps; ``num_drafts`` counts requests that verified a proposal."""
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        by_position = (each.num_accepted_tokens_per_pos for each in self.stats)
+        return {
+            **{name: sum(getattr(each, name) for each in self.stats) for name in names},
+            "num_accepted_tokens_per_pos": list(map(sum, zip_longest(*by_position, fillvalue=0))),
+        }
 
     def log_engine_initialized(self) -> None:
         pass

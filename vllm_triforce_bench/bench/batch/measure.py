@@ -7,7 +7,7 @@ from dataclasses import asdict
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce_bench.bench.batch import grid, identity
 from vllm_triforce_bench.bench.batch.engines import DevicePeak, Engine, end, start
-from vllm_triforce_bench.bench.batch.grid import Cell, PairedSet
+from vllm_triforce_bench.bench.batch.grid import PairedSet
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.batch.stream import Streamed, outside_passes, stream
 from vllm_triforce_bench.bench.methods import Variant
@@ -49,13 +49,14 @@ class Measurement:
         """Measure sets that are not in the store yet, in their order."""
         time_left = TimeLeft()
         remaining, engines_of = list(sets), None
-        for prompts, run in grid.by_prompts(sets):
-            if (prompts.dtype, prompts.group) != engines_of:
-                engines_of = (prompts.dtype, prompts.group)
+        for run in grid.by_prompts(sets):
+            first = run[0]
+            if (first.dtype, first.group) != engines_of:
+                engines_of = (first.dtype, first.group)
                 self._start_engines(*engines_of)
             begin = time.perf_counter()
-            texts = self._cut(prompts)
-            cold = self._read_cold(texts, prompts.repetition)
+            texts = self._cut(first.context, first.batch_size, first.repetition)
+            cold = self._read_cold(texts, first.repetition)
             for paired in run:
                 self._store.append(self._measure(paired, texts, cold))
                 remaining.remove(paired)
@@ -66,8 +67,7 @@ class Measurement:
         end(self._engines)
 
     def _weight(self, paired: PairedSet) -> float:
-        cell = paired.cell
-        return TimeLeft.weight(cell.batch_size, cell.context, self._settings.tokens)
+        return TimeLeft.weight(paired.batch_size, paired.context, self._settings.tokens)
 
     def _start_engines(self, dtype: str, group: int) -> None:
         # Before the next engines: two groups would not fit.
@@ -78,21 +78,14 @@ class Measurement:
             self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
             # vLLM registers its kernel again with every engine.
             fix_expand_kernel()
-        longest = grid.Prompts(dtype, group, max(self._settings.contexts), 1, 0)
+        longest = self._cut(max(self._settings.contexts), 1, 0)
         for engine in self._engines:
             self._progress.say(f"warming up {engine.variant.label}, {dtype}")
             for temperature in sorted({0.0, max(self._settings.temperatures)}):
-                self._warm_up(engine, self._cut(longest), temperature)
+                self._warm_up(engine, longest, temperature)
 
-    def _cut(self, prompts: grid.Prompts) -> list[list[int]]:
-        return cut(
-            self._tokens,
-            prompts.context,
-            prompts.batch_size,
-            prompts.repetition,
-            self._settings,
-            self._bos,
-        )
+    def _cut(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
+        return cut(self._tokens, context, batch_size, repetition, self._settings, self._bos)
 
     def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Streamed]:
         """Let every engine read the prompts without its prefix cache."""
@@ -114,38 +107,37 @@ class Measurement:
         self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Streamed]
     ) -> list[dict]:
         """Return a record for each engine, in the order of the group."""
-        cell = paired.cell
         order = grid.rotated(self._engines, paired.repetition)
-        shape = (cell.context, cell.batch_size, bool(cell.temperature))
-        if cell.temperature and shape not in self._warm:
+        shape = (paired.context, paired.batch_size, bool(paired.temperature))
+        if paired.temperature and shape not in self._warm:
             for engine in order:
-                self._warm_up(engine, texts, cell.temperature)
+                self._warm_up(engine, texts, paired.temperature)
         self._warm.add(shape)
         records: dict[Variant, dict] = {}
         tokens: dict[Variant, list[list[int]]] = {}
         for place, engine in enumerate(order):
             self._progress.say(
-                f"{engine.variant.label}: {cell.batch_size} x {cell.context} tokens, "
-                f"{cell.dtype}, T={cell.temperature:g}, repetition {paired.repetition + 1}"
+                f"{engine.variant.label}: {paired.batch_size} x {paired.context} tokens, "
+                f"{paired.dtype}, T={paired.temperature:g}, repetition {paired.repetition + 1}"
             )
             record, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
             records[engine.variant] = record | {"order": place, "num_paired": len(order)}
             tokens[engine.variant] = streamed.token_ids
-        if not cell.temperature:
-            self._check_identity(cell, texts, tokens, records)
+        if not paired.temperature:
+            self._check_identity(paired.dtype, texts, tokens, records)
         return [records[engine.variant] for engine in self._engines]
 
     def _measure_one(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
     ) -> tuple[dict, Streamed]:
-        cell, settings, variant = paired.cell, self._settings, engine.variant
-        device = DevicePeak()
-        levels_before, speculation_before = engine.levels(), engine.recorder.sums
+        settings, variant = self._settings, engine.variant
+        device, levels_before = DevicePeak(), engine.levels()
+        engine.recorder.stats.clear()
         streamed = stream(
             engine.llm,
             texts,
             settings.tokens,
-            cell.temperature,
+            paired.temperature,
             settings.top_p,
             settings.seed + paired.repetition,
             engine.passes,
@@ -155,9 +147,7 @@ class Measurement:
             levels = levels.since(levels_before)
         _check_cached(streamed, texts)
         record = {
-            **asdict(cell),
-            "group": paired.group,
-            "repetition": paired.repetition,
+            **paired._asdict(),
             "method": variant.method,
             "budget": variant.budget,
             "label": variant.label,
@@ -168,7 +158,7 @@ class Measurement:
             "num_steps": streamed.num_steps,
             "seconds": streamed.seconds,
             "outside_passes": outside_passes(streamed.marks),
-            "speculation": asdict(engine.recorder.sums.combine(speculation_before, sign=-1)),
+            "speculation": engine.recorder.sums(),
             "levels": None if levels is None else asdict(levels),
             "greedy": None,
             "memory_bytes": engine.memory_bytes + device.growth_bytes(),
@@ -177,7 +167,7 @@ class Measurement:
 
     def _check_identity(
         self,
-        cell: Cell,
+        dtype: str,
         texts: list[list[int]],
         tokens: dict[Variant, list[list[int]]],
         records: dict[Variant, dict],
@@ -185,9 +175,8 @@ class Measurement:
         stock = next(engine for engine in self._engines if engine.variant.is_stock)
         for variant, token_ids in tokens.items():
             if not variant.is_stock:
-                verdict = identity.judge(
-                    stock.llm, texts, tokens[stock.variant], token_ids, cell.dtype
-                )
+                expected = tokens[stock.variant]
+                verdict = identity.judge(stock.llm, texts, expected, token_ids, dtype)
                 records[variant]["greedy"] = verdict.to_dict()
 
 

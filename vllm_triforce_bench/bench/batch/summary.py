@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy
 
-from vllm_triforce_bench.bench.batch.grid import set_key, whole_sets
+from vllm_triforce_bench.bench.batch.grid import CELL, set_of, whole_sets
 from vllm_triforce_bench.bench.report import spread
 
-CELL = ["dtype", "context", "batch_size", "temperature"]
 VARIANT = ["method", "budget", "label"]
 REST = "full pass and vLLM"
 """The part of a step outside ``propose()``."""
@@ -29,10 +28,10 @@ def summarize(records: list[dict]) -> list[dict]:
     """
     records = whole_sets(records)
     speed = "decode_tokens_per_second"
-    stock = {set_key(record): record[speed] for record in records if record["method"] == "stock"}
+    stock = {set_of(record): record[speed] for record in records if record["method"] == "stock"}
     by_variant: dict[tuple, list[dict]] = defaultdict(list)
     for record in records:
-        record = record | {"ratio": record[speed] / stock[set_key(record)]}
+        record = record | {"ratio": record[speed] / stock[set_of(record)]}
         by_variant[tuple(record[name] for name in CELL + VARIANT)].append(record)
     dtypes = list(dict.fromkeys(record["dtype"] for record in records))
     labels = list(dict.fromkeys(record["label"] for record in records))

@@ -1,7 +1,7 @@
 """Base class of the lab's policies; CONTRIBUTING.md has the steps to add one."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -31,6 +31,7 @@ class Sizes:
     recent_tokens: int | None = None
     refresh_interval: int = 0
     tokens_per_pass: int = 7
+    recent_chunks: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tokens_per_pass < 1:
@@ -43,14 +44,11 @@ class Sizes:
             refresh_interval=self.refresh_interval,
         ).resolve(self.chunk_size, is_exact=True)
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
+        object.__setattr__(self, "recent_chunks", config.recent_blocks)
 
     @property
     def budget_chunks(self) -> int:
         return self.budget // self.chunk_size
-
-    @property
-    def recent_chunks(self) -> int:
-        return self.recent_tokens // self.chunk_size
 
 
 class LabPolicy(ABC):

@@ -1,5 +1,6 @@
 """Policies that serve, run by the retrieval cache as at level 2."""
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -29,10 +30,8 @@ class ChunkedPolicy(LabPolicy):
         logical_blocks = np.arange(layer.num_tokens // sizes.chunk_size + 1, dtype=np.int32)
         for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
             # The full pass has computed all tokens before this one; queries[:, row] is its newest.
-            newest = layer.queries[None, layer.heads(kv_head), row]
-            selected = cache.selection(
-                "replay", logical_blocks, layer.start + row, lambda newest=newest: newest
-            )
+            newest = partial(layer.queries[None, layer.heads(kv_head)].select, 2, row)
+            selected = cache.selection("replay", logical_blocks, layer.start + row, newest)
             is_kept = keep.new_zeros(len(logical_blocks))
             is_kept[selected.tail_start :] = True
             pass_rows = range(row, min(row + sizes.tokens_per_pass, layer.num_replayed))
