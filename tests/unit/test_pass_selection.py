@@ -83,7 +83,8 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(
     sparse_tables, _ = cache.block_table(selections, tables, lens)
     sparse_tables = sparse_tables.unflatten(1, (len(tables), -1))
     before = sparse_tables.clone()
-    selection = PassSelection(cache.policy, selections, HEADS, cache.head_strides)
+    candidates = {row: s.candidates for row, s in enumerate(selections) if s.candidates}
+    selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
     pass_tables = sparse_tables[:, rows]
     assert selection.begin_pass(rows, query_lens, pass_tables)
     query = torch.randn(sum(query_lens), HEADS * group, DIM, generator=generator)
@@ -109,8 +110,8 @@ def test_a_pass_of_requests_within_the_budget_selects_nothing():
     cache = retrieval_cache("retrieval")
     table = np.arange(BLOCKS, dtype=np.int32)
     long = cache.selection("long", table[:21], 20 * BLOCK, query=None)
-    short = cache.selection("short", table[30:36], 5 * BLOCK, query=None)
-    selection = PassSelection(cache.policy, [short, long], HEADS, cache.head_strides)
+    assert cache.selection("short", table[30:36], 5 * BLOCK, query=None).candidates is None
+    selection = PassSelection(cache.policy, {1: long.candidates}, HEADS, cache.head_strides)
     assert not selection.begin_pass([0], [2], torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32))
 
 

@@ -4,12 +4,12 @@ Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded toke
 the newest verified query, as in TriForce, ages while drafts follow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
 
-from vllm_triforce.cache.retrieval_cache import Selection
+from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.selection import SelectionPolicy, Summary
 
 
@@ -19,30 +19,30 @@ class PassSelection:
     Requests whose context fits the budget are left out: level 2 reads all of it.
 
     Args:
-        selections: of all requests of the batch.
+        candidates: by row of the batch.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
     """
 
     def __init__(
         self,
         policy: SelectionPolicy,
-        selections: Sequence[Selection],
+        candidates: Mapping[int, Candidates],
         num_kv_heads: int,
         head_strides: tuple[int, int],
     ) -> None:
         self._policy = policy
         self._num_kv_heads = num_kv_heads
-        self._batch_rows = [i for i, s in enumerate(selections) if s.candidates is not None]
-        candidates = [selections[i].candidates for i in self._batch_rows]
-        self._num_selected = selections[self._batch_rows[0]].num_selected - 1
-        self._max_chunks = max(len(c.block_ids) for c in candidates)
-        self._summaries = _stack([c.summaries for c in candidates], self._max_chunks)
+        self._batch_rows = list(candidates)
+        by_row = list(candidates.values())
+        self._num_selected = by_row[0].num_selected
+        self._max_chunks = max(len(c.block_ids) for c in by_row)
+        self._summaries = _stack([c.summaries for c in by_row], self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
-        num_chunks = torch.tensor([len(c.block_ids) for c in candidates])
+        num_chunks = torch.tensor([len(c.block_ids) for c in by_row])
         is_padded = torch.arange(self._max_chunks) >= num_chunks[:, None]
         self._is_padded = is_padded[:, None, None] if bool(is_padded.any()) else None
-        block_ids = torch.zeros(len(candidates), 1, self._max_chunks, dtype=torch.int32)
-        for row, candidate in enumerate(candidates):
+        block_ids = torch.zeros(len(by_row), 1, self._max_chunks, dtype=torch.int32)
+        for row, candidate in enumerate(by_row):
             block_ids[row, 0, : len(candidate.block_ids)] = candidate.block_ids
         per_block, per_head = head_strides
         heads = torch.arange(self._num_kv_heads, dtype=torch.int32)[:, None]
@@ -68,7 +68,8 @@ class PassSelection:
         self._present = present
         self._query_len = max(query_lens[row] for row in self._table_rows)
         starts = [0, *accumulate(query_lens)]
-        sources, places = [], []
+        sources: list[int] = []
+        places: list[int] = []
         for i, row in zip(present, self._table_rows):
             sources += range(starts[row], starts[row + 1])
             first = i * self._query_len

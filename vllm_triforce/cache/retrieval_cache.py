@@ -19,6 +19,7 @@ from vllm_triforce.selection import SelectionPolicy, Summary
 class Candidates:
     """Chunks of one request among which the layers select in each pass (``pass_selection.py``)."""
 
+    num_selected: int
     block_ids: torch.Tensor  # [num_candidates], int64
     summaries: dict[Summary, torch.Tensor]
     """By kind, [num_layers, num_kv_heads, num_candidates, head_dim]."""
@@ -147,7 +148,8 @@ class RetrievalCache:
         summaries = self.summaries.gather(candidates)
         if self.refresh_interval == 0:
             blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
-            return Selection(blocks, tail_start, candidates=Candidates(candidates, summaries))
+            choice = Candidates(num_selected, candidates, summaries)
+            return Selection(blocks, tail_start, candidates=choice)
         chosen = self.policy.select(query(), summaries, num_kv_heads, len(candidates), num_selected)
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
         return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)

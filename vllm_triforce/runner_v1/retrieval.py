@@ -70,14 +70,15 @@ class RetrievalLevel:
         max_seq_lens = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
         tables, self._skipped = self.cache.block_table(selections, blocks, max_seq_lens)
         self._sparse_tables = tables.unflatten(1, (len(batch), -1))
+        candidates = {
+            row: selection.candidates
+            for row, selection in enumerate(selections)
+            if selection.candidates is not None
+        }
         self._pass_selection = None
-        if any(selection.candidates is not None for selection in selections):
-            self._pass_selection = PassSelection(
-                self.cache.policy,
-                selections,
-                self._attention.num_kv_heads,
-                self.cache.head_strides,
-            )
+        if candidates:
+            heads, strides = self._attention.num_kv_heads, self.cache.head_strides
+            self._pass_selection = PassSelection(self.cache.policy, candidates, heads, strides)
 
     def forward(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.cache.pass_selection import PassSelection
-from vllm_triforce.cache.retrieval_cache import RetrievalCache, Selection
+from vllm_triforce.cache.retrieval_cache import Candidates, RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy, Summary
 from vllm_triforce_bench.lab.policies.base import LabPolicy
@@ -38,7 +38,7 @@ class ChunkedPolicy(LabPolicy):
             for token in pass_rows if selected.candidates else pass_rows[:1]:
                 blocks = selected.blocks[0, 0]
                 if selected.candidates:
-                    blocks = _select_in_pass(cache, selected, query[:, token])
+                    blocks = _select_in_pass(cache, blocks, selected.candidates, query[:, token])
                 tokens = is_kept.index_fill(0, blocks.long(), True)
                 tokens = tokens.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
                 keep[token : pass_rows[-1] + 1] = tokens
@@ -76,11 +76,12 @@ class ChunkedPolicy(LabPolicy):
 
 def _select_in_pass(
     cache: RetrievalCache,
-    selected: Selection,
+    blocks: torch.Tensor,  # [num_selected]
+    candidates: Candidates,
     query: torch.Tensor,  # [group, head_dim]
 ) -> torch.Tensor:  # [num_selected], the first block and those that the query selects
-    table = selected.blocks[:, None].int().contiguous()
-    selection = PassSelection(cache.policy, [selected], 1, cache.head_strides)
+    table = blocks.int()[None, None, None].contiguous()
+    selection = PassSelection(cache.policy, {0: candidates}, 1, cache.head_strides)
     selection.begin_pass([0], [1], table)
     selection.select(0, query[None])
     return table[0, 0, 0]
