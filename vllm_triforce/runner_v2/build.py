@@ -14,7 +14,7 @@ from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
@@ -74,14 +74,15 @@ class SpeculatorBuild:
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.num_slots = min(max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
-        self.rows = Rows(
-            self.num_slots,
-            config.num_speculative_tokens,
-            config.gamma,
-            self.num_slots,
-            vocab_size,
-            device,
+        limits = RowLimits(
+            config.min_context,
+            config.block_size,
+            config.recent_blocks,
+            config.budget_blocks - config.recent_blocks,
+            config.table_width,
         )
+        num_tokens = config.num_speculative_tokens
+        self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
         self.recorder = StaticQueryRecorder(
             len(layers),
             runner.input_buffers.query_start_loc,
@@ -122,8 +123,6 @@ class SpeculatorBuild:
             layers[0].kv_cache.shape[0],
             layers[0].num_kv_heads,
             self.rows,
-            self.num_slots,
-            device,
         )
         level2 = RetrievalLevelV2(
             self.context,

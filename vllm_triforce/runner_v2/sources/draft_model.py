@@ -225,7 +225,7 @@ class DraftModelV2(DraftSourceV2):
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
             torch.index_select(self.cache.block_table, 0, slots, out=tables)
-        window = WindowLayout(self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
+        window = WindowLayout(self._capacity, self.cache.blocks_per_slot * self.cache.block_size)
         num_padded_rows = first_pass.padded_rows(rows.num_rows)
         prepare_window_inputs(
             rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
