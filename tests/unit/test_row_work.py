@@ -48,7 +48,8 @@ def made(monkeypatch):
             return (rows.num_rows,)
 
         config = SimpleNamespace(compilation_config=SimpleNamespace(max_cudagraph_capture_size=64))
-        made = GraphedRound(work, CAPTURED, rows, [its], config, torch.device("cpu"), "round")
+        context = SimpleNamespace(rows=rows, vllm_config=config, device=torch.device("cpu"))
+        made = GraphedRound(work, CAPTURED, [its], context, "round")
         return made, rows, calls, replayed
 
     return make
