@@ -28,10 +28,7 @@ class SamplingV2:
 
 # Sampling of the captured rounds, one of each kind. Masks and processors that a row does not use
 # leave its logits unchanged and take a few microseconds; more kinds take memory and start-up time.
-CAPTURED_SAMPLING = (
-    SamplingV2(True),
-    SamplingV2(False, has_masks=True, has_processors=True),
-)
+CAPTURED_SAMPLING = (SamplingV2(True), SamplingV2(False, has_masks=True, has_processors=True))
 
 
 class Masks:
