@@ -14,7 +14,7 @@ from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
-from vllm_triforce.runner_v2.sampling import Masks, SamplingV2, masked_logits
+from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slot
 
@@ -208,8 +208,8 @@ class RetrievalLevelV2:
         top, best = logits.max(-1)
         if sampling.all_greedy:
             return best, top
-        masks = Masks(sampling, rows, logits.shape[1])
-        masked, lse = masked_logits(logits.flatten(0, 1), masks)
+        masks = row_masks(sampling, rows, logits.shape[1])
+        masked, lse = masked_logits(logits.flatten(0, 1), *masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
     def scrub(self, batch: BatchV2) -> None:

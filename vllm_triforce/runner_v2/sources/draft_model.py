@@ -25,7 +25,7 @@ from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.passes import ModelPass, forward, graphed_rounds
-from vllm_triforce.runner_v2.sampling import Masks, SamplingV2, masked_logits
+from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, SourcePartsV2
 
@@ -237,7 +237,7 @@ class DraftModelV2(DraftSourceV2):
         top, best = logits.max(-1)
         distributions = None
         if not sampling.all_greedy:
-            distributions = Distributions(*masked_logits(logits, Masks(sampling, rows)))
+            distributions = Distributions(*masked_logits(logits, *row_masks(sampling, rows)))
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)
