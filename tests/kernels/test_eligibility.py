@@ -27,8 +27,8 @@ def test_room_is_the_hosts(min_context):
     reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
     limits = computed + numbers(0, 20)
     most = numbers(1, NUM_TOKENS + 1)
-    limits = RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100)
-    rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, limits, DEVICE)
+    bounds = RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100)
+    rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
     states = list(range(NUM_ROWS))
     table = stack_columns(
         {
