@@ -14,10 +14,21 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
+
+
+class LayerSelection(Protocol):
+    """Selection of chunks inside level 2's pass (``cache/pass_selection.py``)."""
+
+    def select(
+        self,
+        layer: int,  # index among the layers that retrieve
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None:
+        """Write the blocks that a layer selects into its block tables."""
+        ...
 
 
 class LayerOffload(Protocol):
@@ -110,6 +121,7 @@ class RetrievalAttention(ABC):
         query_len: int,
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
+        selection: LayerSelection | None = None,  # as of ``RaggedRetrievalAttention.build``
     ) -> list[Any]:
         """Return each layer's metadata of a level 2 pass of ``query_len`` tokens a row.
 
@@ -141,7 +153,7 @@ class RaggedRetrievalAttention(RetrievalAttention):
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
-        selection: PassSelection | None = None,
+        selection: LayerSelection | None = None,
     ) -> list[Any]:
         """Return each layer's metadata of a level 2 pass. Runner V1 calls it before every pass.
 
@@ -161,9 +173,11 @@ class RaggedRetrievalAttention(RetrievalAttention):
         query_len: int,
         seq_lens: torch.Tensor,
         block_tables: Sequence[torch.Tensor],
+        selection: LayerSelection | None = None,
     ) -> list[Any]:
         query_lens = torch.full((num_rows,), query_len, dtype=torch.int32, device=seq_lens.device)
-        return self.build(query_lens, seq_lens[:: self.num_kv_heads].contiguous(), block_tables)
+        lens = seq_lens[:: self.num_kv_heads].contiguous()
+        return self.build(query_lens, lens, block_tables, selection)
 
     def update_summaries(
         self,

@@ -137,10 +137,11 @@ class Keys:
         None,
         _LEVEL2,
         "Full passes between two selections of chunks. 0: each layer selects in each pass of level "
-        "2, with the query that is about to attend, which misses least (Runner V1 only)",
+        "2, with the query that is about to attend, which misses least. On Runner V2 for "
+        "`selection: retrieval` alone, and not with `kv_offload_gib`",
         unit="full passes",
         low=0,
-        default_text="0; 8 on Runner V2",
+        default_text="0; 8 where 0 is not supported",
         change="1 to 8 for comparisons, or to spare level 2's passes the selection",
     )
     num_sink_tokens: int = _key(

@@ -32,8 +32,10 @@ _MAX_NGRAM = 8
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
 _NEVER = 1 << 31
 
-# refresh_interval on Model Runner V2.
-_FIXED_SHAPE_INTERVAL = 8
+# Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
+_PASS_KERNELS = ("retrieval",)
+# refresh_interval where level 2's passes cannot select.
+_LATE_INTERVAL = 8
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class ResolvedConfig(Keys):
     def recent_blocks(self) -> int:
         """Newest blocks that level 2 always reads."""
         return self.retrieval_recent_tokens // self.block_size
+
+    @property
+    def selects_in_pass(self) -> bool:
+        """True if level 2's passes select chunks by themselves."""
+        return self.uses_level2 and self.refresh_interval == 0
 
     @property
     def max_growth(self) -> int:
@@ -187,14 +194,7 @@ class TriForceConfig(Keys):
         """
         if self.adaptive_keys is not None:
             return self
-        refresh_interval = self.refresh_interval
-        if refresh_interval is None:
-            refresh_interval = _FIXED_SHAPE_INTERVAL if has_fixed_shapes else 0
-        elif refresh_interval == 0 and has_fixed_shapes:
-            raise ValueError(
-                "refresh_interval=0 is not supported on Model Runner V2: its passes do not select "
-                f"yet. Use 1 or more, or leave it out for {_FIXED_SHAPE_INTERVAL}."
-            )
+        refresh_interval = self._interval(has_fixed_shapes)
         if self.is_plain:  # vLLM has no speculative method without a token
             return dataclasses.replace(
                 self,
@@ -227,6 +227,26 @@ class TriForceConfig(Keys):
             refresh_interval=refresh_interval,
             adaptive_keys=adaptive_keys,
         )
+
+    def _interval(self, has_fixed_shapes: bool) -> int:
+        """Return ``refresh_interval``, by default 0 where level 2's passes can select.
+
+        Raises:
+            ValueError: it is 0, and they cannot.
+        """
+        reason = ""
+        if has_fixed_shapes and self.kv_offload_gib is not None:
+            reason = "kv_offload_gib: the selected blocks would be copied in each pass"
+        elif has_fixed_shapes and self.selection not in _PASS_KERNELS:
+            reason = f"selection={self.selection!r} on Model Runner V2: it has no kernel for it"
+        if self.refresh_interval is None:
+            return _LATE_INTERVAL if reason else 0
+        if self.refresh_interval == 0 and reason:
+            raise ValueError(
+                f"refresh_interval=0 is not supported with {reason}. Use 1 or more, or leave it "
+                f"out for {_LATE_INTERVAL}."
+            )
+        return self.refresh_interval
 
     def _check_plain(self, model: str | None) -> None:
         """Check a config of plain decoding, which is for ``kv_offload_gib`` alone.

@@ -224,19 +224,21 @@ def _chunk_scores_kernel(
 
 def build_sparse_tables(
     out: torch.Tensor,  # [num_layers, max_rows * num_kv_heads, width], int32, written
-    selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
+    selected: torch.Tensor | None,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
     rows: Rows,
     tables: torch.Tensor,  # [num_rows, table_width], int32, block tables
     head_strides: tuple[int, int],  # see cache/one_head_blocks.py
 ) -> None:
-    """Build each table from the selected blocks and the tail: recent blocks and all after them."""
-    num_layers, num_heads = selected.shape[1:3]
-    width = out.shape[2]
-    _sparse_tables_kernel[(len(tables), num_heads, num_layers)](
+    """Build each table from the selected blocks and the tail: recent blocks and all after them.
+
+    Without ``selected``, the first blocks are in their place until a pass selects others.
+    """
+    num_layers, num_seqs, width = out.shape
+    _sparse_tables_kernel[(len(tables), num_seqs // rows.max_rows, num_layers)](
         out,
         out.stride(0),
-        selected,
-        selected.shape[3],
+        tables if selected is None else selected,
+        0 if selected is None else selected.shape[3],
         rows.table,
         rows.stride,
         tables,
@@ -252,7 +254,7 @@ def _sparse_tables_kernel(
     out_ptr,  # [num_layers, max_rows * num_kv_heads, width]
     out_layer_stride,
     selected_ptr,  # [num_slots, num_layers, num_kv_heads, max_selected]
-    max_selected,
+    max_selected,  # 0 if nothing is selected yet
     table_ptr,
     row_stride,
     tables_ptr,  # [num_rows, table_width]
@@ -272,6 +274,8 @@ def _sparse_tables_kernel(
     num_blocks = tl.load(row_ptr + col.NUM_BLOCKS)
     slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
     selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * max_selected
+    if max_selected == 0:
+        selected = tables_ptr + row * table_stride
     out = out_ptr + layer * out_layer_stride + (row * num_heads + head) * width
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)

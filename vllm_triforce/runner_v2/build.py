@@ -79,13 +79,15 @@ class SpeculatorBuild:
         self.recorder = StaticQueryRecorder(
             len(layers),
             runner.input_buffers.query_start_loc,
-            config.max_batch,
+            0 if config.selects_in_pass else config.max_batch,
             layers[0].num_heads,
             layers[0].head_size,
             num_tokens + 1,
             config.min_context,
             model_config.dtype,
         )
+        # Passes of level 2 that select by their own queries need none of the full passes.
+        self.recorder.paused = config.selects_in_pass
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
@@ -116,6 +118,7 @@ class SpeculatorBuild:
             layers[0].kv_cache.shape[0],
             layers[0].num_kv_heads,
             self.rows,
+            self.tables[next(i for i, g in enumerate(groups) if g.sparse_layer_names)],
         )
         pool = None
         if pools:

@@ -230,7 +230,11 @@ class RetrievalLevelV2:
             first = len(tables) - self._pool.num_layers
             tables[first:] = [self._pool.tables[: num_rows * heads]] * self._pool.num_layers
         sparse = self._attention.uniform(
-            num_rows, inputs.query_len, inputs.seq_lens[: num_rows * heads], tables
+            num_rows,
+            inputs.query_len,
+            inputs.seq_lens[: num_rows * heads],
+            tables,
+            self.selections.in_pass,
         )
         metadata = dict(zip(group.sparse_layer_names, sparse))
         for dense in self._dense:

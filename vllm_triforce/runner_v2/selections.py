@@ -11,12 +11,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.kernels.pass_selection import PassSelectionV2
 from vllm_triforce.kernels.retrieval import build_sparse_tables, score_chunks
 from vllm_triforce.kernels.row_table import Refresh, RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.slots import Slot
-from vllm_triforce.selection import POLICIES
+from vllm_triforce.selection import POLICIES, Summary
 from vllm_triforce.selection.retrieval import RetrievalPolicy
 
 # Kernels that score chunks, by policy; other policies use their ``score()``.
@@ -32,6 +33,7 @@ class SelectionsV2:
     Args:
         attention: sparse attention of the platform.
         queries: [num_layers, num_rows, num_heads, head_dim], the recorder's buffer.
+        block_tables: [max_rows, width], int32, buffer of a proposal's block tables.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class SelectionsV2:
         num_blocks: int,
         num_kv_heads: int,
         rows: Rows,
+        block_tables: torch.Tensor,
     ) -> None:
-        num_layers, _, _, head_dim = queries.shape
+        num_layers, _, num_heads, head_dim = queries.shape
         device = queries.device
         self.block_size = config.block_size
         self.recent_blocks = config.recent_blocks
@@ -60,15 +63,30 @@ class SelectionsV2:
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
         }
-        shape = (rows.max_rows, num_layers, num_kv_heads, self.max_selected)
-        self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
         shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._selected: torch.Tensor | None = None
+        self.in_pass: PassSelectionV2 | None = None
+        """Set where the layers select inside level 2's passes."""
+        if not config.selects_in_pass:
+            shape = (rows.max_rows, num_layers, num_kv_heads, self.max_selected)
+            self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
+        else:
+            self.in_pass = PassSelectionV2(
+                self.summaries[Summary.MEAN],
+                rows,
+                block_tables,
+                self.tables,
+                num_heads,
+                config.gamma + 1,
+                attention.head_strides(),
+            )
 
     @property
     def num_bytes(self) -> int:
         summary_bytes = sum(summaries.num_bytes for summaries in self.summaries.values())
-        return summary_bytes + self._selected.nbytes + self.tables.nbytes
+        own = self._selected.nbytes if self.in_pass is None else self.in_pass.num_bytes
+        return summary_bytes + own + self.tables.nbytes
 
     def schedule_refresh(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """Age the slots' selections by a proposal, and say which are due.
@@ -98,7 +116,10 @@ class SelectionsV2:
         slots: list[Slot],
         refreshes: list[Refresh],
     ) -> None:
-        """Select chunks for rows whose selection is due, and write all rows' block tables."""
+        """Select chunks for rows whose selection is due, and write all rows' block tables.
+
+        Where the passes select, only summaries are computed here.
+        """
         # New requests separately: they summarize their whole context, others a block or two.
         for kind in (Refresh.NEW_OWNER, Refresh.DUE):
             due_rows = [row for row, refresh in enumerate(refreshes) if refresh == kind]
@@ -131,7 +152,8 @@ class SelectionsV2:
                     self._rows.last_newly_full[rows],
                     max(self._max_newly_full(slots[row], kind) for row in part),
                 )
-            self._selected[slot_indices] = self._select(batch, tables, rows, max_chunks)
+            if self._selected is not None:
+                self._selected[slot_indices] = self._select(batch, tables, rows, max_chunks)
 
     def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:
         """Return an upper bound of the blocks that filled since the previous selection.

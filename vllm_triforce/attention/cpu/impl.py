@@ -6,9 +6,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_triforce.attention.base import LayerOffload, metadata_of
+from vllm_triforce.attention.base import LayerOffload, LayerSelection, metadata_of
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.pass_selection import PassSelection
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -28,7 +27,7 @@ class SparseCPUMetadata:
     one_head: "SparseCPUMetadata | None" = None
     """Metadata for one KV head of each request, where attention sinks differ by head: the kernel
     takes the same sinks for all sequences. Its ``block_table`` has the rows of all heads."""
-    selection: PassSelection | None = None
+    selection: LayerSelection | None = None
     """Completes the layer's block table; None where it is complete."""
 
 

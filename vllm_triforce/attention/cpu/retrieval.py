@@ -11,11 +11,10 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_triforce.attention.base import RaggedRetrievalAttention, replace_impl
+from vllm_triforce.attention.base import LayerSelection, RaggedRetrievalAttention, replace_impl
 from vllm_triforce.attention.cpu.impl import FP8, RetrievalCPUAttentionImpl, SparseCPUMetadata
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.key_layout import KeyLayout
-from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
 
@@ -76,7 +75,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         query_lens: torch.Tensor,  # [num_reqs], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
-        selection: PassSelection | None = None,
+        selection: LayerSelection | None = None,
     ) -> list[SparseCPUMetadata]:
         """Build the metadata once; layers differ in their block tables alone."""
         heads = self.num_kv_heads

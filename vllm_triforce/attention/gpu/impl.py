@@ -87,6 +87,8 @@ class _RetrievalImpl(ImplBase):
         if not isinstance(sequences, SparseSequences):
             type(self).kernel(layer, self, query, keys, values, sequences, output)
             return output
+        if sequences.selection is not None:
+            sequences.selection.select(self.layer_index, query)
         blocks = OneHeadBlocks.of(keys, values)
         heads, length = self.num_kv_heads, sequences.max_query_len
         shape = (len(query) * heads, self.num_heads // heads, self.head_size)

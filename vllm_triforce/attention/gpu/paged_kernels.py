@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_triforce.attention.base import LayerSelection
+
 
 @dataclass
 class PagedSequences:
@@ -21,9 +23,13 @@ class PagedSequences:
     max_seq_len: int
 
 
+@dataclass
 class SparseSequences(PagedSequences):
     """Sequences of a level 2 pass: a request is ``num_kv_heads`` one-head sequences, all equally
     long."""
+
+    selection: LayerSelection | None = None
+    """Completes the layer's block table; None where it is complete."""
 
 
 class UniformStarts:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_triforce.attention.base import RetrievalAttention
+from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.attention.gpu.backends import backend_of, key_and_value, supported_backends
 from vllm_triforce.attention.gpu.impl import attach
 from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, UniformStarts
@@ -60,11 +60,13 @@ class GPURetrievalAttention(RetrievalAttention):
         query_len: int,
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
+        selection: LayerSelection | None = None,
     ) -> list[SparseSequences]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
         max_len = block_tables[0].shape[1] * self._layers[0].kv_cache.shape[2]
         return [
-            SparseSequences(starts, seq_lens, table, query_len, max_len) for table in block_tables
+            SparseSequences(starts, seq_lens, table, query_len, max_len, selection)
+            for table in block_tables
         ]
 
     def update_summaries(

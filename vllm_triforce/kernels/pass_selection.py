@@ -1,0 +1,336 @@
+"""Selection inside level 2's pass, as ``cache/pass_selection.py`` does it, in launches of a fixed
+shape.
+
+A layer takes three launches: sums of the softmax of each query's scores by tile of chunks, votes of
+each chunk, and the chunks with the most votes. Scores are computed twice rather than stored for
+every query and chunk.
+"""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.rows import Rows
+
+_CHUNKS = tl.constexpr(64)  # of a program
+_VOTES = tl.constexpr(1024)  # of a step of the selection
+# Steps of the bisection: votes that differ by less than 2 ** -14 of themselves count as equal.
+_BISECTIONS = tl.constexpr(22)
+
+
+class PassSelectionV2:
+    """Selects each layer's chunks by mean keys, with the queries that are about to attend.
+
+    Args:
+        means: mean keys of all layers.
+        rows: of the proposal. A row whose context is larger than the budget has chunks before its
+            tail that are not selected; of any other row level 2 reads all.
+        block_tables: [max_rows, width], int32, of the retrieving group.
+        sparse_tables: [num_layers, max_rows * num_kv_heads, width], int32, whose blocks from the
+            second to the last selected one are written.
+        num_heads: query heads.
+        query_len: tokens of each row in a pass; those after the drafts have no vote.
+        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
+    """
+
+    def __init__(
+        self,
+        means: QuantizedSummaries,
+        rows: Rows,
+        block_tables: torch.Tensor,
+        sparse_tables: torch.Tensor,
+        num_heads: int,
+        query_len: int,
+        head_strides: tuple[int, int],
+    ) -> None:
+        self._means, self._rows = means, rows
+        self._block_tables, self._sparse_tables = block_tables, sparse_tables
+        _, self._num_kv_heads, _, self._head_dim = means.values.shape
+        self._query_len = query_len
+        self._head_strides = head_strides
+        self._group = num_heads // self._num_kv_heads
+        self._num_tiles = triton.cdiv(block_tables.shape[1], _CHUNKS.value)
+        num_queries = query_len * self._group
+        shape = (rows.max_rows, self._num_kv_heads, num_queries, self._num_tiles, 2)
+        device = block_tables.device
+        self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
+        """Greatest score, and sum of the exponentials, of each query and tile."""
+        shape = (rows.max_rows, self._num_kv_heads, self._num_tiles * _CHUNKS.value)
+        self._votes = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._sums.nbytes + self._votes.nbytes
+
+    def select(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_rows * query_len, num_heads, head_dim]
+    ) -> None:
+        """Write the selected blocks of a layer into its block tables."""
+        num_rows = len(query) // self._query_len
+        values, scales = self._means.values[layer], self._means.scales[layer]
+        num_queries = self._query_len * self._group
+        shared = (
+            query.contiguous(),
+            values,
+            scales,
+            scales.stride(0),
+            self._block_tables,
+            self._block_tables.stride(0),
+            self._rows.table,
+            self._rows.stride,
+            self._sums,
+        )
+        sizes = dict(
+            NUM_TILES=self._num_tiles,
+            QUERY_LEN=self._query_len,
+            GROUP=self._group,
+            PADDED_QUERIES=max(16, triton.next_power_of_2(num_queries)),
+            HEAD_DIM=self._head_dim,
+            PADDED_DIM=max(16, triton.next_power_of_2(self._head_dim)),
+        )
+        grid = (num_rows, self._num_kv_heads, self._num_tiles)
+        _score_sums_kernel[grid](*shared, **sizes)
+        _votes_kernel[grid](
+            *shared, self._votes, **sizes, PADDED_TILES=triton.next_power_of_2(self._num_tiles)
+        )
+        table = self._sparse_tables[layer]
+        _select_chunks_kernel[grid[:2]](
+            self._votes,
+            self._votes.shape[2],
+            self._block_tables,
+            self._block_tables.stride(0),
+            self._rows.table,
+            self._rows.stride,
+            table,
+            table.stride(0),
+            *self._head_strides,
+        )
+
+
+@triton.jit
+def _tile_scores(
+    query_ptr,
+    values_ptr,
+    scales_ptr,
+    scales_head_stride,
+    block_tables_ptr,
+    block_table_stride,
+    num_chunks,
+    num_tokens,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Score a tile of chunks, [PADDED_QUERIES, _CHUNKS], -inf for chunks that are no candidates.
+
+    Queries are ordered by token, then by head of the group. Also returns which of them vote.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
+    chunks = tl.program_id(2) * _CHUNKS + tl.arange(0, _CHUNKS)
+    # The first chunk is always read.
+    is_candidate = (chunks > 0) & (chunks < num_chunks)
+    table = block_tables_ptr + row * block_table_stride
+    blocks = tl.load(table + chunks, mask=is_candidate, other=0).to(tl.int64)
+    dims = tl.arange(0, PADDED_DIM)
+    places = head * scales_head_stride + blocks
+    mean_mask = is_candidate[None, :] & (dims[:, None] < HEAD_DIM)
+    mean_ptrs = values_ptr + places[None, :] * HEAD_DIM + dims[:, None]
+    means = tl.load(mean_ptrs, mask=mean_mask, other=0)
+    queries = tl.arange(0, PADDED_QUERIES)
+    votes = queries < num_tokens * GROUP
+    place = (row * QUERY_LEN + queries // GROUP) * num_kv_heads * GROUP
+    place += head * GROUP + queries % GROUP
+    query_mask = votes[:, None] & (dims[None, :] < HEAD_DIM)
+    query_ptrs = query_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptrs, mask=query_mask, other=0.0)
+    if query.dtype.primitive_bitwidth == 8:
+        query = query.to(tl.float32)
+    # int8 numbers are exact in bfloat16 and float16.
+    scores = tl.dot(query, means.to(query.dtype), input_precision="ieee")
+    scales = tl.load(scales_ptr + places, mask=is_candidate, other=0.0)
+    scores = scores * (scales * HEAD_DIM**-0.5)[None, :]
+    return tl.where(is_candidate[None, :], scores, float("-inf")), votes
+
+
+@triton.jit
+def _has_choice(row_ptr):
+    """Return the chunks before a row's tail, 0 if level 2 reads all of them."""
+    tail = tl.load(row_ptr + col.TAIL)
+    return tl.where(tl.load(row_ptr + col.NUM_SELECTED) < tail, tail, 0)
+
+
+@triton.jit
+def _score_sums_kernel(
+    query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM]
+    values_ptr,  # [num_kv_heads, num_blocks, HEAD_DIM], int8
+    scales_ptr,  # [num_kv_heads, num_blocks]
+    scales_head_stride,
+    block_tables_ptr,  # [max_rows, width]
+    block_table_stride,
+    table_ptr,
+    row_stride,
+    sums_ptr,  # [max_rows, num_kv_heads, QUERY_LEN * GROUP, NUM_TILES, 2], written
+    NUM_TILES: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row_ptr = table_ptr + row * row_stride
+    num_chunks = _has_choice(row_ptr)
+    if tile * _CHUNKS >= num_chunks:
+        return
+    scores, votes = _tile_scores(
+        query_ptr,
+        values_ptr,
+        scales_ptr,
+        scales_head_stride,
+        block_tables_ptr,
+        block_table_stride,
+        num_chunks,
+        tl.load(row_ptr + col.NUM_DRAFTED) + 1,
+        QUERY_LEN,
+        GROUP,
+        PADDED_QUERIES,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+    top = tl.max(scores, axis=1)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
+    queries = tl.arange(0, PADDED_QUERIES)
+    place = (row.to(tl.int64) * tl.num_programs(1) + head) * QUERY_LEN * GROUP + queries
+    out = sums_ptr + (place * NUM_TILES + tile) * 2
+    tl.store(out, top, mask=votes)
+    tl.store(out + 1, total, mask=votes)
+
+
+@triton.jit
+def _votes_kernel(
+    query_ptr,  # as of ``_score_sums_kernel``, and so are the arguments to ``sums_ptr``
+    values_ptr,
+    scales_ptr,
+    scales_head_stride,
+    block_tables_ptr,
+    block_table_stride,
+    table_ptr,
+    row_stride,
+    sums_ptr,
+    votes_ptr,  # [max_rows, num_kv_heads, NUM_TILES * _CHUNKS], written
+    NUM_TILES: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+):
+    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row_ptr = table_ptr + row * row_stride
+    num_chunks = _has_choice(row_ptr)
+    if tile * _CHUNKS >= num_chunks:
+        return
+    scores, votes = _tile_scores(
+        query_ptr,
+        values_ptr,
+        scales_ptr,
+        scales_head_stride,
+        block_tables_ptr,
+        block_table_stride,
+        num_chunks,
+        tl.load(row_ptr + col.NUM_DRAFTED) + 1,
+        QUERY_LEN,
+        GROUP,
+        PADDED_QUERIES,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+    queries = tl.arange(0, PADDED_QUERIES)
+    tiles = tl.arange(0, PADDED_TILES)
+    place = (row.to(tl.int64) * tl.num_programs(1) + head) * QUERY_LEN * GROUP + queries
+    sums = sums_ptr + (place[:, None] * NUM_TILES + tiles[None, :]) * 2
+    mask = votes[:, None] & (tiles * _CHUNKS < num_chunks)[None, :]
+    tops = tl.load(sums, mask=mask, other=float("-inf"))
+    totals = tl.load(sums + 1, mask=mask, other=0.0)
+    top = tl.max(tops, axis=1)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(totals * tl.exp(tops - top[:, None]), axis=1)
+    weights = tl.exp(scores - top[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
+    share = tl.sum(tl.where(votes[:, None], weights, 0.0), axis=0)
+    chunks = tile * _CHUNKS + tl.arange(0, _CHUNKS)
+    out = votes_ptr + (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_TILES * _CHUNKS
+    # A NaN ranks last: output stays right with any selection.
+    tl.store(out + chunks, tl.where(share >= 0, share, 0.0))
+
+
+@triton.jit
+def _select_chunks_kernel(
+    votes_ptr,  # [max_rows, num_kv_heads, max_chunks], at least 0
+    max_chunks,
+    block_tables_ptr,  # [max_rows, width]
+    block_table_stride,
+    table_ptr,
+    row_stride,
+    sparse_ptr,  # [max_rows * num_kv_heads, sparse_width], written
+    sparse_stride,
+    per_block,
+    per_head,
+):
+    """Find the least vote that is selected by bisection, and write the blocks in order."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
+    row_ptr = table_ptr + row * row_stride
+    num_chunks = _has_choice(row_ptr)
+    if num_chunks == 0:
+        return
+    wanted = tl.load(row_ptr + col.NUM_SELECTED) - 1
+    votes_ptr += (row * num_kv_heads + head) * max_chunks
+    out = sparse_ptr + (row * num_kv_heads + head) * sparse_stride + 1
+    table = block_tables_ptr + row * block_table_stride
+    # As integers, floats of at least 0 have the same order.
+    low, high = 0, 0x7F800000  # at least ``wanted`` votes are >= low, fewer are >= high
+    for _ in range(_BISECTIONS):
+        middle = low + (high - low) // 2
+        count = 0
+        for start in range(0, num_chunks, _VOTES):
+            chunks = start + tl.arange(0, _VOTES)
+            is_candidate = (chunks > 0) & (chunks < num_chunks)
+            votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
+            is_enough = votes.to(tl.int32, bitcast=True) >= middle
+            count += tl.sum((is_candidate & is_enough).to(tl.int32), axis=0)
+        low = tl.where(count >= wanted, middle, low)
+        high = tl.where(count >= wanted, high, middle)
+    num_high = 0
+    for start in range(0, num_chunks, _VOTES):
+        chunks = start + tl.arange(0, _VOTES)
+        is_candidate = (chunks > 0) & (chunks < num_chunks)
+        votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
+        is_high = is_candidate & (votes.to(tl.int32, bitcast=True) >= high)
+        num_high += tl.sum(is_high.to(tl.int32), axis=0)
+    # Those above come first, then as many of the equal ones as there is room for.
+    next_high, next_equal = 0, num_high
+    for start in range(0, num_chunks, _VOTES):
+        chunks = start + tl.arange(0, _VOTES)
+        is_candidate = (chunks > 0) & (chunks < num_chunks)
+        votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
+        bits = votes.to(tl.int32, bitcast=True)
+        is_high = is_candidate & (bits >= high)
+        is_equal = is_candidate & (bits >= low) & (bits < high)
+        high_places = next_high + tl.cumsum(is_high.to(tl.int32), axis=0) - 1
+        equal_places = next_equal + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
+        next_high += tl.sum(is_high.to(tl.int32), axis=0)
+        next_equal += tl.sum(is_equal.to(tl.int32), axis=0)
+        places = tl.where(is_high, high_places, equal_places)
+        mask = (is_high | is_equal) & (places < wanted)
+        blocks = tl.load(table + chunks, mask=is_candidate, other=0)
+        tl.store(out + places, blocks * per_block + head.to(tl.int32) * per_head, mask=mask)
