@@ -62,8 +62,8 @@ class SelectionsV2:
         }
         shape = (rows.max_rows, num_layers, num_kv_heads, self.max_selected)
         self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
-        shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        tables_shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
+        self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
