@@ -25,7 +25,7 @@ from triton.runtime import driver, jit
 
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.selection import Summary
@@ -72,12 +72,10 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     stage_blocks(cache, cache, tables, lens, block_size, counters)
     name(block_size, dtype, f"budget {budget}")
     max_selected, width = budget // block_size, (budget + 64) // block_size
-    rows = Rows(ROWS, LENGTH, GAMMA, ROWS, VOCAB_SIZE, device)
+    rows = Rows(ROWS, LENGTH, GAMMA, VOCAB_SIZE, RowLimits(0, block_size, 0, 0, 0), device)
     rows.num_rows = ROWS
     pool = cache[:1].expand(ROWS * width, -1, -1, -1)
-    refill = PoolRefill(
-        [cache], [pool], 0, ROWS, ROWS, (block_size * HEADS, 1), max_selected, counters
-    )
+    refill = PoolRefill([cache], [pool], 0, ROWS, (block_size * HEADS, 1), max_selected, counters)
     refill(rows, torch.zeros(1, ROWS * HEADS, width, dtype=torch.int32))
     keys = cache.transpose(1, 2)[..., :HEAD_SIZE]
     if dtype == torch.uint8:

@@ -9,10 +9,11 @@ from vllm_triforce.kernels.distributions import (
     SamplingParameters,
 )
 from vllm_triforce.kernels.row_table import RowColumn
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 VOCAB_SIZE = 100
+NO_LIMITS = RowLimits(0, 16, 0, 0, 0)
 
 
 def integers(values, dtype=torch.int32) -> torch.Tensor:
@@ -34,7 +35,7 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
     Args:
         fields: tensors of ``Rows`` by name, or numbers for each row.
     """
-    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, num_rows, VOCAB_SIZE, DEVICE)
+    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, VOCAB_SIZE, NO_LIMITS, DEVICE)
     rows.num_rows = num_rows
     rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
     rows.rounds_left.fill_(100)

@@ -27,7 +27,6 @@ from vllm_triforce.kernels.proposals import (
     count_full_pass,
 )
 from vllm_triforce.kernels.row_table import (
-    FloatColumn,
     OutcomeColumn,
     Refresh,
     RowColumn,
@@ -61,9 +60,12 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     Args:
         table: columns that are other than ``TABLE``'s.
     """
-    rows = Rows(5, 6, gamma=2, num_slots=5, vocab_size=VOCAB_SIZE, device=DEVICE)
-    rows.slots[:, SlotColumn.KEPT_TAIL].copy_(integers([4, 0, 0, 1, 0]))
-    rows.slots[:, SlotColumn.KEPT_FULL].copy_(integers([6, 30, 0, 5, 0]))
+    limits = RowLimits(
+        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
+    )
+    rows = Rows(5, 6, 2, VOCAB_SIZE, limits._replace(**changes), DEVICE)
+    rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers([4, 0, 0, 1, 0]))
+    rows.table[:, SlotColumn.KEPT_FULL].copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
     by_state = torch.arange(8, dtype=torch.float32, device=DEVICE)
     parameters = SamplingParameters(
@@ -75,15 +77,11 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     )
     for state, computed in COMPUTED.items():
         num_computed[state], last[state] = computed, 100 + state
-    arguments = dict(
-        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
-    )
     columns = torch.from_numpy(stack_columns(TABLE | (table or {}))).to(DEVICE)
     sampled = integers(num_sampled)
     for its in (rows.temperature, rows.top_k, rows.top_p, rows.min_p):
         its.fill_(9)  # of the proposal before
-    limits = RowLimits(**(arguments | changes))
-    rows.init(columns, num_computed, sampled, last, parameters, limits)
+    rows.init(columns, num_computed, sampled, last, parameters)
     return rows
 
 
@@ -103,7 +101,6 @@ def test_rows_are_drawn_for_as_their_requests_ask():
     [
         (row_table, RowColumn),
         (row_table, StateColumn),
-        (row_table, FloatColumn),
         (row_table, SlotColumn),
         (row_table, OutcomeColumn),
         (row_table, Refresh),
@@ -116,7 +113,7 @@ def test_kernels_have_the_hosts_names(module, names):
 
 
 def test_the_row_table_has_no_gaps():
-    assert [*RowColumn, *StateColumn] == list(range(row_table.NUM_ROW_COLUMNS))
+    assert [*RowColumn, *StateColumn, *SlotColumn] == list(range(row_table.NUM_ROW_COLUMNS))
 
 
 def test_rows_begin_with_what_the_full_pass_left():
@@ -132,7 +129,7 @@ def test_rows_begin_with_what_the_full_pass_left():
     # a new owner of a slot has no means; one whose selection is due has some
     assert rows.first_newly_full.tolist()[:3] == [0, 0, 5]
     assert rows.last_newly_full.tolist()[:3] == [37, 0, 6]
-    assert rows.slots[:, SlotColumn.KEPT_FULL].tolist() == [6, 37, 0, 6, 0]
+    assert rows.table[:, SlotColumn.KEPT_FULL].tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
     assert rows.rounds_left.tolist() == [2, 3, 1, 0, 0]
 
@@ -148,8 +145,8 @@ def test_rows_that_cannot_propose_have_no_room():
 def test_rows_that_level_2_takes_no_part_in_need_no_selection():
     rows = begun(width=14, table={RowColumn.REFRESH: [Refresh.UNUSED] * 3})
     assert rows.room.tolist()[:3] == [6, 5, 1], "there is no table to fit into"
-    assert rows.slots[:, SlotColumn.KEPT_TAIL].tolist() == [4, 0, 0, 1, 0], "what is kept stays"
-    assert rows.slots[:, SlotColumn.KEPT_FULL].tolist() == [6, 30, 0, 5, 0]
+    assert rows.table[:, SlotColumn.KEPT_TAIL].tolist() == [4, 0, 0, 1, 0], "what is kept stays"
+    assert rows.table[:, SlotColumn.KEPT_FULL].tolist() == [6, 30, 0, 5, 0]
 
 
 def test_a_row_proposes_what_was_planned_for_it():
@@ -176,7 +173,7 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
         known = tokens_of(rows, row)[1]
         all_tokens[TABLE[RowColumn.STATE][row], : len(known)] = known
     inputs = PassInputs(5, query_len, 5, DEVICE)
-    window = WindowLayout(capacity, BLOCK_SIZE, per_slot)
+    window = WindowLayout(capacity, per_slot * BLOCK_SIZE)
     prepare_window_inputs(rows, inputs, 4, all_tokens.to(DEVICE), sinks, window)
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
@@ -200,7 +197,7 @@ def test_drafts_follow_what_was_fed():
     rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
     rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
     inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))
-    prepare_draft_inputs(rows, inputs, 4, 1, WindowLayout(64, BLOCK_SIZE, blocks_per_slot=4))
+    prepare_draft_inputs(rows, inputs, 4, 1, WindowLayout(64, 64))
     assert inputs.token_ids.tolist()[:3] == [11, 12, 13]
     assert inputs.positions.tolist()[:3] == [20, 63, 33]
     assert inputs.seq_lens.tolist() == [21, 64, 34, 1, 9]

@@ -27,9 +27,8 @@ def test_room_is_the_hosts(min_context):
     reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
     limits = computed + numbers(0, 20)
     most = numbers(1, NUM_TOKENS + 1)
-    rows = Rows(
-        NUM_ROWS, NUM_TOKENS, gamma=2, num_slots=NUM_ROWS, vocab_size=VOCAB_SIZE, device=DEVICE
-    )
+    bounds = RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100)
+    rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
     states = list(range(NUM_ROWS))
     table = stack_columns(
         {
@@ -51,7 +50,6 @@ def test_room_is_the_hosts(min_context):
         integers([1] * NUM_ROWS),
         integers([[0]] * NUM_ROWS, torch.int64),
         greedy_parameters(NUM_ROWS),
-        RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100),
     )
     wanted = [
         max(0, max_proposal_len(n, asked, r, limit, min_context))

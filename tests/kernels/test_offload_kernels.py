@@ -14,7 +14,7 @@ if needs_triton.mark.args[0]:
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.refill_pool import PoolRefill
-from vllm_triforce.kernels.row_table import Refresh, RowColumn
+from vllm_triforce.kernels.row_table import Refresh, RowColumn, SlotColumn
 from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.cache import HostLayer
@@ -88,7 +88,6 @@ class World:
             self.pools,
             1,
             num_slots=4,
-            max_rows=3,
             head_strides=self.per,
             max_selected=SELECTED,
             counters=self.counters,
@@ -146,7 +145,7 @@ def test_the_pool_has_what_is_selected_and_the_tail_as_far_as_it_is_exact(world)
     for pool in world.pools:
         for slot in (1, 3):
             assert (pool[slot * WIDTH : (slot + 1) * WIDTH] == -1).all()
-    assert world.refill.exact.tolist() == [96, 0, 163, 0]
+    assert rows.table[:, SlotColumn.NUM_EXACT].tolist() == [96, 0, 163]
     assert counted(world.counters) == {
         DeviceCounter.NUM_POOL_BLOCKS: 10 * 2 * HEADS,
         DeviceCounter.NUM_POOL_BYTES: 10 * 2 * HEADS * BYTES,

@@ -9,7 +9,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 on_device = pytest.importorskip("vllm_triforce.kernels.prompt_lookup")
 
-from tests.kernels.tensors import VOCAB_SIZE, integers  # noqa: E402
+from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers  # noqa: E402
 from tests.unit.test_prompt_lookup import on_host  # noqa: E402
 from vllm_triforce.kernels.row_table import RowColumn  # noqa: E402
 from vllm_triforce.kernels.rows import Rows  # noqa: E402
@@ -19,9 +19,7 @@ from vllm_triforce.kernels.rows import Rows  # noqa: E402
 @pytest.mark.parametrize("vocab_size", [2, 5, 40])
 def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     draw = torch.Generator().manual_seed(vocab_size * 10 + max_ngram)
-    rows = Rows(
-        6, num_speculative_tokens=6, gamma=3, num_slots=6, vocab_size=VOCAB_SIZE, device=DEVICE
-    )
+    rows = Rows(6, 6, 3, VOCAB_SIZE, NO_LIMITS, DEVICE)
     lengths, proposed = [1, 2, 9, 300, 1500, 2100], [0, 0, 2, 0, 5, 3]
     all_tokens = torch.randint(vocab_size, (8, 2200), generator=draw, dtype=torch.int32)
     proposal = torch.randint(vocab_size, (6, 6), generator=draw)

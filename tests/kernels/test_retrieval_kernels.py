@@ -9,6 +9,7 @@ if needs_triton.mark.args[0]:
     pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
 
 from tests.kernels import oracles
+from tests.kernels.tensors import integers, some_rows
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.retrieval import (
@@ -17,6 +18,7 @@ from vllm_triforce.kernels.retrieval import (
     score_chunks,
     update_chunk_summaries,
 )
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.selection import Summary
 
 
@@ -125,19 +127,9 @@ def test_sparse_tables(heads, strides):
     slots, num_selected, tails, num_blocks = [3, 0, 2], [5, 0, 2], [11, 0, 2], [14, 1, 20]
     out = torch.full((num_layers, 4 * heads, width), -1, dtype=torch.int32, device=DEVICE)
 
-    def on_device(values):
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    build_sparse_tables(
-        out,
-        selected.to(DEVICE),
-        on_device(slots),
-        on_device(num_selected),
-        on_device(tails),
-        on_device(num_blocks),
-        tables.to(DEVICE),
-        strides,
-    )
+    rows = some_rows(3, gamma=2, num_selected=num_selected, tail=tails, num_blocks=num_blocks)
+    rows.row_metadata[:3, RowColumn.SLOT] = integers(slots)
+    build_sparse_tables(out, selected.to(DEVICE), rows, tables.to(DEVICE), strides)
     for layer in range(num_layers):
         for row in range(3):
             for head in range(heads):

@@ -50,12 +50,12 @@ def world():
         prompt_lookup_max=3,
     )
     config = config.with_defaults(can_adapt=False).resolve(BLOCK)
-    rows = Rows(4, 6, 2, 4, VOCAB_SIZE, DEVICE)
+    selected = config.budget_blocks - config.recent_blocks
+    limits = RowLimits(0, BLOCK, config.recent_blocks, selected, config.table_width)
+    rows = Rows(4, 6, 2, VOCAB_SIZE, limits, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()
-    made = selections.SelectionsV2(
-        config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows, 4, DEVICE
-    )
+    made = selections.SelectionsV2(config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows)
     return made, rows, attention, Slots(4)
 
 
@@ -87,7 +87,6 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
         integers([1] * count),
         torch.zeros(count, 1, dtype=torch.int64, device=DEVICE),
         greedy_parameters(count),
-        RowLimits(0, BLOCK, made.recent_blocks, made.max_selected, made.width),
     )
     own = torch.arange(count * WIDTH, dtype=torch.int32, device=DEVICE).view(count, WIDTH)
     batch = type("Batch", (), {})()

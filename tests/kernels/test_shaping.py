@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 
-from tests.kernels.tensors import integers
+from tests.kernels.tensors import NO_LIMITS, integers
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
@@ -104,7 +104,7 @@ def made():
     """Rows of states 3, 1, 4, 0, 6 and 5, with proposals of different lengths; the shaping; and
     what vLLM has."""
     torch.manual_seed(2)
-    rows = Rows(7, MAX_PROPOSAL, GAMMA, 7, VOCAB_SIZE, DEVICE)
+    rows = Rows(7, MAX_PROPOSAL, GAMMA, VOCAB_SIZE, NO_LIMITS, DEVICE)
     rows.num_rows = NUM_ROWS
     rows.count.fill_(NUM_ROWS)
     rows.row_metadata[:NUM_ROWS, RowColumn.STATE] = integers([3, 1, 4, 0, 6, 5])
@@ -260,12 +260,12 @@ def test_what_is_asked_is_read_anew_for_each_proposal(made):
     shaping.begin()
     logits = torch.ones(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = shaping.apply(logits.clone(), 0)
-    where = shaping._params.presence.data_ptr()
+    where = shaping._params.min_len.data_ptr()
     penalties.presence_penalty = on_device([9.0] * NUM_STATES, torch.float32)
     assert torch.equal(shaping.apply(logits.clone(), 0), before), "within a proposal it stays"
     shaping.begin()
     assert not torch.equal(shaping.apply(logits.clone(), 0), before)
-    assert shaping._params.presence.data_ptr() == where
+    assert shaping._params.min_len.data_ptr() == where
 
 
 def test_whether_anybody_asks_is_known_on_the_host(made):

@@ -24,7 +24,7 @@ def test_distributions(names, vocab_size):
     temperature = torch.tensor([0.7, 1.0, 2.0])
     masks = {name: _MASKS[name] if name in names else None for name in _MASKS}
 
-    masked, lse = masked_logits(logits, SimpleNamespace(divisor=temperature, **masks))
+    masked, lse = masked_logits(logits, temperature, **masks)
 
     sampling = SimpleNamespace(is_greedy=temperature == 0, temperature=temperature, **masks)
     scaled = masked / temperature[:, None]

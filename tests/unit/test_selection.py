@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.tensors import NO_LIMITS
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -114,8 +115,8 @@ def test_scores_of_another_shape_are_refused_by_both_loops(wrong):
     told = "selection policy 'wrong': score() gave {}; it has to be [{}, 2, 4 (or 1), 13]"
     assert told.format(found, 3) in str(refused.value)
     config = TriForceConfig(retrieval_budget=10 * BLOCK).resolve(BLOCK)
-    rows = Rows(1, 6, 2, 3, 100, CPU)
-    device = SelectionsV2(config, None, query[:, None], 20, 2, rows, 1, CPU)
+    rows = Rows(1, 6, 2, 100, NO_LIMITS, CPU)
+    device = SelectionsV2(config, None, query[:, None], 20, 2, rows)
     device._policy = policy
     tables, first_row = torch.arange(13)[None], torch.tensor([0])
     with pytest.raises(ValueError) as refused:
@@ -351,8 +352,8 @@ def test_both_loops_select_alike(policy, group):
     config = TriForceConfig(retrieval_budget=10 * BLOCK, selection=policy.name).resolve(BLOCK)
     keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
     queries = torch.randn(num_layers, 5, num_heads * group, dim)
-    rows = Rows(3, 6, 2, 3, 100, CPU)
-    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows, 3, CPU)
+    rows = Rows(3, 6, 2, 100, NO_LIMITS, CPU)
+    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows)
     for kind, summaries in found.summaries.items():
         for layer, vectors in enumerate(kind.reduce(keys, 3).transpose(1, 2)):
             summaries.write(layer, torch.arange(num_blocks), vectors)

@@ -18,18 +18,9 @@ by the engine's seed and its data-parallel index: replicas draw apart, ranks of 
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import LevelLogits
-from vllm_triforce.kernels.row_table import (
-    COMPUTED,
-    HAS_NAN,
-    LENGTH,
-    NUM_ACCEPTED,
-    NUM_DRAFTED,
-    TEMPERATURE,
-    row_value,
-    set_row_value,
-)
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import Rows, load_float, load_seed
 
 _BLOCK = 4096  # tokens of a program
 # Any number except zero: it separates our streams from those of vLLM's samplers.
@@ -73,11 +64,8 @@ def draw_drafts(
             distributions.lse,
             distributions.logits,
             distributions.lse,
-            rows.drafted,
             rows.table,
-            rows.max_rows,
-            rows.floats,
-            rows.seeds,
+            rows.stride,
             sampler.values,
             sampler.tokens,
             step,
@@ -88,16 +76,13 @@ def draw_drafts(
             BLOCK=sampler.block,
         )
     _store_drafts_kernel[(rows.num_rows,)](
-        rows.drafted,
         rows.table,
-        rows.max_rows,
-        rows.floats,
+        rows.stride,
         sampler.values,
         sampler.tokens,
         draft.best,
         draft.top,
         sampler.num_blocks,
-        rows.gamma,
         step,
         ALL_GREEDY=distributions is None,
         PADDED_BLOCKS=sampler.padded_blocks,
@@ -106,29 +91,27 @@ def draw_drafts(
 
 @triton.jit(do_not_specialize=["step"])
 def _store_drafts_kernel(
-    drafted_ptr,  # [max_rows, gamma], written
-    table_ptr,  # a NaN is noted
-    max_rows,
-    floats_ptr,
+    table_ptr,  # a draft is written, and a NaN is noted
+    row_stride,
     values_ptr,
     tokens_ptr,
     best_ptr,  # [num_rows]
     top_ptr,  # [num_rows]
     num_blocks,
-    gamma,
     step,
     ALL_GREEDY: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = table_ptr + row * row_stride
     token = tl.load(best_ptr + row).to(tl.int32)
     if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
+        if load_float(row_ptr + col.TEMPERATURE) > 0:
             token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
     top = tl.load(top_ptr + row)
     if top != top:
-        set_row_value(table_ptr, max_rows, row, HAS_NAN, 1)
-    tl.store(drafted_ptr + row * gamma + step, token)
+        tl.store(row_ptr + col.HAS_NAN, 1)
+    tl.store(row_ptr + col.DRAFTED + step, token)
 
 
 @triton.jit(do_not_specialize=["first_place"])
@@ -137,11 +120,8 @@ def draw_kernel(
     target_lse_ptr,  # [num_rows, PLACES]
     draft_ptr,  # [num_rows, PLACES - 1, vocab_size]
     draft_lse_ptr,  # [num_rows, PLACES - 1]
-    drafted_ptr,  # [num_rows, PLACES - 1]
     table_ptr,
-    max_rows,
-    floats_ptr,
-    seeds_ptr,  # [num_rows]
+    row_stride,
     values_ptr,  # [num_rows, 2, num_blocks], written
     tokens_ptr,  # [num_rows, 2, num_blocks], written
     first_place,  # of the places, after the proposal
@@ -156,27 +136,27 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    temperature = row_value(floats_ptr, max_rows, row, TEMPERATURE)
+    row_ptr = table_ptr + row * row_stride
+    temperature = load_float(row_ptr + col.TEMPERATURE)
     if temperature == 0.0:
         return
     place = 0
     if PLACES > 1:
-        place = row_value(table_ptr, max_rows, row, NUM_ACCEPTED)
+        place = tl.load(row_ptr + col.NUM_ACCEPTED)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
     target_row = row * PLACES + place
     logits = tl.load(target_ptr + target_row * vocab_size + tokens, mask=mask, other=float("-inf"))
     lse = tl.load(target_lse_ptr + target_row)
     probs = tl.exp(logits.to(tl.float32) / temperature - lse)
-    seed = tl.load(seeds_ptr + row)
-    begin, token_position = place_of_noise(table_ptr, max_rows, row, first_place + place)
-    delay = exponential(seed, begin, token_position, PURPOSE, tokens)
+    begin, token_position = place_of_noise(row_ptr, first_place + place)
+    delay = exponential(load_seed(row_ptr), begin, token_position, PURPOSE, tokens)
     rest = probs
     if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
-        if place < row_value(table_ptr, max_rows, row, NUM_DRAFTED):
+        if place < tl.load(row_ptr + col.NUM_DRAFTED):
             draft_row = row * (PLACES - 1) + place
             if IS_ONE_HOT:
-                rest = tl.where(tokens == tl.load(drafted_ptr + draft_row), 0.0, probs)
+                rest = tl.where(tokens == tl.load(row_ptr + col.DRAFTED + place), 0.0, probs)
             else:
                 drafted = tl.load(
                     draft_ptr + draft_row * vocab_size + tokens, mask=mask, other=float("-inf")
@@ -211,10 +191,10 @@ def sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.con
 
 
 @triton.jit
-def place_of_noise(table_ptr, max_rows, row, place):
+def place_of_noise(row_ptr, place):
     """Return where a row's proposal began, and the index of the token at ``place`` after it."""
-    begin = row_value(table_ptr, max_rows, row, COMPUTED)
-    return begin, begin + row_value(table_ptr, max_rows, row, LENGTH) + 1 + place
+    begin = tl.load(row_ptr + col.COMPUTED)
+    return begin, begin + tl.load(row_ptr + col.LENGTH) + 1 + place
 
 
 @triton.jit
@@ -254,13 +234,8 @@ def delay_of(unit):
     Below a quarter it is computed by its series, with a relative error below 3e-6.
     """
     series = 1.0 / 8.0
-    series = series * unit + 1.0 / 7.0
-    series = series * unit + 1.0 / 6.0
-    series = series * unit + 1.0 / 5.0
-    series = series * unit + 1.0 / 4.0
-    series = series * unit + 1.0 / 3.0
-    series = series * unit + 1.0 / 2.0
-    series = series * unit + 1.0
+    for n in tl.static_range(7):
+        series = series * unit + 1.0 / (7 - n)
     return tl.where(unit < 0.25, unit * series, -tl.log(1.0 - unit))
 
 

@@ -8,95 +8,83 @@ vllm/v1/worker/gpu/sample/bad_words.py).
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.row_table import COMPUTED, LENGTH, STATE, num_rows_in_use, row_value
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.rows import Rows, load_float, store_float
 
-_NUM_INTEGERS, _NUM_FLOATS = 7, 3
-_BLOCK = 4096  # tokens of a program
+_BLOCK = tl.constexpr(4096)  # tokens of a program
 
 
 class LogitParams:
-    """Parameters of logits processing by state, each [max_num_reqs].
+    """Parameters of vLLM's ``apply_logit_bias`` by state, each [max_num_reqs], int32.
 
-    They are int32, and float32 for the penalties. vLLM's own move from buffer to buffer with each
-    step (vllm/v1/worker/gpu/buffer_utils.py); these have the fixed addresses that graphs need.
+    vLLM's own move from buffer to buffer with each step (vllm/v1/worker/gpu/buffer_utils.py); these
+    have the fixed addresses that graphs need.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._integers = torch.zeros(_NUM_INTEGERS, max_num_reqs, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(_NUM_FLOATS, max_num_reqs, dtype=torch.float32, device=device)
+        self._by_state = torch.zeros(5, max_num_reqs, dtype=torch.int32, device=device)
         (
-            self.prompt_len,
             self.num_allowed_tokens,
             self.num_biases,
             self.min_len,
             self.num_stop_tokens,
             self.restores_stop_tokens,
-            self.num_bad_words,
-        ) = self._integers
-        self.repetition, self.frequency, self.presence = self._floats
-        # The neutral value, for states that no request has had yet.
-        self.repetition.fill_(1.0)
+        ) = self._by_state
 
     def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
         """Copy the parameters of the rows' requests.
 
         Args:
-            vllm_params: vLLM's tensors, by state, in the order of the fields above.
+            vllm_params: vLLM's tensors, by state: those of the fields above, and those from
+                ``PROMPT_LEN`` on in the row table.
         """
         _keep_kernel[(rows.num_rows,)](
-            rows.table,
-            rows.max_rows,
-            *vllm_params,
-            self._integers,
-            self._floats,
-            self._integers.shape[1],
+            rows.table, rows.stride, *vllm_params, self._by_state, self._by_state.shape[1]
         )
 
 
 @triton.jit
 def _keep_kernel(
-    table_ptr,
-    max_rows,
-    prompt_len_ptr,  # [max_num_reqs], as all below
-    num_allowed_tokens_ptr,
+    table_ptr,  # written
+    row_stride,
+    num_allowed_tokens_ptr,  # [max_num_reqs], as all below
     num_biases_ptr,
     min_len_ptr,
     num_stop_tokens_ptr,
     restores_stop_tokens_ptr,
+    prompt_len_ptr,
     num_bad_words_ptr,
     repetition_ptr,
     frequency_ptr,
     presence_ptr,
-    integers_ptr,  # [_NUM_INTEGERS, max_num_reqs], written
-    floats_ptr,  # [_NUM_FLOATS, max_num_reqs], written
+    out_ptr,  # [5, max_num_reqs], written
     max_num_reqs,
 ):
-    state = row_value(table_ptr, max_rows, tl.program_id(0), STATE).to(tl.int64)
+    row_ptr = table_ptr + tl.program_id(0) * row_stride
+    state = tl.load(row_ptr + col.STATE).to(tl.int64)
     # Load everything before storing: inputs in host memory may alias the outputs, and a load after
     # a store would wait for the loads before it.
-    prompt_len = tl.load(prompt_len_ptr + state)
     num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
     num_biases = tl.load(num_biases_ptr + state)
     min_len = tl.load(min_len_ptr + state)
     num_stop_tokens = tl.load(num_stop_tokens_ptr + state)
     restores_stop_tokens = tl.load(restores_stop_tokens_ptr + state)
+    prompt_len = tl.load(prompt_len_ptr + state)
     num_bad_words = tl.load(num_bad_words_ptr + state)
     repetition = tl.load(repetition_ptr + state)
     frequency = tl.load(frequency_ptr + state)
     presence = tl.load(presence_ptr + state)
-    out = integers_ptr + state
-    tl.store(out, prompt_len)
-    tl.store(out + max_num_reqs, num_allowed_tokens)
-    tl.store(out + 2 * max_num_reqs, num_biases)
-    tl.store(out + 3 * max_num_reqs, min_len)
-    tl.store(out + 4 * max_num_reqs, num_stop_tokens)
-    tl.store(out + 5 * max_num_reqs, restores_stop_tokens)
-    tl.store(out + 6 * max_num_reqs, num_bad_words)
-    out = floats_ptr + state
-    tl.store(out, repetition)
-    tl.store(out + max_num_reqs, frequency)
-    tl.store(out + 2 * max_num_reqs, presence)
+    out = out_ptr + state
+    tl.store(out, num_allowed_tokens)
+    tl.store(out + max_num_reqs, num_biases)
+    tl.store(out + 2 * max_num_reqs, min_len)
+    tl.store(out + 3 * max_num_reqs, num_stop_tokens)
+    tl.store(out + 4 * max_num_reqs, restores_stop_tokens)
+    tl.store(row_ptr + col.PROMPT_LEN, prompt_len)
+    tl.store(row_ptr + col.NUM_BAD_WORDS, num_bad_words)
+    store_float(row_ptr + col.REPETITION, repetition)
+    store_float(row_ptr + col.FREQUENCY, frequency)
+    store_float(row_ptr + col.PRESENCE, presence)
 
 
 def apply_penalties(
@@ -104,7 +92,6 @@ def apply_penalties(
     query_len: int,
     first_place: int,
     rows: Rows,
-    params: LogitParams,
     in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
     output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
 ) -> None:
@@ -115,27 +102,19 @@ def apply_penalties(
         in_prompt: a bit for each token, by state.
         output_counts: occurrences of each token in the request's output, by state.
     """
-    num_tokens, vocab_size = logits.shape
-    _penalties_kernel[(num_tokens, triton.cdiv(vocab_size, _BLOCK))](
+    vocab_size = logits.shape[1]
+    _penalties_kernel[(rows.num_rows, query_len, triton.cdiv(vocab_size, _BLOCK.value))](
         logits,
         logits.stride(0),
         rows.table,
-        rows.max_rows,
-        params.repetition,
-        params.frequency,
-        params.presence,
+        rows.stride,
+        rows.gamma,
         in_prompt,
         in_prompt.stride(0),
         output_counts,
         output_counts.stride(0),
-        rows.proposal,
-        rows.num_speculative_tokens,
-        rows.drafted,
-        rows.gamma,
         first_place,
-        query_len,
         vocab_size,
-        BLOCK=_BLOCK,
     )
 
 
@@ -144,43 +123,36 @@ def _penalties_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
     table_ptr,
-    max_rows,
-    repetition_ptr,  # [max_num_reqs], as the two below
-    frequency_ptr,
-    presence_ptr,
+    row_stride,
+    gamma,
     in_prompt_ptr,  # [max_num_reqs, vocab_size / 32], a bit for each token
     in_prompt_stride,
     counts_ptr,  # [max_num_reqs, vocab_size], of the output
     counts_stride,
-    proposal_ptr,  # [num_rows, num_speculative_tokens]
-    num_speculative_tokens,
-    drafted_ptr,  # [num_rows, gamma]
-    gamma,
     first_place,
-    query_len,
     vocab_size,
-    BLOCK: tl.constexpr,
 ):
-    logits_row = tl.program_id(0).to(tl.int64)
-    row = logits_row // query_len
-    if row >= num_rows_in_use(table_ptr, max_rows):
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
-    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
-    repetition = tl.load(repetition_ptr + state)
-    frequency = tl.load(frequency_ptr + state)
-    presence = tl.load(presence_ptr + state)
+    row_ptr = table_ptr + row * row_stride
+    state = tl.load(row_ptr + col.STATE).to(tl.int64)
+    repetition = load_float(row_ptr + col.REPETITION)
+    frequency = load_float(row_ptr + col.FREQUENCY)
+    presence = load_float(row_ptr + col.PRESENCE)
     if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
         return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr += (row * tl.num_programs(1) + place) * logits_stride
+    drafted = row_ptr + col.DRAFTED
+    token = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     mask = token < vocab_size
     counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
-    for i in range(row_value(table_ptr, max_rows, row, LENGTH)):
-        proposed = tl.load(proposal_ptr + row * num_speculative_tokens + i)
-        counts += (token == proposed.to(tl.int32)).to(tl.int32)
-    for i in range(first_place + logits_row % query_len):
-        counts += (token == tl.load(drafted_ptr + row * gamma + i)).to(tl.int32)
+    for i in range(tl.load(row_ptr + col.LENGTH)):
+        counts += (token == tl.load(drafted + gamma + i)).to(tl.int32)
+    for i in range(first_place + place):
+        counts += (token == tl.load(drafted + i)).to(tl.int32)
     in_output = counts > 0
-    values = tl.load(logits_ptr + logits_row * logits_stride + token, mask=mask, other=0.0)
+    values = tl.load(logits_ptr + token, mask=mask, other=0.0)
     # Rounded as in vLLM, so that both give the same numbers: by a product with the reciprocal, in a
     # branch, or the compiler would fuse it with the frequency's subtraction.
     if repetition != 1.0:
@@ -190,7 +162,7 @@ def _penalties_kernel(
         values *= tl.where(values > 0, 1.0 / scale, scale)
     values -= frequency * counts
     values -= presence * in_output.to(tl.float32)
-    tl.store(logits_ptr + logits_row * logits_stride + token, values, mask=mask)
+    tl.store(logits_ptr + token, values, mask=mask)
 
 
 def forbid_bad_words(
@@ -198,7 +170,6 @@ def forbid_bad_words(
     query_len: int,
     first_place: int,
     rows: Rows,
-    params: LogitParams,
     word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
     word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
@@ -208,25 +179,19 @@ def forbid_bad_words(
     Args:
         first_place: drafts before the first of the ``query_len`` places, after the proposal.
     """
-    _bad_words_kernel[(len(logits),)](
+    _bad_words_kernel[(rows.num_rows, query_len)](
         logits,
         logits.stride(0),
         rows.table,
-        rows.max_rows,
-        params.num_bad_words,
+        rows.stride,
+        rows.gamma,
         word_tokens,
         word_tokens.stride(0),
         word_starts,
         word_starts.stride(0),
-        params.prompt_len,
         all_token_ids,
         all_token_ids.stride(0),
-        rows.proposal,
-        rows.num_speculative_tokens,
-        rows.drafted,
-        rows.gamma,
         first_place,
-        query_len,
         logits.shape[1],
         PADDED_WORDS=triton.next_power_of_2(word_starts.shape[1] - 1),
     )
@@ -237,36 +202,30 @@ def _bad_words_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
     table_ptr,
-    max_rows,
-    num_words_ptr,  # [max_num_reqs]
+    row_stride,
+    gamma,
     word_tokens_ptr,  # [max_num_reqs, tokens of all words]
     word_tokens_stride,
     word_starts_ptr,  # [max_num_reqs, words + 1], where each begins among them
     word_starts_stride,
-    prompt_len_ptr,  # [max_num_reqs]
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     all_token_ids_stride,
-    proposal_ptr,  # [num_rows, num_speculative_tokens]
-    num_speculative_tokens,
-    drafted_ptr,  # [num_rows, gamma]
-    gamma,
     first_place,
-    query_len,
     vocab_size,
     PADDED_WORDS: tl.constexpr,
 ):
-    logits_row = tl.program_id(0).to(tl.int64)
-    row = logits_row // query_len
-    if row >= num_rows_in_use(table_ptr, max_rows):
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
-    state = row_value(table_ptr, max_rows, row, STATE).to(tl.int64)
-    num_words = tl.load(num_words_ptr + state)
+    row_ptr = table_ptr + row * row_stride
+    state = tl.load(row_ptr + col.STATE).to(tl.int64)
+    num_words = tl.load(row_ptr + col.NUM_BAD_WORDS)
     if num_words == 0:
         return
     # The request's tokens: first those that vLLM has, then the proposal, then the drafts.
-    num_known = row_value(table_ptr, max_rows, row, COMPUTED) + 1
-    num_settled = num_known + row_value(table_ptr, max_rows, row, LENGTH)
-    num_tokens = num_settled + first_place + (logits_row % query_len).to(tl.int32)
+    num_known = tl.load(row_ptr + col.COMPUTED) + 1
+    num_settled = num_known + tl.load(row_ptr + col.LENGTH)
+    num_tokens = num_settled + first_place + place
 
     word = tl.arange(0, PADDED_WORDS)
     exists = word < num_words
@@ -276,29 +235,22 @@ def _bad_words_kernel(
     prefix_len = last - start
     # A word's last token is forbidden where its other tokens are the output's newest.
     begin = num_tokens - prefix_len
-    is_bad = exists & (begin >= tl.load(prompt_len_ptr + state))
+    is_bad = exists & (begin >= tl.load(row_ptr + col.PROMPT_LEN))
     words = word_tokens_ptr + state * word_tokens_stride
+    known_tokens = all_token_ids_ptr + state * all_token_ids_stride
+    drafts = row_ptr + col.DRAFTED
     for i in range(tl.max(prefix_len, 0)):
         is_compared = is_bad & (i < prefix_len)
         index = begin + i
-        known = tl.load(
-            all_token_ids_ptr + state * all_token_ids_stride + index,
-            mask=is_compared & (index < num_known),
-            other=0,
-        )
-        proposed = tl.load(
-            proposal_ptr + row * num_speculative_tokens + index - num_known,
-            mask=is_compared & (index >= num_known) & (index < num_settled),
-            other=0,
-        )
-        drafted = tl.load(
-            drafted_ptr + row * gamma + index - num_settled,
-            mask=is_compared & (index >= num_settled),
-            other=0,
-        )
+        is_known, is_draft = index < num_known, index >= num_settled
+        known = tl.load(known_tokens + index, mask=is_compared & is_known, other=0)
+        is_proposed = is_compared & (index >= num_known) & (index < num_settled)
+        proposed = tl.load(drafts + gamma + index - num_known, mask=is_proposed, other=0)
+        drafted = tl.load(drafts + index - num_settled, mask=is_compared & is_draft, other=0)
         # At most one of the three is loaded, the others are 0.
-        token = known + proposed.to(tl.int32) + drafted
+        token = known + proposed + drafted
         is_bad &= tl.load(words + start + i, mask=is_compared, other=0) == token
     forbidden = tl.load(words + last, mask=is_bad, other=0)
     is_bad &= forbidden < vocab_size  # a tokenizer may have more
-    tl.store(logits_ptr + logits_row * logits_stride + forbidden, float("-inf"), mask=is_bad)
+    logits_ptr += (row * tl.num_programs(1) + place) * logits_stride
+    tl.store(logits_ptr + forbidden, float("-inf"), mask=is_bad)

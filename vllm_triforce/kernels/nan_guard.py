@@ -3,10 +3,10 @@
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.row_table import COMPUTED, HAS_NAN, RESERVED, row_value
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
-_BLOCK = 1024
+_BLOCK = tl.constexpr(1024)
 
 
 class NanScrubber:
@@ -24,9 +24,8 @@ class NanScrubber:
     def __init__(self, caches: list[torch.Tensor], block_size: int, device: torch.device) -> None:
         self._caches = caches  # keeps the memory at these addresses alive
         self._block_size = block_size
-        self._addresses = _int64_tensor([cache.data_ptr() for cache in caches], device)
-        self._strides = _int64_tensor([cache.stride(0) for cache in caches], device)
-        self._spans = _int64_tensor([_span(cache[0]) for cache in caches], device)
+        layers = [(cache.data_ptr(), cache.stride(0), _span(cache[0])) for cache in caches]
+        self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         self._type = stored_type(caches[0].dtype)
 
     def __call__(
@@ -36,11 +35,9 @@ class NanScrubber:
         reach: int | None,  # tokens written after the computed ones; None for all blocks
     ) -> None:
         _scrub_kernel[(rows.num_rows, len(self._caches))](
-            self._addresses,
-            self._strides,
-            self._spans,
+            self._layers,
             rows.table,
-            rows.max_rows,
+            rows.stride,
             tables,
             tables.stride(0),
             tables.shape[1],
@@ -49,17 +46,14 @@ class NanScrubber:
             WHOLE=reach is None,
             TYPE=self._type,
             IS_FP8=self._type == tl.uint8,
-            BLOCK=_BLOCK,
         )
 
 
 @triton.jit
 def _scrub_kernel(
-    caches_ptr,  # [num_layers], int64, addresses
-    strides_ptr,  # [num_layers], int64, from block to block, in elements
-    spans_ptr,  # [num_layers], int64, elements from the first of a block to its last
+    layers_ptr,  # [num_layers, 3], int64: address; from block to block, and in one, in elements
     table_ptr,
-    max_rows,
+    row_stride,
     tables_ptr,  # [num_rows, width]
     table_stride,
     width,
@@ -68,26 +62,26 @@ def _scrub_kernel(
     WHOLE: tl.constexpr,
     TYPE: tl.constexpr,
     IS_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     layer = tl.program_id(1)
-    if row_value(table_ptr, max_rows, row, HAS_NAN) == 0:
+    row_ptr = table_ptr + row * row_stride
+    if tl.load(row_ptr + col.HAS_NAN) == 0:
         return
     first = 0
     end = width
     if not WHOLE:
-        computed = row_value(table_ptr, max_rows, row, COMPUTED)
+        computed = tl.load(row_ptr + col.COMPUTED)
         first = computed // block_size
         end = tl.minimum((computed + reach) // block_size + 1, width)
-        end = tl.minimum(end, row_value(table_ptr, max_rows, row, RESERVED) // block_size)
-    cache = tl.load(caches_ptr + layer).to(tl.pointer_type(TYPE))
-    stride = tl.load(strides_ptr + layer)
-    span = tl.load(spans_ptr + layer)
+        end = tl.minimum(end, tl.load(row_ptr + col.RESERVED) // block_size)
+    cache = tl.load(layers_ptr + layer * 3).to(tl.pointer_type(TYPE))
+    stride = tl.load(layers_ptr + layer * 3 + 1)
+    span = tl.load(layers_ptr + layer * 3 + 2)
     for index in range(first, end):
         block = cache + tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * stride
-        for start in range(0, span, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
+        for start in range(0, span, _BLOCK):
+            offsets = start + tl.arange(0, _BLOCK)
             mask = offsets < span
             values = tl.load(block + offsets, mask=mask, other=0)
             if IS_FP8:  # NaN in e4m3: all bits except the sign's
@@ -102,10 +96,6 @@ def stored_type(dtype: torch.dtype):
     """Return Triton's dtype of a KV cache; 8-bit elements are bytes."""
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     return types.get(dtype, tl.uint8)
-
-
-def _int64_tensor(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _span(block: torch.Tensor) -> int:

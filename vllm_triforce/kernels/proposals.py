@@ -9,40 +9,15 @@ from dataclasses import dataclass
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels import row_table
-from vllm_triforce.kernels.counters import (
-    NUM_DIRECT_PROPOSALS,
-    NUM_LEVEL2_ACCEPTED,
-    NUM_LEVEL2_DRAFTED,
-    NUM_LEVEL3_REJECTIONS,
-    NUM_LEVEL3_STEPS,
-    NUM_NAN_REQUESTS,
-    NUM_PROPOSALS,
-    NUM_PROPOSED,
-)
+from vllm_triforce.kernels import counters as count
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import Distributions
-from vllm_triforce.kernels.row_table import (
-    BATCH_ROW,
-    HAS_NAN,
-    LENGTH,
-    NUM_DRAFTED,
-    NUM_EMITTED,
-    NUM_OUTCOMES,
-    ONE_HOT,
-    ROOM,
-    SLOT,
-    STATE,
-    TEMPERATURE,
-    disable_slot,
-    row_value,
-    set_row_value,
-)
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import Rows, disable_slot, load_float
 
 PAD_TOKEN = 0
 """Stands where nothing was proposed; see ``runner_v2/speculator.py``."""
-_BLOCK = 4096
-_PROPOSED = row_table.NUM_PROPOSED  # the counter has the same name
+_BLOCK = tl.constexpr(4096)
+_OUTER_BLOCK = tl.constexpr(1024)
 
 
 @dataclass
@@ -51,17 +26,19 @@ class DraftLogits:
 
     logits: torch.Tensor
     """[num_slots, num_speculative_tokens, vocab_size], level 2's, by slot."""
-    num_proposed: torch.Tensor  # [max_num_reqs], int32, by state
-    slot_of_state: torch.Tensor  # [max_num_reqs], int32
-    state_of_slot: torch.Tensor  # [num_slots], int32; -1 for none
+    index: torch.Tensor
+    """[2 * max_num_reqs + num_slots], int32, the three tables below, one after the other."""
+    num_proposed: torch.Tensor  # [max_num_reqs], by state
+    slot_of_state: torch.Tensor  # [max_num_reqs]
+    state_of_slot: torch.Tensor  # [num_slots]; -1 for none
 
     @classmethod
     def allocate(cls, logits: torch.Tensor, max_num_reqs: int) -> "DraftLogits":
         """Allocate the tables by state and slot, without any proposal."""
-        device = logits.device
-        num_proposed, slot_of_state = torch.zeros(2, max_num_reqs, dtype=torch.int32, device=device)
-        state_of_slot = torch.full((len(logits),), -1, dtype=torch.int32, device=device)
-        return cls(logits, num_proposed, slot_of_state, state_of_slot)
+        sizes = max_num_reqs, max_num_reqs, len(logits)
+        index = torch.zeros(sum(sizes), dtype=torch.int32, device=logits.device)
+        num_proposed, slot_of_state, state_of_slot = index.split(sizes)
+        return cls(logits, index, num_proposed, slot_of_state, state_of_slot.fill_(-1))
 
 
 def extend_proposals(
@@ -71,15 +48,11 @@ def extend_proposals(
 ) -> None:
     """Append each row's drafts to its proposal, as far as there is room."""
     _extend_kernel[(rows.num_rows,)](
-        rows.proposal,
         rows.table,
-        rows.max_rows,
-        rows.slots,
-        counters,
-        rows.drafted,
-        rows.drafted if drafted is None else drafted.lse,
-        rows.num_speculative_tokens,
+        rows.stride,
         rows.gamma,
+        counters,
+        rows.table if drafted is None else drafted.lse,
         IS_ONE_HOT=drafted is None,
         PADDED_LEN=triton.next_power_of_2(rows.gamma),
     )
@@ -87,27 +60,24 @@ def extend_proposals(
 
 @triton.jit
 def _extend_kernel(
-    proposal_ptr,  # [max_rows, num_speculative_tokens], written
     table_ptr,  # updated
-    max_rows,
-    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
-    counters_ptr,  # [num_counters], added to
-    drafted_ptr,  # [max_rows, gamma]
-    lse_ptr,  # [num_rows, gamma]
-    num_speculative_tokens,
+    row_stride,
     gamma,
+    counters_ptr,  # [num_counters], added to
+    lse_ptr,  # [num_rows, gamma]
     IS_ONE_HOT: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    length = row_value(table_ptr, max_rows, row, LENGTH)
-    room = row_value(table_ptr, max_rows, row, ROOM)
-    set_row_value(table_ptr, max_rows, row, NUM_EMITTED, 0)
+    row_ptr = table_ptr + row * row_stride
+    length = tl.load(row_ptr + col.LENGTH)
+    room = tl.load(row_ptr + col.ROOM)
+    tl.store(row_ptr + col.NUM_EMITTED, 0)
     if length < room:
         places = tl.arange(0, PADDED_LEN)
-        num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
+        num_drafted = tl.load(row_ptr + col.NUM_DRAFTED)
         num_emitted = tl.minimum(num_drafted, room - length)
-        if row_value(table_ptr, max_rows, row, HAS_NAN) != 0:
+        if tl.load(row_ptr + col.HAS_NAN) != 0:
             # Tokens that were drawn before the NaN stay: whether a token is dropped must not
             # depend on the tokens after it. A greedy row has no distributions, and loses nothing.
             first_wrong = 0
@@ -117,16 +87,15 @@ def _extend_kernel(
                 first_wrong = tl.min(tl.where(is_right, PADDED_LEN, places), axis=0)
             num_emitted = tl.minimum(num_emitted, first_wrong)
             num_drafted = 0
-            disable_slot(table_ptr, max_rows, row, slots_ptr)
-            tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
+            disable_slot(table_ptr, row_stride, row_ptr)
+            tl.atomic_add(counters_ptr + count.NUM_NAN_REQUESTS, 1)
+        drafted = row_ptr + col.DRAFTED + places
         mask = places < num_emitted
-        token = tl.load(drafted_ptr + row * gamma + places, mask=mask, other=0)
-        out = proposal_ptr + row * num_speculative_tokens + length
-        tl.store(out + places, token.to(tl.int64), mask=mask)
+        tl.store(drafted + gamma + length, tl.load(drafted, mask=mask), mask=mask)
         if num_drafted < gamma:  # the source has no more
-            set_row_value(table_ptr, max_rows, row, ROOM, length + num_emitted)
-        set_row_value(table_ptr, max_rows, row, LENGTH, length + num_emitted)
-        set_row_value(table_ptr, max_rows, row, NUM_EMITTED, num_emitted)
+            tl.store(row_ptr + col.ROOM, length + num_emitted)
+        tl.store(row_ptr + col.LENGTH, length + num_emitted)
+        tl.store(row_ptr + col.NUM_EMITTED, num_emitted)
 
 
 def export_distributions(
@@ -142,19 +111,16 @@ def export_distributions(
     """
     num_places = rows.gamma if logits is None else logits.shape[1]
     vocab_size = draft_logits.logits.shape[2] if logits is None else logits.shape[2]
-    _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK))](
+    _export_kernel[(rows.num_rows, num_places, triton.cdiv(vocab_size, _BLOCK.value))](
         draft_logits.logits,
         draft_logits.logits.stride(0),
         draft_logits.logits.stride(1),
         rows.table,
-        rows.max_rows,
-        rows.floats,
+        rows.stride,
+        rows.gamma,
         draft_logits.logits if logits is None else logits,
-        rows.proposal,
-        rows.num_speculative_tokens,
         vocab_size,
         ALL_ONE_HOT=logits is None,
-        BLOCK=_BLOCK,
     )
 
 
@@ -164,34 +130,30 @@ def _export_kernel(
     slot_stride,
     place_stride,
     table_ptr,  # after emission
-    max_rows,
-    floats_ptr,
+    row_stride,
+    gamma,
     logits_ptr,  # [num_rows, places, vocab_size]; not read where ALL_ONE_HOT
-    proposal_ptr,  # [max_rows, num_speculative_tokens]
-    num_speculative_tokens,
     vocab_size,
     ALL_ONE_HOT: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    num_emitted = row_value(table_ptr, max_rows, row, NUM_EMITTED)
+    row_ptr = table_ptr + row * row_stride
+    num_emitted = tl.load(row_ptr + col.NUM_EMITTED)
     place = tl.program_id(1)
-    temperature = row_value(floats_ptr, max_rows, row, TEMPERATURE)
-    if (place >= num_emitted) | (temperature == 0.0):
+    if (place >= num_emitted) | (load_float(row_ptr + col.TEMPERATURE) == 0.0):
         return
-    slot = row_value(table_ptr, max_rows, row, SLOT).to(tl.int64)
-    index = row_value(table_ptr, max_rows, row, LENGTH) - num_emitted + place
-    tokens = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
+    index = tl.load(row_ptr + col.LENGTH) - num_emitted + place
+    tokens = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     mask = tokens < vocab_size
+    proposed_ptr = row_ptr + col.DRAFTED + gamma + index
     if ALL_ONE_HOT:
-        token = tl.load(proposal_ptr + row * num_speculative_tokens + index)
-        logits = tl.where(tokens == token, 0.0, float("-inf"))
+        logits = tl.where(tokens == tl.load(proposed_ptr), 0.0, float("-inf"))
     else:
         source = logits_ptr + (row * tl.num_programs(1) + place) * vocab_size
         logits = tl.load(source + tokens, mask=mask)
-        if row_value(table_ptr, max_rows, row, ONE_HOT) != 0:
-            token = tl.load(proposal_ptr + row * num_speculative_tokens + index)
-            logits = tl.where(tokens == token, 0.0, float("-inf")).to(logits.dtype)
+        if tl.load(row_ptr + col.ONE_HOT) != 0:
+            logits = tl.where(tokens == tl.load(proposed_ptr), 0.0, float("-inf")).to(logits.dtype)
     out = draft_logits_ptr + slot * slot_stride + index * place_stride
     tl.store(out + tokens, logits.to(draft_logits_ptr.dtype.element_ty), mask=mask)
 
@@ -216,8 +178,8 @@ def commit_proposals(
         rows.outcomes,
         counters,
         rows.table,
-        rows.max_rows,
-        rows.proposal,
+        rows.stride,
+        rows.gamma,
         rows.num_speculative_tokens,
         IS_DIRECT=is_direct,
         PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
@@ -233,30 +195,30 @@ def _commit_kernel(
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
     counters_ptr,  # [num_counters], added to
     table_ptr,
-    max_rows,
-    proposal_ptr,  # [max_rows, num_speculative_tokens]
+    row_stride,
+    gamma,
     num_speculative_tokens,
     IS_DIRECT: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    length = row_value(table_ptr, max_rows, row, LENGTH)
+    row_ptr = table_ptr + row * row_stride
+    length = tl.load(row_ptr + col.LENGTH)
     if length > 0:
-        tl.atomic_add(counters_ptr + NUM_PROPOSALS, 1)
-        tl.atomic_add(counters_ptr + NUM_PROPOSED, length.to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_PROPOSALS, 1)
+        tl.atomic_add(counters_ptr + count.NUM_PROPOSED, length.to(tl.int64))
         if IS_DIRECT:
-            tl.atomic_add(counters_ptr + NUM_DIRECT_PROPOSALS, 1)
+            tl.atomic_add(counters_ptr + count.NUM_DIRECT_PROPOSALS, 1)
     places = tl.arange(0, PADDED_LEN)
-    token = tl.load(proposal_ptr + row * num_speculative_tokens + places, mask=places < length)
-    batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
-    out = draft_tokens_ptr + batch_row * num_speculative_tokens
-    tl.store(out + places, token, mask=places < length)
-    state = row_value(table_ptr, max_rows, row, STATE)
-    slot = row_value(table_ptr, max_rows, row, SLOT)
+    token = tl.load(row_ptr + col.DRAFTED + gamma + places, mask=places < length)
+    out = draft_tokens_ptr + tl.load(row_ptr + col.BATCH_ROW) * num_speculative_tokens
+    tl.store(out + places, token.to(tl.int64), mask=places < length)
+    state = tl.load(row_ptr + col.STATE)
+    slot = tl.load(row_ptr + col.SLOT)
     tl.store(num_proposed_ptr + state, length)
     tl.store(slot_of_state_ptr + state, slot)
     tl.store(state_of_slot_ptr + slot, state)
-    tl.store(outcomes_ptr + row * NUM_OUTCOMES + _PROPOSED, length)
+    tl.store(outcomes_ptr + row * col.NUM_OUTCOMES + col.NUM_PROPOSED, length)
 
 
 @dataclass
@@ -286,16 +248,16 @@ def outer_test_rows(
     """
     num_logits, num_slots = len(states), len(draft_logits.state_of_slot)
     num_owners = num_slots + len(temperature)
+    owners_and_places = torch.empty(2, num_logits, dtype=states.dtype, device=states.device)
     rows = OuterTestRows(
-        torch.empty_like(states),
-        torch.empty_like(places),
+        owners_and_places[0],
+        owners_and_places[1],
         torch.empty_like(draft_tokens),
         torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
         torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
     )
-    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), 1024),)](
-        rows.owners,
-        rows.places,
+    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), _OUTER_BLOCK.value),)](
+        owners_and_places,
         rows.draft_tokens,
         rows.temperature,
         rows.seeds,
@@ -304,22 +266,18 @@ def outer_test_rows(
         draft_tokens,
         temperature,
         seeds,
-        draft_logits.num_proposed,
-        draft_logits.slot_of_state,
-        draft_logits.state_of_slot,
+        draft_logits.index,
         num_logits,
         num_owners,
         num_slots,
         draft_logits.logits.shape[1],
-        BLOCK=1024,
     )
     return rows
 
 
 @triton.jit(do_not_specialize=["num_logits", "num_owners"])
 def _outer_test_kernel(
-    owners_ptr,  # [num_logits], written
-    places_ptr,  # [num_logits], written
+    owners_ptr,  # [2, num_logits], written: owners and places
     tested_ptr,  # [num_logits], written
     temperatures_ptr,  # [num_owners], written
     seeds_ptr,  # [num_owners], written
@@ -328,16 +286,15 @@ def _outer_test_kernel(
     draft_tokens_ptr,  # [num_logits]
     state_temperature_ptr,  # [max_num_reqs]
     state_seeds_ptr,  # [max_num_reqs]
-    num_proposed_ptr,  # [max_num_reqs]
-    slot_of_state_ptr,  # [max_num_reqs]
-    state_of_slot_ptr,  # [num_slots]
+    num_proposed_ptr,  # [max_num_reqs], then slot_of_state and state_of_slot
     num_logits,
     num_owners,
     num_slots,
     num_speculative_tokens,
-    BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot_of_state_ptr = num_proposed_ptr + num_owners - num_slots
+    state_of_slot_ptr = slot_of_state_ptr + num_owners - num_slots
+    index = tl.program_id(0) * _OUTER_BLOCK + tl.arange(0, _OUTER_BLOCK)
     mask = index < num_logits
     state = tl.load(states_ptr + index, mask=mask, other=0)
     slot = tl.load(slot_of_state_ptr + state, mask=mask, other=0)
@@ -350,7 +307,7 @@ def _outer_test_kernel(
     tl.store(owners_ptr + index, tl.where(proposed > 0, slot, num_slots + state), mask=mask)
     # The test reads no distribution at ``num_speculative_tokens``, which is no place of a proposal.
     place_read = tl.where(is_greedy | (place < proposed), place, num_speculative_tokens)
-    tl.store(places_ptr + index, place_read, mask=mask)
+    tl.store(owners_ptr + num_logits + index, place_read, mask=mask)
     # Row n holds the token of place n - 1.
     tl.store(tested_ptr + index, tl.where(place <= proposed, token, -1), mask=mask)
 
@@ -389,7 +346,7 @@ def _count_full_pass_kernel(
     sampled = tl.load(num_sampled_ptr + row).to(tl.int32)
     if (drafted > 0) & (sampled > 0):
         accepted = tl.minimum(sampled - 1, drafted)
-        tl.atomic_add(counters_ptr + NUM_LEVEL2_DRAFTED, drafted.to(tl.int64))
-        tl.atomic_add(counters_ptr + NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
-        tl.atomic_add(counters_ptr + NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
-        tl.atomic_add(counters_ptr + NUM_LEVEL3_STEPS, 1)
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL2_DRAFTED, drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL2_ACCEPTED, accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL3_REJECTIONS, (accepted < drafted).to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL3_STEPS, 1)

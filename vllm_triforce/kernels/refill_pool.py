@@ -3,21 +3,13 @@
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.counters import NUM_POOL_BLOCKS, NUM_POOL_BYTES, NUM_POOL_HITS
+from vllm_triforce.kernels import counters as count
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.nan_guard import stored_type
-from vllm_triforce.kernels.row_table import (
-    COMPUTED,
-    NEW_OWNER,
-    NUM_SELECTED,
-    REFRESH,
-    SLOT,
-    TAIL,
-    row_value,
-)
 from vllm_triforce.kernels.rows import Rows
 
-_CHUNK = 8  # places compared with all selected blocks at a time
-_TOKENS = 16  # tokens copied at a time, in registers
+_CHUNK = tl.constexpr(8)  # places compared with all selected blocks at a time
+_TOKENS = tl.constexpr(16)  # tokens copied at a time, in registers
 _NOTHING = tl.constexpr(-1)
 
 
@@ -42,26 +34,26 @@ class PoolRefill:
         pools: list[torch.Tensor],
         first_layer: int,
         num_slots: int,
-        max_rows: int,
         head_strides: tuple[int, int],
         max_selected: int,
         counters: torch.Tensor,
     ) -> None:
-        device, num_kv_heads, width = counters.device, hosts[0].shape[1], len(pools[0]) // num_slots
+        num_kv_heads, width = hosts[0].shape[1], len(pools[0]) // num_slots
+        self._like = hosts[0]
         self._caches = hosts, pools  # keeps the memory at these addresses alive
-        self._hosts, self._pools = (
-            torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=device)
-            for caches in (hosts, pools)
-        )
+        addresses = [[cache.data_ptr() for cache in caches] for caches in self._caches]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
         self._first_layer = first_layer
         self._head_strides = head_strides
         self._max_selected = max_selected
         self._counters = counters
-        shape = (len(hosts), num_slots, num_kv_heads, width)
-        self.held = torch.full(shape, -1, dtype=torch.int32, device=device)
-        shape = (len(hosts), max_rows, num_kv_heads, width)
-        self._missing = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self.exact = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # By slot, layer and head: the blocks that the pool holds, and those to copy there.
+        self._held = torch.full(
+            (num_slots, len(hosts), num_kv_heads, 2, width),
+            -1,
+            dtype=torch.int32,
+            device=counters.device,
+        )
 
     def __call__(self, rows: Rows, tables: torch.Tensor) -> None:
         """Refill the pool for the rows of a proposal.
@@ -69,80 +61,53 @@ class PoolRefill:
         Args:
             tables: [num_layers, max_rows * num_kv_heads, width], int32, the rows' sparse tables.
         """
-        num_layers, num_slots, num_heads, width = self.held.shape
-        first = self._caches[0][0]
-        block_stride, head_stride, token_stride, _ = first.stride()
-        _, _, block_size, size = first.shape
+        _, num_layers, num_heads, _, width = self._held.shape
+        block_stride, _, token_stride, _ = self._like.stride()
         tables = tables[self._first_layer :]
         grid = (num_layers, rows.num_rows, num_heads)
-        _place_selected_kernel[grid](
-            self._missing,
-            self.held,
-            num_slots,
-            tables,
-            tables.stride(0),
-            rows.table,
-            rows.max_rows,
-            width,
-            CHUNK=_CHUNK,
-            SELECTED=triton.next_power_of_2(max(1, self._max_selected)),
-        )
+        context = rows.table, rows.stride, tables, tables.stride(0), self._held, width
+        num_selected = triton.next_power_of_2(max(1, self._max_selected))
+        _place_selected_kernel[grid](*context, SELECTED=num_selected)
         _refill_pool_kernel[grid](
-            self._hosts,
-            self._pools,
-            self._missing,
-            tables,
-            tables.stride(0),
-            self.held,
-            num_slots,
-            self.exact,
-            rows.table,
-            rows.max_rows,
+            *context,
+            self._addresses,
             self._counters,
-            width,
-            block_size,
             *self._head_strides,
-            block_stride,
-            head_stride,
+            block_stride // self._head_strides[0],
             token_stride,
-            size,
-            block_size * size * first.element_size(),
-            TYPE=stored_type(first.dtype),
-            TOKENS=min(_TOKENS, triton.next_power_of_2(block_size)),
-            SIZE=triton.next_power_of_2(size),
+            *self._like.shape[2:],
+            TYPE=stored_type(self._like.dtype),
+            SIZE=triton.next_power_of_2(self._like.shape[3]),
         )
-        _note_exact_kernel[(rows.num_rows,)](self.exact, rows.table, rows.max_rows)
+        _note_exact_kernel[(rows.num_rows,)](rows.table, rows.stride)
 
 
 @triton.jit
 def _place_selected_kernel(
-    missing_ptr,  # [num_host_layers, max_rows, num_heads, width], block to copy there; written
-    held_ptr,  # [num_host_layers, num_slots, num_heads, width]
-    num_slots,
+    rows_ptr,  # the row table
+    row_stride,
     tables_ptr,  # [num_host_layers, max_rows * num_heads, width]
     table_layer_stride,
-    rows_ptr,  # the row table
-    max_rows,
+    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; block to copy there is written
     width,
-    CHUNK: tl.constexpr,
     SELECTED: tl.constexpr,
 ):
-    layer = tl.program_id(0)
+    layer, num_layers = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1)
-    head = tl.program_id(2)
-    num_heads = tl.num_programs(2)
-    slot = row_value(rows_ptr, max_rows, row, SLOT).to(tl.int64)
-    is_new = row_value(rows_ptr, max_rows, row, REFRESH) == NEW_OWNER
-    num_selected = row_value(rows_ptr, max_rows, row, NUM_SELECTED)
-    held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
-    missing = missing_ptr + ((layer * max_rows + row) * num_heads + head) * width
+    head, num_heads = tl.program_id(2), tl.num_programs(2)
+    row_ptr = rows_ptr + row * row_stride
+    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
+    is_new = tl.load(row_ptr + col.REFRESH) == col.NEW_OWNER
+    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
+    held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
+    missing = held + width
     table = tables_ptr + layer.to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
     index = tl.arange(0, SELECTED)
     wanted = tl.load(table + index, mask=index < num_selected, other=_NOTHING)
     is_held = tl.zeros([SELECTED], dtype=tl.int32)
-    for start in range(0, num_selected, CHUNK):
-        place = start + tl.arange(0, CHUNK)
+    for start in range(0, num_selected, _CHUNK):
+        place = start + tl.arange(0, _CHUNK)
         mask = (place < num_selected) & (is_new == 0)
         held_block = tl.load(held + place, mask=mask, other=_NOTHING)
         same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
@@ -151,8 +116,8 @@ def _place_selected_kernel(
     is_missing = (index < num_selected) & (is_held == 0)
     nth_missing = tl.where(is_missing, tl.cumsum(is_missing.to(tl.int32), axis=0), 0)
     num_free = 0
-    for start in range(0, num_selected, CHUNK):
-        place = start + tl.arange(0, CHUNK)
+    for start in range(0, num_selected, _CHUNK):
+        place = start + tl.arange(0, _CHUNK)
         mask = (place < num_selected) & (is_new == 0)
         held_block = tl.load(held + place, mask=mask, other=_NOTHING)
         same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
@@ -166,49 +131,41 @@ def _place_selected_kernel(
 
 @triton.jit
 def _refill_pool_kernel(
-    hosts_ptr,  # [num_host_layers], int64, addresses
-    pools_ptr,  # [num_host_layers], int64, addresses
-    missing_ptr,  # [num_host_layers, max_rows, num_heads, width]
+    rows_ptr,  # the row table
+    row_stride,
     tables_ptr,  # [num_host_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
-    held_ptr,  # [num_host_layers, num_slots, num_heads, width], blocks in the pool; written
-    num_slots,
-    exact_ptr,  # [num_slots], tokens up to which the pool's tail is exact
-    rows_ptr,  # the row table
-    max_rows,
-    counters_ptr,  # [num_counters], added to
+    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width], as written above; updated
     width,
-    block_size,
+    addresses_ptr,  # [2, num_host_layers], int64, of caches in host memory and pools
+    counters_ptr,  # [num_counters], added to
     per_block,
     per_head,
-    block_stride,
-    head_stride,
+    one_head_stride,  # from one-head block to one-head block, in elements
     token_stride,
+    block_size,
     token_size,
-    block_bytes,
     TYPE: tl.constexpr,
-    TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    layer = tl.program_id(0)
+    layer, num_layers = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1)
-    head = tl.program_id(2)
-    num_heads = tl.num_programs(2)
-    slot = row_value(rows_ptr, max_rows, row, SLOT).to(tl.int64)
-    is_new = row_value(rows_ptr, max_rows, row, REFRESH) == NEW_OWNER
-    computed = row_value(rows_ptr, max_rows, row, COMPUTED)
-    tail = row_value(rows_ptr, max_rows, row, TAIL)
-    num_selected = row_value(rows_ptr, max_rows, row, NUM_SELECTED)
-    first_changed = tl.load(exact_ptr + slot) // block_size
-    host = tl.load(hosts_ptr + layer).to(tl.pointer_type(TYPE))
-    pool = tl.load(pools_ptr + layer).to(tl.pointer_type(TYPE))
+    head, num_heads = tl.program_id(2), tl.num_programs(2)
+    row_ptr = rows_ptr + row * row_stride
+    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
+    is_new = tl.load(row_ptr + col.REFRESH) == col.NEW_OWNER
+    computed = tl.load(row_ptr + col.COMPUTED)
+    tail = tl.load(row_ptr + col.TAIL)
+    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
+    first_changed = tl.load(rows_ptr + slot * row_stride + col.NUM_EXACT) // block_size
+    host = tl.load(addresses_ptr + layer).to(tl.pointer_type(TYPE))
+    pool = tl.load(addresses_ptr + num_layers + layer).to(tl.pointer_type(TYPE))
     table = tables_ptr + layer.to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
-    held = held_ptr + ((layer * num_slots + slot) * num_heads + head) * width
-    missing = missing_ptr + ((layer * max_rows + row) * num_heads + head) * width
-    token = tl.arange(0, TOKENS)[:, None]
+    held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
+    missing = held + width
+    token = tl.arange(0, _TOKENS)[:, None]
     element = tl.arange(0, SIZE)[None, :]
-    head_offset = head.to(tl.int64) * head_stride
     num_used = num_selected + tl.maximum(tl.cdiv(computed, block_size) - tail, 0)
     num_used = tl.minimum(num_used, width)
     num_copied = 0
@@ -218,10 +175,10 @@ def _refill_pool_kernel(
         wanted = tl.load(tl.where(in_tail, table + index, missing + index))
         is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
         if tl.where(in_tail, is_changed, wanted != _NOTHING):
-            block = ((wanted - head * per_head) // per_block).to(tl.int64)
-            source = host + block * block_stride + head_offset
-            target = pool + (slot * width + index) * block_stride + head_offset
-            for start in range(0, block_size, TOKENS):
+            source = host + wanted.to(tl.int64) * one_head_stride
+            block = (slot * width + index) * per_block + head * per_head
+            target = pool + block * one_head_stride
+            for start in range(0, block_size, _TOKENS):
                 within = (start + token) * token_stride + element
                 mask = (start + token < block_size) & (element < token_size)
                 tl.store(target + within, tl.load(source + within, mask=mask), mask=mask)
@@ -229,20 +186,17 @@ def _refill_pool_kernel(
             tl.store(held + index, tl.where(is_partial, _NOTHING, wanted))
             num_copied += 1
     # The places that level 2 writes to hold no block of the host.
-    for first in range(0, width, TOKENS):
-        place = first + tl.arange(0, TOKENS)
+    for first in range(0, width, _TOKENS):
+        place = first + tl.arange(0, _TOKENS)
         tl.store(held + place, _NOTHING, mask=(place >= num_used) & (place < width))
-    tl.atomic_add(counters_ptr + NUM_POOL_BLOCKS, num_used.to(tl.int64))
-    tl.atomic_add(counters_ptr + NUM_POOL_HITS, (num_used - num_copied).to(tl.int64))
-    tl.atomic_add(counters_ptr + NUM_POOL_BYTES, (num_copied * block_bytes).to(tl.int64))
+    tl.atomic_add(counters_ptr + count.NUM_POOL_BLOCKS, num_used.to(tl.int64))
+    tl.atomic_add(counters_ptr + count.NUM_POOL_HITS, (num_used - num_copied).to(tl.int64))
+    num_bytes = num_copied * block_size * token_size * (TYPE.primitive_bitwidth // 8)
+    tl.atomic_add(counters_ptr + count.NUM_POOL_BYTES, num_bytes.to(tl.int64))
 
 
 @triton.jit
-def _note_exact_kernel(
-    exact_ptr,  # [num_slots], written
-    rows_ptr,  # the row table
-    max_rows,
-):
-    row = tl.program_id(0)
-    slot = row_value(rows_ptr, max_rows, row, SLOT)
-    tl.store(exact_ptr + slot, row_value(rows_ptr, max_rows, row, COMPUTED))
+def _note_exact_kernel(rows_ptr, row_stride):
+    row_ptr = rows_ptr + tl.program_id(0) * row_stride
+    slot = tl.load(row_ptr + col.SLOT)
+    tl.store(rows_ptr + slot * row_stride + col.NUM_EXACT, tl.load(row_ptr + col.COMPUTED))

@@ -10,9 +10,11 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.selection import Summary
 
-_CHUNKS_PER_PROGRAM = 64
+_CHUNKS = tl.constexpr(64)  # of a program
 
 
 class KeyPointers:
@@ -64,8 +66,7 @@ def update_chunk_summaries(
         block_stride,
         token_stride,
         head_stride,
-        summaries.scales.stride(0),
-        summaries.scales.stride(1),
+        summaries.scales.shape[2],
         KIND=kind.value,
         BLOCK_SIZE=keys.block_size,
         HEAD_DIM=keys.head_dim,
@@ -89,8 +90,7 @@ def _chunk_summaries_kernel(
     block_stride,
     token_stride,
     head_stride,
-    scales_layer_stride,
-    scales_head_stride,
+    num_blocks,
     KIND: tl.constexpr,  # of Summary
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -123,7 +123,7 @@ def _chunk_summaries_kernel(
     summary = tl.where(dims < HEAD_DIM, summary, 0.0)
     scale = tl.max(tl.abs(summary), axis=0) / 127
     steps = tl.floor(summary / tl.where(scale > 0, scale, 1.0) + 0.5)
-    place = layer * scales_layer_stride + head * scales_head_stride + block
+    place = (layer * tl.num_programs(1) + head) * num_blocks + block
     tl.store(scales_ptr + place, scale)
     out = values_ptr + place * HEAD_DIM + dims
     tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
@@ -149,27 +149,22 @@ def score_chunks(
     scores = torch.empty(
         (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
     )
-    grid = (num_reqs, num_layers * num_kv_heads, triton.cdiv(max_chunks, _CHUNKS_PER_PROGRAM))
-    _chunk_scores_kernel[grid](
+    num_parts = triton.cdiv(max_chunks, _CHUNKS.value)
+    _chunk_scores_kernel[(num_reqs * num_parts, num_kv_heads, num_layers)](
         queries,
         queries.stride(0),
-        queries.stride(1),
         query_rows,
         means.values,
         means.scales,
-        means.scales.stride(0),
-        means.scales.stride(1),
+        means.scales.shape[2],
         tables,
         tables.stride(0),
         num_chunks,
         scores,
-        num_layers,
         max_chunks,
-        head_dim**-0.5 if group > 1 else 1.0,
         GROUP=group,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
-        CHUNKS=_CHUNKS_PER_PROGRAM,
     )
     if group == 1:
         return scores
@@ -183,52 +178,44 @@ def score_chunks(
 def _chunk_scores_kernel(
     queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
     query_layer_stride,
-    query_row_stride,
     query_rows_ptr,  # [num_reqs]
     means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
     mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
-    means_layer_stride,
-    means_head_stride,
+    num_blocks,
     tables_ptr,  # [num_reqs, width]
     table_stride,
     num_chunks_ptr,  # [num_reqs]
     scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
-    num_layers,
     max_chunks,
-    scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    layer = (tl.program_id(1) % num_layers).to(tl.int64)
-    kv_head = (tl.program_id(1) // num_layers).to(tl.int64)
-    num_kv_heads = tl.num_programs(1) // num_layers
-    chunks = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)
+    num_parts = tl.cdiv(max_chunks, _CHUNKS)
+    row = (tl.program_id(0) // num_parts).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    num_kv_heads, num_layers = tl.num_programs(1), tl.num_programs(2)
+    chunks = tl.program_id(0) % num_parts * _CHUNKS + tl.arange(0, _CHUNKS)
     # The first chunk is always read, and needs no score.
     is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
     blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
     dims = tl.arange(0, PADDED_DIM)
-    places = layer * means_layer_stride + kv_head * means_head_stride + blocks.to(tl.int64)
+    places = (layer * num_kv_heads + kv_head) * num_blocks + blocks
     means = tl.load(
         means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
         mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
         other=0,
     ).to(tl.float32)
-    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0) * scale
-    query_row = tl.load(query_rows_ptr + row).to(tl.int64)
+    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0)
+    if GROUP > 1:
+        scales *= HEAD_DIM**-0.5
+    query_row = queries_ptr + layer * query_layer_stride
+    query_row += tl.load(query_rows_ptr + row).to(tl.int64) * num_kv_heads * GROUP * HEAD_DIM
     for member in tl.static_range(GROUP):
         head = kv_head * GROUP + member
-        query = tl.load(
-            queries_ptr
-            + layer * query_layer_stride
-            + query_row * query_row_stride
-            + head * HEAD_DIM
-            + dims,
-            mask=dims < HEAD_DIM,
-            other=0.0,
-        ).to(tl.float32)
+        query = tl.load(query_row + head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        query = query.to(tl.float32)
         score = tl.sum(means * query[None, :], axis=1) * scales
         score = tl.where(is_candidate, score, float("-inf"))
         place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
@@ -236,13 +223,10 @@ def _chunk_scores_kernel(
 
 
 def build_sparse_tables(
-    out: torch.Tensor,  # [num_layers, max_reqs * num_kv_heads, width], int32, written
+    out: torch.Tensor,  # [num_layers, max_rows * num_kv_heads, width], int32, written
     selected: torch.Tensor,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
-    slots: torch.Tensor,  # [num_reqs], int32, each request's row of selected
-    num_selected: torch.Tensor,  # [num_reqs], int32
-    tail_start: torch.Tensor,  # [num_reqs], int32, first logical block of the tail
-    num_blocks: torch.Tensor,  # [num_reqs], int32, allocated blocks
-    tables: torch.Tensor,  # [num_reqs, table_width], int32, block tables
+    rows: Rows,
+    tables: torch.Tensor,  # [num_rows, table_width], int32, block tables
     head_strides: tuple[int, int],  # see cache/one_head_blocks.py
 ) -> None:
     """Build each table from the selected blocks and the tail: recent blocks and all after them."""
@@ -253,10 +237,8 @@ def build_sparse_tables(
         out.stride(0),
         selected,
         selected.shape[3],
-        slots,
-        num_selected,
-        tail_start,
-        num_blocks,
+        rows.table,
+        rows.stride,
         tables,
         tables.stride(0),
         width,
@@ -267,15 +249,13 @@ def build_sparse_tables(
 
 @triton.jit
 def _sparse_tables_kernel(
-    out_ptr,  # [num_layers, max_reqs * num_kv_heads, width]
+    out_ptr,  # [num_layers, max_rows * num_kv_heads, width]
     out_layer_stride,
     selected_ptr,  # [num_slots, num_layers, num_kv_heads, max_selected]
     max_selected,
-    slots_ptr,  # [num_reqs]
-    num_selected_ptr,  # [num_reqs]
-    tail_start_ptr,  # [num_reqs]
-    num_blocks_ptr,  # [num_reqs]
-    tables_ptr,  # [num_reqs, table_width]
+    table_ptr,
+    row_stride,
+    tables_ptr,  # [num_rows, table_width]
     table_stride,
     width,
     per_block,
@@ -286,10 +266,11 @@ def _sparse_tables_kernel(
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     num_heads, num_layers = tl.num_programs(1), tl.num_programs(2)
-    num_selected = tl.load(num_selected_ptr + row)
-    tail_start = tl.load(tail_start_ptr + row)
-    num_blocks = tl.load(num_blocks_ptr + row)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    row_ptr = table_ptr + row * row_stride
+    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
+    tail_start = tl.load(row_ptr + col.TAIL)
+    num_blocks = tl.load(row_ptr + col.NUM_BLOCKS)
+    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
     selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * max_selected
     out = out_ptr + layer * out_layer_stride + (row * num_heads + head) * width
     for start in range(0, width, BLOCK):

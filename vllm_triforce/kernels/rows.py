@@ -2,60 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import SamplingParameters
-from vllm_triforce.kernels.row_table import (
-    BATCH_ROW,
-    COMPUTED,
-    DISABLED,
-    DIVISOR,
-    FIRST_NEWLY_FULL,
-    HAS_NAN,
-    KEPT_FULL,
-    KEPT_TAIL,
-    LAST_NEWLY_FULL,
-    LAST_TOKEN,
-    LENGTH,
-    LIMIT,
-    MAX_ROUNDS,
-    MAX_TOKENS,
-    MIN_P,
-    NEW_OWNER,
-    NOT_DUE,
-    NUM_BLOCKS,
-    NUM_OUTCOMES,
-    NUM_ROW_COLUMNS,
-    NUM_ROWS,
-    NUM_SELECTED,
-    NUM_SLOT_COLUMNS,
-    REFRESH,
-    RESERVED,
-    ROOM,
-    ROUNDS_LEFT,
-    SKIPPED,
-    SLOT,
-    STATE,
-    TAIL,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    UNUSED,
-    FloatColumn,
-    OutcomeColumn,
-    RowColumn,
-    SlotColumn,
-    StateColumn,
-    row_value,
-    set_row_value,
-)
+from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn, SlotColumn, StateColumn
 
 
-@dataclass(frozen=True)
-class RowLimits:
+class RowLimits(NamedTuple):
     """Configuration that bounds the proposal of every row."""
 
     min_context: int  # tokens
@@ -69,7 +26,7 @@ class Rows:
     """Buffers of the requests in a proposal, at addresses that CUDA graphs can rely on.
 
     Args:
-        max_rows: requests that can be speculated on at a time.
+        max_rows: requests that can be speculated on at a time, and slots.
         gamma: tokens that level 1 drafts for a pass of level 2.
         vocab_size: of the target; a request without top-k has this one.
     """
@@ -79,50 +36,54 @@ class Rows:
         max_rows: int,
         num_speculative_tokens: int,
         gamma: int,
-        num_slots: int,
         vocab_size: int,
+        limits: RowLimits,
         device: torch.device,
     ) -> None:
-        def integers(*shape: int, dtype=torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
         self.max_rows = max_rows
         self.num_speculative_tokens = num_speculative_tokens
         self.gamma = gamma
         self.vocab_size = vocab_size
         self.num_rows = 0
-        self.table = table = integers(NUM_ROW_COLUMNS, max_rows)
-        self.row_metadata = table[: len(RowColumn)].T
+        end = col.NUM_ROW_COLUMNS + gamma + num_speculative_tokens
+        # Of even length, so that seeds are aligned.
+        table = torch.zeros(max_rows, end + end % 2, dtype=torch.int32, device=device)
+        self.table, self.stride = table, table.stride(0)
+        self.row_metadata = table[:, : len(RowColumn)]
         """[max_rows, len(RowColumn)], the host's columns."""
-        self.count = table[StateColumn.NUM_ROWS, :1]
+        self.count = table[:1, StateColumn.NUM_ROWS]
         """``num_rows`` for kernels, which may be in a CUDA graph for more rows."""
-        self.computed = table[StateColumn.COMPUTED]
-        self.last_token = table[StateColumn.LAST_TOKEN]
-        self.length = table[StateColumn.LENGTH]
-        self.room = table[StateColumn.ROOM]
-        self.rounds_left = table[StateColumn.ROUNDS_LEFT]
-        self.tail = table[StateColumn.TAIL]
-        self.num_selected = table[StateColumn.NUM_SELECTED]
-        self.skipped = table[StateColumn.SKIPPED]
-        self.num_blocks = table[StateColumn.NUM_BLOCKS]
-        self.first_newly_full = table[StateColumn.FIRST_NEWLY_FULL]
-        self.last_newly_full = table[StateColumn.LAST_NEWLY_FULL]
-        self.num_drafted = table[StateColumn.NUM_DRAFTED]
-        self.num_accepted = table[StateColumn.NUM_ACCEPTED]
-        self.num_emitted = table[StateColumn.NUM_EMITTED]
-        self.has_nan = table[StateColumn.HAS_NAN]
-        self.top_k = table[StateColumn.TOP_K].fill_(vocab_size)
-        self.floats = integers(len(FloatColumn), max_rows, dtype=torch.float32)
-        self.temperature = self.floats[FloatColumn.TEMPERATURE]
-        self.divisor = self.floats[FloatColumn.DIVISOR]
-        self.top_p = self.floats[FloatColumn.TOP_P].fill_(1.0)
-        self.min_p = self.floats[FloatColumn.MIN_P]
-        self.seeds = integers(max_rows, dtype=torch.int64)
-        self.slots = integers(num_slots, len(SlotColumn))
-        self.slot_disabled = self.slots[:, SlotColumn.DISABLED]
-        self.outcomes = integers(max_rows, len(OutcomeColumn))
-        self.drafted = integers(max_rows, gamma)
-        self.proposal = integers(max_rows, num_speculative_tokens, dtype=torch.int64)
+        self.seeds = table.view(torch.int64)[:, StateColumn.SEED // 2]
+        self.temperature = table.view(torch.float32)[:, StateColumn.TEMPERATURE]
+        self.computed = table[:, StateColumn.COMPUTED]
+        self.last_token = table[:, StateColumn.LAST_TOKEN]
+        self.length = table[:, StateColumn.LENGTH]
+        self.room = table[:, StateColumn.ROOM]
+        self.rounds_left = table[:, StateColumn.ROUNDS_LEFT]
+        self.tail = table[:, StateColumn.TAIL]
+        self.num_selected = table[:, StateColumn.NUM_SELECTED]
+        self.skipped = table[:, StateColumn.SKIPPED]
+        self.num_blocks = table[:, StateColumn.NUM_BLOCKS]
+        self.first_newly_full = table[:, StateColumn.FIRST_NEWLY_FULL]
+        self.last_newly_full = table[:, StateColumn.LAST_NEWLY_FULL]
+        self.num_drafted = table[:, StateColumn.NUM_DRAFTED]
+        self.num_accepted = table[:, StateColumn.NUM_ACCEPTED]
+        self.num_emitted = table[:, StateColumn.NUM_EMITTED]
+        self.has_nan = table[:, StateColumn.HAS_NAN]
+        self.slot_disabled = table[:, SlotColumn.DISABLED]
+        self.drafted = table[:, col.NUM_ROW_COLUMNS : col.NUM_ROW_COLUMNS + gamma]
+        self.proposal = table[:, col.NUM_ROW_COLUMNS + gamma : end]
+        # By parameter, as vLLM's kernels need them to be contiguous.
+        self._masks = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
+        self.top_k = self._masks[0].fill_(vocab_size)
+        self.divisor, self.top_p, self.min_p = self._masks[1:].view(torch.float32)
+        """The divisor is the temperature, 1 where a row is greedy."""
+        self.top_p.fill_(1.0)
+        # Contiguous, so that the copy to the host is a single one.
+        self.outcomes = torch.zeros(max_rows, len(OutcomeColumn), dtype=torch.int32, device=device)
+        self._limits = torch.tensor(
+            [*limits, vocab_size, num_speculative_tokens], dtype=torch.int32, device=device
+        )
 
     @contextmanager
     def with_num_rows(self, num_rows: int) -> Iterator[None]:
@@ -135,7 +96,7 @@ class Rows:
 
     def column(self, column: RowColumn) -> torch.Tensor:  # [num_rows], int32
         """Return a column of the rows in use, as a view."""
-        return self.table[column, : self.num_rows]
+        return self.table[: self.num_rows, column]
 
     def init(
         self,
@@ -144,18 +105,15 @@ class Rows:
         num_sampled: torch.Tensor,  # [batch size], int
         last_sampled: torch.Tensor,  # [max_num_reqs, 1], int64, by state
         parameters: SamplingParameters,
-        limits: RowLimits,
     ) -> None:
         """Read each row's lengths and sampling parameters, and find its room."""
         self.num_rows = len(row_metadata)
         self.row_metadata[: self.num_rows].copy_(row_metadata)
         _init_rows_kernel[(self.max_rows,)](
             self.table,
-            self.max_rows,
+            self.stride,
             self.num_rows,
-            self.floats,
-            self.seeds,
-            self.slots,
+            self._masks,
             self.outcomes,
             num_computed,
             num_sampled,
@@ -165,24 +123,16 @@ class Rows:
             parameters.top_k,
             parameters.top_p,
             parameters.min_p,
-            self.vocab_size,
-            self.num_speculative_tokens,
-            limits.min_context,
-            limits.block_size,
-            limits.recent_blocks,
-            limits.max_selected,
-            limits.width,
+            self._limits,
         )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _init_rows_kernel(
-    table_ptr,  # [NUM_ROW_COLUMNS, max_rows], written after the host's columns
-    max_rows,
+    table_ptr,  # [max_rows, row_stride], written after the host's columns
+    row_stride,
     num_rows,
-    floats_ptr,  # [NUM_FLOAT_COLUMNS, max_rows], written
-    seeds_ptr,  # [max_rows], written
-    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
+    masks_ptr,  # [4, max_rows], written: top_k, and as float32 divisor, top_p, min_p
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
     num_computed_ptr,  # [max_num_reqs], by state
     num_sampled_ptr,  # [batch size]
@@ -192,15 +142,17 @@ def _init_rows_kernel(
     state_top_k_ptr,
     state_top_p_ptr,
     state_min_p_ptr,
-    vocab_size,
-    num_speculative_tokens,
-    min_context,
-    block_size,
-    recent_blocks,
-    max_selected,
-    width,
+    limits_ptr,  # [7], RowLimits, vocab_size and num_speculative_tokens
 ):
-    row = tl.program_id(0)
+    row, max_rows = tl.program_id(0), tl.num_programs(0)
+    row_ptr = table_ptr + row * row_stride
+    min_context = tl.load(limits_ptr)
+    block_size = tl.load(limits_ptr + 1)
+    recent_blocks = tl.load(limits_ptr + 2)
+    max_selected = tl.load(limits_ptr + 3)
+    width = tl.load(limits_ptr + 4)
+    top_k = tl.load(limits_ptr + 5)
+    num_speculative_tokens = tl.load(limits_ptr + 6)
     computed = 0
     room = 0
     rounds = 0
@@ -211,69 +163,90 @@ def _init_rows_kernel(
     last = 0
     token = 0
     temperature = 0.0
-    top_k = vocab_size
     top_p = 1.0
     min_p = 0.0
-    tl.store(table_ptr + NUM_ROWS * max_rows, num_rows, mask=row == 0)
+    tl.store(table_ptr + col.NUM_ROWS, num_rows, mask=row == 0)
     if row < num_rows:
-        state = row_value(table_ptr, max_rows, row, STATE)
-        slot = slots_ptr + row_value(table_ptr, max_rows, row, SLOT) * NUM_SLOT_COLUMNS
-        refresh = row_value(table_ptr, max_rows, row, REFRESH)
-        reserved = row_value(table_ptr, max_rows, row, RESERVED)
-        limit = row_value(table_ptr, max_rows, row, LIMIT)
+        state = tl.load(row_ptr + col.STATE)
+        slot_ptr = table_ptr + tl.load(row_ptr + col.SLOT) * row_stride
+        refresh = tl.load(row_ptr + col.REFRESH)
+        reserved = tl.load(row_ptr + col.RESERVED)
+        limit = tl.load(row_ptr + col.LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
         token = tl.load(last_sampled_ptr + state).to(tl.int32)
         temperature = tl.load(state_temperature_ptr + state)
         top_k = tl.load(state_top_k_ptr + state)
         top_p = tl.load(state_top_p_ptr + state)
         min_p = tl.load(state_min_p_ptr + state)
-        tl.store(seeds_ptr + row, tl.load(state_seeds_ptr + state))
+        seed_ptr = (row_ptr + col.SEED).to(tl.pointer_type(tl.int64))
+        tl.store(seed_ptr, tl.load(state_seeds_ptr + state))
         num_full = computed // block_size
         num_blocks = reserved // block_size
-        if refresh == UNUSED:
+        if refresh == col.UNUSED:
             tail = num_full
-        elif refresh != NOT_DUE:
+        elif refresh != col.NOT_DUE:
             tail = tl.maximum(num_full - recent_blocks, 0)
-            first = tl.where(refresh == NEW_OWNER, 0, tl.load(slot + KEPT_FULL))
+            first = tl.where(refresh == col.NEW_OWNER, 0, tl.load(slot_ptr + col.KEPT_FULL))
             last = num_full
-            tl.store(slot + KEPT_TAIL, tail)
-            tl.store(slot + KEPT_FULL, num_full)
+            tl.store(slot_ptr + col.KEPT_TAIL, tail)
+            tl.store(slot_ptr + col.KEPT_FULL, num_full)
         else:
-            tail = tl.load(slot + KEPT_TAIL)
+            tail = tl.load(slot_ptr + col.KEPT_TAIL)
         selected = tl.minimum(tail, max_selected)
-        rounds = row_value(table_ptr, max_rows, row, MAX_ROUNDS)
-        max_tokens = row_value(table_ptr, max_rows, row, MAX_TOKENS)
-        room = tl.minimum(max_tokens, reserved - computed)
+        rounds = tl.load(row_ptr + col.MAX_ROUNDS)
+        room = tl.minimum(tl.load(row_ptr + col.MAX_TOKENS), reserved - computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
         # full pass adds a token.
         room = tl.minimum(room, limit - 2 - computed)
         # Blocks of the sparse table that the row needs until its proposal ends.
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
-        batch_row = row_value(table_ptr, max_rows, row, BATCH_ROW)
-        is_ready = tl.load(num_sampled_ptr + batch_row) > 0
+        is_ready = tl.load(num_sampled_ptr + tl.load(row_ptr + col.BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
         is_ready = is_ready & (computed >= num_speculative_tokens)
-        is_ready = is_ready & ((reach <= width) | (refresh == UNUSED))
-        is_ready = is_ready & (tl.load(slot + DISABLED) == 0)
+        is_ready = is_ready & ((reach <= width) | (refresh == col.UNUSED))
+        is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)
         room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
-    set_row_value(table_ptr, max_rows, row, COMPUTED, computed)
-    set_row_value(table_ptr, max_rows, row, LAST_TOKEN, token)
-    set_row_value(table_ptr, max_rows, row, LENGTH, 0)
-    set_row_value(table_ptr, max_rows, row, ROOM, room)
-    set_row_value(table_ptr, max_rows, row, ROUNDS_LEFT, rounds)
-    set_row_value(table_ptr, max_rows, row, TAIL, tail)
-    set_row_value(table_ptr, max_rows, row, NUM_SELECTED, selected)
-    set_row_value(table_ptr, max_rows, row, SKIPPED, (tail - selected) * block_size)
-    set_row_value(table_ptr, max_rows, row, NUM_BLOCKS, num_blocks)
-    set_row_value(table_ptr, max_rows, row, FIRST_NEWLY_FULL, first)
-    set_row_value(table_ptr, max_rows, row, LAST_NEWLY_FULL, last)
-    set_row_value(table_ptr, max_rows, row, HAS_NAN, 0)
+    tl.store(row_ptr + col.COMPUTED, computed)
+    tl.store(row_ptr + col.LAST_TOKEN, token)
+    tl.store(row_ptr + col.LENGTH, 0)
+    tl.store(row_ptr + col.ROOM, room)
+    tl.store(row_ptr + col.ROUNDS_LEFT, rounds)
+    tl.store(row_ptr + col.TAIL, tail)
+    tl.store(row_ptr + col.NUM_SELECTED, selected)
+    tl.store(row_ptr + col.SKIPPED, (tail - selected) * block_size)
+    tl.store(row_ptr + col.NUM_BLOCKS, num_blocks)
+    tl.store(row_ptr + col.FIRST_NEWLY_FULL, first)
+    tl.store(row_ptr + col.LAST_NEWLY_FULL, last)
+    tl.store(row_ptr + col.HAS_NAN, 0)
     # Padding is greedy and masks nothing.
-    set_row_value(table_ptr, max_rows, row, TOP_K, top_k)
-    set_row_value(floats_ptr, max_rows, row, TEMPERATURE, temperature)
-    divisor = tl.where(temperature > 0, temperature, 1.0)
-    set_row_value(floats_ptr, max_rows, row, DIVISOR, divisor)
-    set_row_value(floats_ptr, max_rows, row, TOP_P, top_p)
-    set_row_value(floats_ptr, max_rows, row, MIN_P, min_p)
-    for column in tl.static_range(NUM_OUTCOMES):
-        tl.store(outcomes_ptr + row * NUM_OUTCOMES + column, 0)
+    store_float(row_ptr + col.TEMPERATURE, temperature)
+    tl.store(masks_ptr + row, top_k)
+    store_float(masks_ptr + max_rows + row, tl.where(temperature > 0, temperature, 1.0))
+    store_float(masks_ptr + 2 * max_rows + row, top_p)
+    store_float(masks_ptr + 3 * max_rows + row, min_p)
+    for column in tl.static_range(col.NUM_OUTCOMES):
+        tl.store(outcomes_ptr + row * col.NUM_OUTCOMES + column, 0)
+
+
+@triton.jit
+def load_float(pointer):
+    """Load a float32 from a table of int32."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def store_float(pointer, value):
+    """Store a float32 to a table of int32."""
+    tl.store(pointer.to(tl.pointer_type(tl.float32)), value)
+
+
+@triton.jit
+def load_seed(row_ptr):
+    """Load a row's seed, int64."""
+    return tl.load((row_ptr + col.SEED).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def disable_slot(table_ptr, row_stride, row_ptr):
+    """Mark a row's request: it is not speculated on any more."""
+    tl.store(table_ptr + tl.load(row_ptr + col.SLOT) * row_stride + col.DISABLED, 1)

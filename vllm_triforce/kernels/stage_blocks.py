@@ -3,7 +3,7 @@
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.counters import NUM_STAGED_BYTES
+from vllm_triforce.kernels import counters as count
 
 # A few programs fill PCIe, and other kernels need the rest of the device.
 _NUM_PROGRAMS = 32
@@ -39,7 +39,7 @@ def _stage_blocks_kernel(
                 tl.store(staging_ptr + block + places, words, mask=mask)
         total += num_blocks
     if first == 0:
-        tl.atomic_add(counters_ptr + NUM_STAGED_BYTES, staged_bytes)
+        tl.atomic_add(counters_ptr + count.NUM_STAGED_BYTES, staged_bytes)
 
 
 def stage_blocks(

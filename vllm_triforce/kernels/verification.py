@@ -8,12 +8,8 @@ masked by the request's top-k, top-p and min-p, and as the logarithms of their s
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.kernels.counters import (
-    NUM_INNER_ROUNDS,
-    NUM_LEVEL1_ACCEPTED,
-    NUM_LEVEL1_DRAFTED,
-    NUM_NAN_REQUESTS,
-)
+from vllm_triforce.kernels import counters as count
+from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.draw import (
     ACCEPT,
@@ -24,24 +20,7 @@ from vllm_triforce.kernels.draw import (
     sampled_token,
     uniform,
 )
-from vllm_triforce.kernels.row_table import (
-    HAS_NAN,
-    LENGTH,
-    LEVEL1_ACCEPTED,
-    LEVEL1_REJECTED,
-    NUM_ACCEPTED,
-    NUM_DRAFTED,
-    NUM_EMITTED,
-    NUM_OUTCOMES,
-    NUM_ROUNDS,
-    ROOM,
-    ROUNDS_LEFT,
-    TEMPERATURE,
-    disable_slot,
-    row_value,
-    set_row_value,
-)
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import Rows, disable_slot, load_float, load_seed
 
 
 def verify_drafts(
@@ -61,10 +40,7 @@ def verify_drafts(
     vocab_size = 0 if all_greedy else level2.logits.shape[-1]
     _accept_kernel[(num_rows,)](
         rows.table,
-        rows.max_rows,
-        rows.floats,
-        rows.seeds,
-        rows.drafted,
+        rows.stride,
         target.best,
         target.top,
         level2.logits,
@@ -82,11 +58,8 @@ def verify_drafts(
             level2.lse,
             level1.logits,
             level1.lse,
-            rows.drafted,
             rows.table,
-            rows.max_rows,
-            rows.floats,
-            rows.seeds,
+            rows.stride,
             sampler.values,
             sampler.tokens,
             0,
@@ -97,21 +70,16 @@ def verify_drafts(
             BLOCK=sampler.block,
         )
     _emit_kernel[(num_rows,)](
-        rows.proposal,
         rows.table,
-        rows.max_rows,
-        rows.floats,
-        rows.slots,
+        rows.stride,
         rows.outcomes,
         counters,
-        rows.drafted,
         target.best,
         target.top,
         level2.lse,
         sampler.values,
         sampler.tokens,
         sampler.num_blocks,
-        rows.num_speculative_tokens,
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
         PADDED_BLOCKS=sampler.padded_blocks,
@@ -121,10 +89,7 @@ def verify_drafts(
 @triton.jit
 def _accept_kernel(
     table_ptr,  # NUM_ACCEPTED is written
-    max_rows,
-    floats_ptr,
-    seeds_ptr,  # [num_rows]
-    drafted_ptr,  # [num_rows, GAMMA]
+    row_stride,
     best_ptr,  # [num_rows, GAMMA + 1]
     top_ptr,  # [num_rows, GAMMA + 1]
     target_ptr,  # [num_rows, GAMMA + 1, vocab_size]
@@ -137,15 +102,16 @@ def _accept_kernel(
     IS_ONE_HOT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
+    row_ptr = table_ptr + row * row_stride
+    num_drafted = tl.load(row_ptr + col.NUM_DRAFTED)
     num_accepted = 0
     going = True
     for place in tl.static_range(GAMMA):
-        token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
+        token = tl.load(row_ptr + col.DRAFTED + place).to(tl.int64)
         top = tl.load(top_ptr + row * (GAMMA + 1) + place)
         accept = (token == tl.load(best_ptr + row * (GAMMA + 1) + place)) & (top == top)
         if not ALL_GREEDY:
-            temperature = row_value(floats_ptr, max_rows, row, TEMPERATURE)
+            temperature = load_float(row_ptr + col.TEMPERATURE)
             if temperature > 0:
                 at = row * (GAMMA + 1) + place
                 target = tl.load(target_ptr + at * vocab_size + token).to(tl.float32)
@@ -155,85 +121,81 @@ def _accept_kernel(
                     at = row * GAMMA + place
                     drafted = tl.load(draft_ptr + at * vocab_size + token).to(tl.float32)
                     drafted = tl.exp(drafted / temperature - tl.load(draft_lse_ptr + at))
-                begin, token_position = place_of_noise(table_ptr, max_rows, row, place)
-                chance = uniform(tl.load(seeds_ptr + row), begin, token_position, ACCEPT)
+                begin, token_position = place_of_noise(row_ptr, place)
+                chance = uniform(load_seed(row_ptr), begin, token_position, ACCEPT)
                 accept = chance * drafted < target
         going = going & accept & (place < num_drafted)
         num_accepted += going.to(tl.int32)
-    set_row_value(table_ptr, max_rows, row, NUM_ACCEPTED, num_accepted)
+    tl.store(row_ptr + col.NUM_ACCEPTED, num_accepted)
 
 
 @triton.jit
 def _emit_kernel(
-    proposal_ptr,  # [max_rows, num_speculative_tokens], written
     table_ptr,  # updated
-    max_rows,
-    floats_ptr,
-    slots_ptr,  # [num_slots, NUM_SLOT_COLUMNS], updated
+    row_stride,
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], added to
     counters_ptr,  # [num_counters], added to
-    drafted_ptr,  # [max_rows, GAMMA]
     best_ptr,  # [num_rows, GAMMA + 1]
     top_ptr,  # [num_rows, GAMMA + 1]
     target_lse_ptr,  # [num_rows, GAMMA + 1]
     values_ptr,
     tokens_ptr,
     num_blocks,
-    num_speculative_tokens,
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    length = row_value(table_ptr, max_rows, row, LENGTH)
-    room = row_value(table_ptr, max_rows, row, ROOM)
-    set_row_value(table_ptr, max_rows, row, NUM_EMITTED, 0)
+    row_ptr = table_ptr + row * row_stride
+    length = tl.load(row_ptr + col.LENGTH)
+    room = tl.load(row_ptr + col.ROOM)
+    tl.store(row_ptr + col.NUM_EMITTED, 0)
     if length < room:
-        num_accepted = row_value(table_ptr, max_rows, row, NUM_ACCEPTED)
-        num_drafted = row_value(table_ptr, max_rows, row, NUM_DRAFTED)
+        num_accepted = tl.load(row_ptr + col.NUM_ACCEPTED)
+        num_drafted = tl.load(row_ptr + col.NUM_DRAFTED)
         at = row * (GAMMA + 1)
         last = tl.load(best_ptr + at + num_accepted).to(tl.int32)
         is_number = True
         # Level 1's NaN were noted before. Level 2's count at every place that has keys in the
         # cache.
-        has_nan = row_value(table_ptr, max_rows, row, HAS_NAN) != 0
+        has_nan = tl.load(row_ptr + col.HAS_NAN) != 0
         for place in tl.static_range(GAMMA + 1):
             top = tl.load(top_ptr + at + place)
             is_right = top == top
             if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled
-                if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
+                if load_float(row_ptr + col.TEMPERATURE) > 0:
                     lse = tl.load(target_lse_ptr + at + place)
                     is_right = (lse == lse) & (tl.abs(lse) < float("inf"))
             is_number = is_number & (is_right | (place != num_accepted))
             has_nan = has_nan | ((place <= num_drafted) & (is_right == 0))
         if not ALL_GREEDY:  # noqa: SIM102
-            if row_value(floats_ptr, max_rows, row, TEMPERATURE) > 0:
+            if load_float(row_ptr + col.TEMPERATURE) > 0:
                 last = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
-        out = proposal_ptr + row * num_speculative_tokens + length
+        drafted = row_ptr + col.DRAFTED
+        out = drafted + GAMMA + length
         for place in tl.static_range(GAMMA):
-            token = tl.load(drafted_ptr + row * GAMMA + place).to(tl.int64)
-            tl.store(out + place, token, mask=place < num_accepted)
+            tl.store(out + place, tl.load(drafted + place), mask=place < num_accepted)
         num_emitted = num_accepted
         if is_number:
-            tl.store(out + num_accepted, last.to(tl.int64))
+            tl.store(out + num_accepted, last)
             num_emitted += 1
-        rounds_left = row_value(table_ptr, max_rows, row, ROUNDS_LEFT) - 1
-        set_row_value(table_ptr, max_rows, row, ROUNDS_LEFT, rounds_left)
+        rounds_left = tl.load(row_ptr + col.ROUNDS_LEFT) - 1
+        tl.store(row_ptr + col.ROUNDS_LEFT, rounds_left)
         if (rounds_left == 0) | has_nan:
             # The proposal ends with the tokens that it has.
-            set_row_value(table_ptr, max_rows, row, ROOM, length + num_emitted)
+            tl.store(row_ptr + col.ROOM, length + num_emitted)
         if has_nan:
-            set_row_value(table_ptr, max_rows, row, HAS_NAN, 1)
-            disable_slot(table_ptr, max_rows, row, slots_ptr)
-            tl.atomic_add(counters_ptr + NUM_NAN_REQUESTS, 1)
-        set_row_value(table_ptr, max_rows, row, LENGTH, length + num_emitted)
-        set_row_value(table_ptr, max_rows, row, NUM_EMITTED, num_emitted)
-        outcomes = outcomes_ptr + row * NUM_OUTCOMES
-        tl.store(outcomes + NUM_ROUNDS, tl.load(outcomes + NUM_ROUNDS) + 1)
-        right = outcomes + LEVEL1_ACCEPTED
+            tl.store(row_ptr + col.HAS_NAN, 1)
+            disable_slot(table_ptr, row_stride, row_ptr)
+            tl.atomic_add(counters_ptr + count.NUM_NAN_REQUESTS, 1)
+        tl.store(row_ptr + col.LENGTH, length + num_emitted)
+        tl.store(row_ptr + col.NUM_EMITTED, num_emitted)
+        outcomes = outcomes_ptr + row * col.NUM_OUTCOMES
+        tl.store(outcomes + col.NUM_ROUNDS, tl.load(outcomes + col.NUM_ROUNDS) + 1)
+        right = outcomes + col.LEVEL1_ACCEPTED
         tl.store(right, tl.load(right) + num_accepted)
-        wrong = outcomes + LEVEL1_REJECTED
+        wrong = outcomes + col.LEVEL1_REJECTED
         tl.store(wrong, tl.load(wrong) + (num_accepted < num_drafted).to(tl.int32))
-        tl.atomic_add(counters_ptr + NUM_INNER_ROUNDS, 1)
-        tl.atomic_add(counters_ptr + NUM_LEVEL1_DRAFTED, num_drafted.to(tl.int64))
-        tl.atomic_add(counters_ptr + NUM_LEVEL1_ACCEPTED, num_accepted.to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_INNER_ROUNDS, 1)
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL1_DRAFTED, num_drafted.to(tl.int64))
+        tl.atomic_add(counters_ptr + count.NUM_LEVEL1_ACCEPTED, num_accepted.to(tl.int64))

@@ -45,7 +45,6 @@ class RetrievalPool:
             pools,
             first_layer,
             num_slots,
-            rows.max_rows,
             head_strides,
             max_selected,
             counters,

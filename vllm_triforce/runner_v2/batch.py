@@ -65,6 +65,7 @@ class BatchV2:
         return len(self.request_ids)
 
 
+@dataclass
 class BatchReader:
     """Reads batches from vLLM's runner.
 
@@ -73,17 +74,10 @@ class BatchReader:
             cache group.
     """
 
-    def __init__(
-        self,
-        runner,
-        flags: RequestFlags,
-        logits_processing: LogitsProcessing,
-        tables: Sequence[torch.Tensor],
-    ) -> None:
-        self._runner = runner
-        self._flags = flags
-        self._logits_processing = logits_processing
-        self._tables = tables
+    runner: Any
+    flags: RequestFlags
+    logits_processing: LogitsProcessing
+    tables: Sequence[torch.Tensor]
 
     def read(
         self,
@@ -97,7 +91,7 @@ class BatchReader:
         Args:
             plans: by row of ``input_batch``.
         """
-        runner, rows = self._runner, np.array(list(plans))
+        runner, rows = self.runner, np.array(list(plans))
         states = input_batch.idx_mapping_np[rows]
         tables = runner.block_tables
         state_indices = async_tensor_h2d(states.astype(np.int64), device=runner.device)
@@ -115,11 +109,11 @@ class BatchReader:
             max_num_rounds=np.array([plan.num_rounds for plan in plans.values()]),
             # The scheduler truncates a proposal where the grammar forbids a token: only one-hot
             # drafts are verified correctly then.
-            is_one_hot=self._flags.has_grammar[states],
+            is_one_hot=self.flags.has_grammar[states],
             sampling=self._read_sampling(states),
             tables=[
                 torch.index_select(table.gpu, 0, state_indices, out=buffer[: len(rows)])
-                for table, buffer in zip(tables.block_tables, self._tables)
+                for table, buffer in zip(tables.block_tables, self.tables)
             ],
             num_computed=runner.req_states.num_computed_tokens.gpu,
             num_sampled=num_sampled,
@@ -136,7 +130,7 @@ class BatchReader:
 
     def _read_sampling(self, states: np.ndarray) -> SamplingV2:
         """Say which kinds of sampling the requests need."""
-        sampling = self._runner.sampler.sampling_states
+        sampling = self.runner.sampler.sampling_states
         sampled = states[sampling.temperature.np[states] != 0]
         has_masks = (
             (sampling.top_k.np[sampled] != sampling.vocab_size)
@@ -146,5 +140,5 @@ class BatchReader:
         return SamplingV2(
             all_greedy=not len(sampled),
             has_masks=bool(has_masks.any()),
-            has_processors=self._logits_processing.is_needed(states),
+            has_processors=self.logits_processing.is_needed(states),
         )

@@ -1,12 +1,10 @@
 """Build TriForce's proposer for Model Runner V2."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
 
-from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
@@ -14,10 +12,11 @@ from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
+from vllm_triforce.runner_v2.levels import LevelParts
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.proposer import ProposerV2
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -27,7 +26,6 @@ from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
-    from vllm_triforce.offload.pool import RetrievalPool
 
 
 class LoadedModel(NamedTuple):
@@ -64,31 +62,27 @@ class SpeculatorBuild:
         block_sizes = runner.block_tables.block_sizes
         check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
         groups, layers, builder = group_layers(
-            kv_cache_config,
-            runner.attn_groups,
-            block_sizes,
-            target.layers,
-            attention_class,
-            config,
+            kv_cache_config, runner.attn_groups, block_sizes, target.layers, attention_class, config
         )
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.num_slots = min(max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
-        self.rows = Rows(
-            self.num_slots,
-            config.num_speculative_tokens,
-            config.gamma,
-            self.num_slots,
-            vocab_size,
-            device,
+        limits = RowLimits(
+            config.min_context,
+            config.block_size,
+            config.recent_blocks,
+            config.budget_blocks - config.recent_blocks,
+            config.table_width,
         )
+        num_tokens = config.num_speculative_tokens
+        self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
         self.recorder = StaticQueryRecorder(
             len(layers),
             runner.input_buffers.query_start_loc,
             config.max_batch,
             layers[0].num_heads,
             layers[0].head_size,
-            config.num_speculative_tokens + 1,
+            num_tokens + 1,
             config.min_context,
             model_config.dtype,
         )
@@ -122,9 +116,21 @@ class SpeculatorBuild:
             layers[0].kv_cache.shape[0],
             layers[0].num_kv_heads,
             self.rows,
-            self.num_slots,
-            device,
         )
+        pool = None
+        if pools:
+            from vllm_triforce.offload.pool import RetrievalPool
+
+            pool = RetrievalPool(
+                [layer.kv_cache for layer in layers if layer.layer_name in pools],
+                list(pools.values()),
+                len(layers) - len(pools),
+                selections.width,
+                attention.head_strides(),
+                selections.max_selected,
+                self.context.counters.sums,
+                self.rows,
+            )
         level2 = RetrievalLevelV2(
             self.context,
             target.model,
@@ -133,7 +139,7 @@ class SpeculatorBuild:
             selections,
             self.tables,
             self.adapters,
-            self._build_pool(layers, pools, attention, selections) if pools else None,
+            pool,
         )
         parts = SourcePartsV2(
             self.context,
@@ -143,38 +149,10 @@ class SpeculatorBuild:
             runner.req_states.all_token_ids.gpu,
         )
         sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
-        logits = torch.zeros(
-            self.num_slots,
-            config.num_speculative_tokens,
-            vocab_size,
-            dtype=self.context.logits_dtype,
-            device=device,
-        )
+        shape = (self.num_slots, num_tokens, vocab_size)
+        logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=device)
+        level1 = None if config.levels == "2,3" else sources[config.sources[0]]
+        draft_logits = DraftLogits.allocate(logits, max_num_seqs)
         self.proposer = ProposerV2(
-            self.context,
-            sources,
-            None if config.levels == "2,3" else sources[config.sources[0]],
-            level2,
-            self.slots,
-            DraftLogits.allocate(logits, max_num_seqs),
-        )
-
-    def _build_pool(
-        self,
-        layers: list,
-        pools: Mapping[str, torch.Tensor],
-        attention: RetrievalAttention,
-        selections: SelectionsV2,
-    ) -> "RetrievalPool":
-        from vllm_triforce.offload.pool import RetrievalPool
-
-        return RetrievalPool(
-            [layer.kv_cache for layer in layers if layer.layer_name in pools],
-            list(pools.values()),
-            len(layers) - len(pools),
-            selections.width,
-            attention.head_strides(),
-            selections.max_selected,
-            self.context.counters.sums,
-            self.rows,
+            LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
         )

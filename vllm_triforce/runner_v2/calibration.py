@@ -7,6 +7,7 @@ of requests that do not exist.
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,13 +37,9 @@ class TrialBatches:
         self._runner = runner
         self._num_blocks = num_blocks
         self.device = device
+        self.max_rows = build.rows.max_rows
         self._num_batches = 0
         self._vocab_size = runner.sampler.sampling_states.vocab_size
-
-    @property
-    def max_rows(self) -> int:
-        """Requests of a batch at most."""
-        return self._build.rows.max_rows
 
     def make(
         self, num_rows: int, context: int, num_tokens: int, num_rounds: int, is_greedy: bool
@@ -115,6 +112,7 @@ _REPEATS = 3
 _FEW_ROUNDS, _MORE_ROUNDS = 1, 3
 
 
+@dataclass
 class CalibrationV2:
     """Warms up and measures the passes of a step.
 
@@ -126,48 +124,35 @@ class CalibrationV2:
         num_kv_tokens: tokens that the KV cache holds.
     """
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        dummy_run: Callable,
-        proposer: ProposerV2,
-        batches: TrialBatches,
-        max_context: int,
-        max_reqs: int,
-        max_tokens: int,
-        num_kv_tokens: int,
-    ) -> None:
-        self._config = config
-        self._dummy_run = dummy_run
-        self._proposer = proposer
-        self._batches = batches
-        self._max_context = max_context
-        self._max_reqs = max_reqs
-        self._max_tokens = max_tokens
-        self._num_kv_tokens = num_kv_tokens
-        self._device = device = batches.device
-        num_places = config.num_speculative_tokens
-        self._draft_tokens = torch.zeros(
-            batches.max_rows, num_places, dtype=torch.int64, device=device
-        )
+    config: ResolvedConfig
+    dummy_run: Callable
+    proposer: ProposerV2
+    batches: TrialBatches
+    max_context: int
+    max_reqs: int
+    max_tokens: int
+    num_kv_tokens: int
+
+    def __post_init__(self) -> None:
+        self._device = self.batches.device
+        self._context = min(2 * self.config.retrieval_budget, self.max_context)
 
     def warm_up(self) -> None:
         """Run every kind of proposal once, so that no request waits for a compiler.
 
         One request and two, greedy and with all sampling parameters, by each route.
         """
-        context = min(2 * self._config.retrieval_budget, self._max_context)
         for is_greedy in (True, False):
-            for num_rows in sorted({1, min(2, self._batches.max_rows)}):
+            for num_rows in sorted({1, min(2, self.batches.max_rows)}):
                 for route in self._routes():
-                    self._propose(route, num_rows, context, _MORE_ROUNDS, is_greedy)
+                    self._propose(route, num_rows, self._context, _MORE_ROUNDS, is_greedy)
 
     def run(self) -> Measurements:
         """Measure the seconds of all passes."""
-        query_len = self._config.num_speculative_tokens + 1
-        contexts = [_NO_CONTEXT, *(c for c in _CONTEXTS if c < self._max_context)]
-        contexts.append(self._max_context)
-        rows = [n for n in _ROWS if n <= self._max_reqs]
+        query_len = self.config.num_speculative_tokens + 1
+        contexts = [_NO_CONTEXT, *(c for c in _CONTEXTS if c < self.max_context)]
+        contexts.append(self.max_context)
+        rows = [n for n in _ROWS if n <= self.max_reqs]
         by_rows = [(float(n), self._measure_full_pass(n, 1, _NO_CONTEXT)) for n in rows]
         by_tokens = [
             (float(q), [(float(c), self._measure_full_pass(1, q, c)) for c in contexts])
@@ -175,15 +160,15 @@ class CalibrationV2:
         ]
         context, by_num_reqs = self._measure_batches(contexts[1:], query_len)
         draft = draft_per_row = 0.0
-        num_reqs = min(4, self._batches.max_rows)
+        num_reqs = min(4, self.batches.max_rows)
         for route in self._routes():
-            if self._proposer.keeps_window(route):
-                draft = self._measure_round(route, 1) / self._config.gamma
+            if self.proposer.keeps_window(route):
+                draft = self._measure_round(route, 1) / self.config.gamma
                 if num_reqs > 1:
-                    added = self._measure_round(route, num_reqs) / self._config.gamma - draft
+                    added = self._measure_round(route, num_reqs) / self.config.gamma - draft
                     draft_per_row = max(0.0, added / (num_reqs - 1))
         # Draft passes of a round.
-        num_drafts = self._config.gamma * self._proposer.keeps_window(self._config.sources[0])
+        num_drafts = self.config.gamma * self.proposer.keeps_window(self.config.sources[0])
         level2 = max(0.0, self._measure_round(LEVELS, 1) - num_drafts * draft)
         level2_per_row = 0.0
         if num_reqs > 1:
@@ -204,18 +189,16 @@ class CalibrationV2:
         )
 
     def _routes(self) -> list[str]:
-        return [LEVELS, *self._config.sources]
+        return [LEVELS, *self.config.sources]
 
     def _measure_full_pass(self, num_reqs: int, num_tokens: int, context: int) -> float:
         """Measure a full pass; ``num_tokens`` a request are 1 or ``num_speculative_tokens + 1``."""
-
-        def run() -> None:
-            self._dummy_run(
-                num_reqs * num_tokens,
-                uniform_decode=num_tokens > 1,
-                context_len=min(context, self._max_context),
-            )
-
+        run = partial(
+            self.dummy_run,
+            num_reqs * num_tokens,
+            uniform_decode=num_tokens > 1,
+            context_len=min(context, self.max_context),
+        )
         return self._min_seconds(run)
 
     def _measure_batches(
@@ -230,9 +213,9 @@ class CalibrationV2:
             The longest context that the KV cache holds for all, and
             ``Measurements.full_by_num_reqs``.
         """
-        max_reqs = min(self._max_reqs, self._max_tokens // query_len)
+        max_reqs = min(self.max_reqs, self.max_tokens // query_len)
         sizes = [n for n in _BATCH_SIZES if n <= max_reqs]
-        fitting = [c for c in contexts if sizes and sizes[-1] * c <= self._num_kv_tokens]
+        fitting = [c for c in contexts if sizes and sizes[-1] * c <= self.num_kv_tokens]
         if not fitting:
             return 0, []
         context = fitting[-1]
@@ -247,17 +230,16 @@ class CalibrationV2:
 
     def _measure_round(self, route: str, num_rows: int) -> float:
         """Measure a round as the difference of a longer and a shorter proposal."""
-        context = min(2 * self._config.retrieval_budget, self._max_context)
         short_s, long_s = (
-            self._min_seconds(partial(self._propose, route, num_rows, context, n, True))
+            self._min_seconds(partial(self._propose, route, num_rows, self._context, n, True))
             for n in (_FEW_ROUNDS, _MORE_ROUNDS)
         )
         return max(0.0, long_s - short_s) / (_MORE_ROUNDS - _FEW_ROUNDS)
 
     def _measure_first_selection(self) -> float:
         """Measure a new request's selection, per token of context."""
-        short_len = min(self._config.retrieval_budget, self._max_context // 2)
-        long_len = self._max_context
+        long_len = self.max_context
+        short_len = min(self.config.retrieval_budget, long_len // 2)
         short_s, long_s = (
             self._min_seconds(partial(self._propose, LEVELS, 1, n, _FEW_ROUNDS, True))
             for n in (short_len, long_len)
@@ -267,12 +249,10 @@ class CalibrationV2:
     def _propose(
         self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool
     ) -> None:
-        proposer = self._proposer
-        batch = self._batches.make(
-            num_rows, context, self._config.num_speculative_tokens, num_rounds, is_greedy
-        )
+        proposer, num_tokens = self.proposer, self.config.num_speculative_tokens
+        batch = self.batches.make(num_rows, context, num_tokens, num_rounds, is_greedy)
         states = torch.arange(num_rows, device=self._device)
-        draft_tokens = self._draft_tokens[:num_rows]
+        draft_tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=self._device)
         num_drafts = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         proposer.count_full_pass(num_drafts, states, batch.num_sampled)
         proposer.begin(draft_tokens, states)
@@ -281,7 +261,7 @@ class CalibrationV2:
         else:
             proposer.propose_directly(route, batch, draft_tokens)
         proposer.begin(draft_tokens, states)
-        self._batches.forget(batch)
+        self.batches.forget(batch)
 
     def _min_seconds(self, run: Callable[[], None]) -> float:
         """Return the fastest of a few runs after a first one: disturbances only slow a run.

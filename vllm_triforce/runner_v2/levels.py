@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -22,6 +22,7 @@ class LevelParts:
 
     Args:
         level1: source that drafts for level 2; None where level 2 proposes by itself.
+        draft_logits: distributions that vLLM's rejection sampler reads.
     """
 
     context: ProposalContext
@@ -46,7 +47,7 @@ def init_rows(
     parts: LevelParts, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]
 ) -> None:
     """Send the rows' metadata to the device, which computes how much each may propose."""
-    rows, selections = parts.context.rows, parts.level2.selections
+    rows = parts.context.rows
     row_metadata = stack_columns(
         {
             RowColumn.BATCH_ROW: batch.batch_rows,
@@ -67,13 +68,6 @@ def init_rows(
         batch.num_sampled,
         batch.last_sampled,
         batch.parameters,
-        RowLimits(
-            parts.context.config.min_context,
-            selections.block_size,
-            selections.recent_blocks,
-            selections.max_selected,
-            selections.width,
-        ),
     )
     if batch.sampling.kind != "greedy":  # a graph of any other kind applies processors
         parts.context.logits_processing.begin()

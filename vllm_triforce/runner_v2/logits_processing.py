@@ -64,12 +64,12 @@ class LogitsProcessing:
         bias, penalties = self._bias, self._penalties
         self._params.keep(
             self._rows,
-            self._req_states.prompt_len.gpu,
             bias.num_allowed_token_ids.gpu,
             bias.num_logit_bias.gpu,
             bias.min_lens.gpu,
             bias.num_stop_token_ids.gpu,
             bias.restore_when_all_masked.gpu,
+            self._req_states.prompt_len.gpu,
             self._bad_words.num_bad_words.gpu,
             penalties.repetition_penalty.gpu,
             penalties.frequency_penalty.gpu,
@@ -88,25 +88,16 @@ class LogitsProcessing:
                 drafts of the round.
             first_place: number of the first of these places.
         """
-        rows, params = self._rows, self._params
+        rows, penalties, words = self._rows, self._penalties, self._bad_words
         logits, query_len = logits.float(), len(logits) // rows.num_rows
         self._add_biases(logits, query_len, first_place)
-        penalties, words = self._penalties, self._bad_words
-        apply_penalties(
-            logits,
-            query_len,
-            first_place,
-            rows,
-            params,
-            penalties.prompt_bin_mask,
-            penalties.output_bin_counts,
-        )
+        counts = penalties.prompt_bin_mask, penalties.output_bin_counts
+        apply_penalties(logits, query_len, first_place, rows, *counts)
         forbid_bad_words(
             logits,
             query_len,
             first_place,
             rows,
-            params,
             words.bad_word_token_ids.gpu,
             words.bad_word_offsets.gpu,
             self._req_states.all_token_ids.gpu,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -12,7 +12,8 @@ from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.kernels.pass_inputs import PassInputs
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.runner_v2.adapters import LevelAdapters
+from vllm_triforce.runner_v2.batch import ProposalContext
 from vllm_triforce.runner_v2.graph_sizes import (
     MAX_ROWS,
     capture_stream,
@@ -20,29 +21,8 @@ from vllm_triforce.runner_v2.graph_sizes import (
     pass_sizes,
     round_sizes,
 )
-from vllm_triforce.runner_v2.sampling import SamplingV2, kernel_scratch
+from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2, kernel_scratch
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
-
-
-class PassAdapters(Protocol):
-    """LoRA adapters of level 2's passes; implemented by ``runner_v2/adapters.py``."""
-
-    @property
-    def capture_cases(self) -> list[int]:
-        """Numbers of active adapters, as in vLLM's descriptors, that graphs are captured for."""
-        ...
-
-    def has_any(self, request_ids: Sequence[str]) -> bool:
-        """Return True if one of the requests has an adapter."""
-        ...
-
-    def begin_proposal(self, request_ids: Sequence[str], num_rows: int, query_len: int) -> None:
-        """Activate the adapters of the next passes' requests, padded to ``num_rows`` rows."""
-        ...
-
-    def begin_capture(self, num_active: int, num_rows: int, query_len: int) -> None:
-        """Activate ``num_active`` adapters for the capture of a pass of ``num_rows`` rows."""
-        ...
 
 
 class PassGraphs(CudaGraphManager):
@@ -62,7 +42,7 @@ class PassGraphs(CudaGraphManager):
         query_len: int,
         sizes: Sequence[int],
         above: int = 0,
-        adapters: PassAdapters | None = None,
+        adapters: LevelAdapters | None = None,
     ):
         self._sizes = sizes
         self._above = above
@@ -127,7 +107,7 @@ class ModelPass:
         metadata: Callable[[int], dict],
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
-        adapters: PassAdapters | None = None,
+        adapters: LevelAdapters | None = None,
     ) -> None:
         self.inputs = inputs
         self.max_rows = len(inputs.token_ids) // inputs.query_len
@@ -164,10 +144,10 @@ class ModelPass:
             has_round_graphs: True if rounds of few rows are captured as a whole (``GraphedRound``),
                 so that only larger passes need graphs.
         """
-        max_capture_size = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        sizes = pass_sizes(self.max_rows, max_capture_size)
+        limit = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        sizes = pass_sizes(self.max_rows, limit)
         if not has_round_graphs:
-            sizes = round_sizes(self.max_rows, max_capture_size) + sizes
+            sizes = round_sizes(self.max_rows, limit) + sizes
         if not sizes:
             return
         # -1: the warm-up before the capture writes no KV.
@@ -199,23 +179,21 @@ class ModelPass:
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Return hidden states of the inputs, valid until the next run."""
+        length = self.inputs.query_len
+        hidden = self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
         if self._graphs is not None and not self._is_within_capture:
             desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
-                return self._result(num_rows)
+                return hidden
         self._forward(num_rows)
-        return self._result(num_rows)
+        return hidden
 
     def _dispatch(self, graphs: PassGraphs, num_rows: int):
         length = self.inputs.query_len
         # vLLM's manager rounds up to a captured number of adapters.
         num_active = int(self._has_adapters)
         return graphs.dispatch(num_rows, num_rows * length, length, num_active)
-
-    def _result(self, num_rows: int) -> torch.Tensor:
-        length = self.inputs.query_len
-        return self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
 
     def _forward(self, num_rows: int) -> None:
         num_tokens = num_rows * self.inputs.query_len
@@ -247,6 +225,7 @@ def forward(
     return hidden[0] if isinstance(hidden, tuple) else hidden
 
 
+@dataclass
 class GraphedRound:
     """Calls ``work(sampling)``, or replays a CUDA graph of it captured for at least as many rows.
 
@@ -261,33 +240,25 @@ class GraphedRound:
         passes: the passes that ``work`` runs.
     """
 
-    def __init__(
-        self,
-        work: Callable[..., tuple[torch.Tensor, ...]],
-        sampling: SamplingV2,
-        rows: Rows,
-        passes: Sequence[ModelPass],
-        vllm_config,
-        device: torch.device,
-        name: str,
-    ) -> None:
-        self._work = work
-        self._sampling = sampling
-        self._rows = rows
-        self._passes = passes
-        self._vllm_config = vllm_config
-        self._device = device
-        self.name = name
+    work: Callable[..., tuple[torch.Tensor, ...]]
+    sampling: SamplingV2
+    passes: Sequence[ModelPass]
+    context: ProposalContext
+    name: str
+
+    def __post_init__(self) -> None:
+        self._rows = self.context.rows
         self._graphs: PassGraphs | None = None
         self._results: dict[int, tuple[torch.Tensor, ...]] = {}
         self._scratch: list[torch.Tensor] = []
 
     def capture(self, mode: CUDAGraphMode) -> None:
-        max_capture_size = self._vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        if not max_capture_size:
+        vllm_config = self.context.vllm_config
+        limit = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        if not limit:
             return
-        sizes = round_sizes(self._rows.max_rows, max_capture_size)
-        graphs = PassGraphs(self._vllm_config, self._device, mode, 1, sizes)
+        sizes = round_sizes(self._rows.max_rows, limit)
+        graphs = PassGraphs(vllm_config, self.context.device, mode, 1, sizes)
         # 0 rows: the warm-up before the capture writes nothing.
         self._rows.count.zero_()
         graphs.capture_pass(self._capture, f"Capturing TriForce's {self.name}")
@@ -305,7 +276,7 @@ class GraphedRound:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 return self._replay(desc)
-        return self._work(sampling, *args)
+        return self.work(sampling, *args)
 
     def _replay(self, desc) -> tuple[torch.Tensor, ...]:
         assert self._graphs is not None
@@ -314,9 +285,22 @@ class GraphedRound:
 
     def _capture(self, num_rows: int) -> None:
         with ExitStack() as stack:
-            for model_pass in self._passes:
+            for model_pass in self.passes:
                 stack.enter_context(model_pass.within_capture())
             stack.enter_context(self._rows.with_num_rows(num_rows))
             # Weak references, so that graphs of other sizes can share the memory.
-            results = self._work(self._sampling)
+            results = self.work(self.sampling)
             self._results[num_rows] = tuple(weak_ref_tensor(result) for result in results)
+
+
+def graphed_rounds(
+    work: Callable[..., tuple[torch.Tensor, ...]],
+    passes: Sequence[ModelPass],
+    context: ProposalContext,
+    name: str,
+) -> dict[str, GraphedRound]:
+    """Make the rounds of ``work``, by ``SamplingV2.kind``."""
+    return {
+        sampling.kind: GraphedRound(work, sampling, passes, context, f"{name}, {sampling.kind}")
+        for sampling in CAPTURED_SAMPLING
+    }

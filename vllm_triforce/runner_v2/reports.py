@@ -13,7 +13,7 @@ class Reports:
     """Reports of one worker, attached to the outputs of its steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._is_gpu = device.type != "cpu"
         self._number: int | None = None
         self._rows: list[tuple[list[str], torch.Tensor]] = []
         self._measured: Measurements | None = None
@@ -58,10 +58,6 @@ class Reports:
             self._pending = self._measured = None
             self._disabled = ()
         return output
-
-    @property
-    def _is_gpu(self) -> bool:
-        return self._device.type != "cpu"
 
     def _event(self):
         if not self._is_gpu or not self._rows:

@@ -11,11 +11,15 @@ from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
+from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
-from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, PassAdapters
-from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
+from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
+from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slot
+
+if TYPE_CHECKING:
+    from vllm_triforce.offload.pool import RetrievalPool
 
 
 class DenseLayers:
@@ -55,10 +59,8 @@ class DenseLayers:
         """Write this group's slot mapping, -1 where ``inputs.slot_mapping`` is -1."""
         num_tokens = num_rows * self._inputs.query_len
         positions = self._inputs.positions[:num_tokens]
-        block_size = self._block_size
-        blocks = self._table[self._row_indices[:num_tokens], positions // block_size].to(
-            torch.int64
-        )
+        row_indices, block_size = self._row_indices[:num_tokens], self._block_size
+        blocks = self._table[row_indices, positions // block_size].to(torch.int64)
         mapping = blocks * block_size + positions % block_size
         sparse = self._inputs.slot_mapping[:num_tokens]
         return torch.where(sparse < 0, sparse, mapping, out=self._slot_mapping[:num_tokens])
@@ -81,10 +83,6 @@ class DenseLayers:
             positions=self._inputs.positions[:num_tokens],
         )
         return self._builder.build(0, common)
-
-
-if TYPE_CHECKING:
-    from vllm_triforce.offload.pool import RetrievalPool
 
 
 class RetrievalLevelV2:
@@ -110,7 +108,7 @@ class RetrievalLevelV2:
         attention: RetrievalAttention,
         selections: SelectionsV2,
         tables: list[torch.Tensor],
-        adapters: PassAdapters | None = None,
+        adapters: LevelAdapters | None = None,
         pool: "RetrievalPool | None" = None,
     ) -> None:
         rows, vllm_config = context.rows, context.vllm_config
@@ -148,28 +146,13 @@ class RetrievalLevelV2:
         )
         self._dense = [
             DenseLayers(
-                group,
-                self._pass.inputs,
-                self._dense_seq_lens,
-                table,
-                vllm_config.model_config.max_model_len,
+                group, self._pass.inputs, self._dense_seq_lens, table, self._max_position + 1
             )
             for group, table in zip(groups, tables)
             if group.dense_layer_names
         ]
         self._has_adapters = adapters is not None
-        self._rounds = {
-            sampling.kind: GraphedRound(
-                self._forward,
-                sampling,
-                rows,
-                [self._pass],
-                vllm_config,
-                context.device,
-                f"level 2 round, {sampling.kind}",
-            )
-            for sampling in CAPTURED_SAMPLING
-        }
+        self._rounds = graphed_rounds(self._forward, [self._pass], context, "level 2 round")
 
     @property
     def can_capture(self) -> bool:
@@ -225,8 +208,8 @@ class RetrievalLevelV2:
         top, best = logits.max(-1)
         if sampling.all_greedy:
             return best, top
-        masks = Masks(sampling, rows, logits.shape[1])
-        masked, lse = masked_logits(logits.flatten(0, 1), masks)
+        masks = row_masks(sampling, rows, logits.shape[1])
+        masked, lse = masked_logits(logits.flatten(0, 1), *masks)
         return best, top, masked.view(logits.shape), lse.view(logits.shape[:2])
 
     def scrub(self, batch: BatchV2) -> None:

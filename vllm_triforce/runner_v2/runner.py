@@ -69,9 +69,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         """
         super().init_cudagraph_manager(cudagraph_mode)
         if cudagraph_mode != CUDAGraphMode.NONE:
-            self._graph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        else:
-            self._graph_mode = CUDAGraphMode.NONE
+            cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        self._graph_mode = cudagraph_mode
 
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Build the levels, once the target's KV cache exists."""
@@ -180,7 +179,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         num_reqs = input_batch.num_reqs
         draft_tokens = self.draft_tokens[:num_reqs]
         if dummy_run:
-            self._run_draft(skip_attn_for_dummy_run)
+            if skip_attn_for_dummy_run and self.model is not None:
+                warm_up(self.model, self.vllm_config, self.device)
             return draft_tokens
         proposer = self._built.proposer
         states = input_batch.idx_mapping[:num_reqs]
@@ -227,10 +227,6 @@ class TriForceSpeculatorV2(SpeculatorV2):
         for request_id in owners:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
         self._reports.add_disabled(owners)
-
-    def _run_draft(self, is_profile: bool) -> None:
-        if is_profile and self.model is not None:
-            warm_up(self.model, self.vllm_config, self.device)
 
     def begin_step(self, scheduler_output) -> None:
         """Begin a step: read its plan, and release the slots of disabled requests."""

@@ -28,51 +28,41 @@ class SamplingV2:
 
 # Sampling of the captured rounds, one of each kind. Masks and processors that a row does not use
 # leave its logits unchanged and take a few microseconds; more kinds take memory and start-up time.
-CAPTURED_SAMPLING = (
-    SamplingV2(True),
-    SamplingV2(False, has_masks=True, has_processors=True),
-)
+CAPTURED_SAMPLING = (SamplingV2(True), SamplingV2(False, has_masks=True, has_processors=True))
 
 
-class Masks:
-    """Sampling parameters of the rows for ``masked_logits``, each row repeated ``times`` times."""
-
-    def __init__(self, sampling: SamplingV2, rows: Rows, times: int = 1) -> None:
-        def repeat(values):
-            values = values[: rows.num_rows]
-            return values if times == 1 else values.repeat_interleave(times)
-
-        self.divisor = repeat(rows.divisor)
-        self.top_k = self.top_p = self.min_p = None
-        if sampling.has_masks:
-            self.top_k, self.top_p, self.min_p = map(repeat, (rows.top_k, rows.top_p, rows.min_p))
+def row_masks(sampling: SamplingV2, rows: Rows, times: int = 1) -> list[torch.Tensor]:
+    """Return the rows' arguments of ``masked_logits``, each row repeated ``times`` times."""
+    masks = [rows.top_k, rows.top_p, rows.min_p] if sampling.has_masks else []
+    values = [column[: rows.num_rows] for column in (rows.divisor, *masks)]
+    return values if times == 1 else [column.repeat_interleave(times) for column in values]
 
 
 def masked_logits(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
-    sampling,  # divisor [num_tokens], and top_k, top_p, min_p or None
+    divisor: torch.Tensor,  # [num_tokens], the temperature, 1 where that is 0
+    top_k: torch.Tensor | None = None,  # [num_tokens], as the two below
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask logits by top-k, top-p and min-p, without applying the temperature.
 
     Runner V2's rejection sampler expects a draft's logits in this form: it only divides them by the
     temperature.
 
-    Args:
-        sampling: ``divisor`` is the temperature, 1 where that is 0.
-
     Returns:
         Logits with -inf for masked tokens, [num_tokens, vocab_size] in the dtype of ``logits``, and
         logsumexp(logits / temperature), [num_tokens], float32. Both are contiguous.
     """
-    scaled = logits.float() / sampling.divisor[:, None]
-    if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
+    scaled = logits.float() / divisor[:, None]
+    if min_p is None and top_k is None and top_p is None:
         # Logits of a padded vocabulary are a view of longer rows; kernels need contiguous rows.
         return logits.contiguous(), scaled.logsumexp(-1)
-    if sampling.min_p is not None:  # 0 masks nothing
-        floor = scaled.amax(-1, keepdim=True) + sampling.min_p.log()[:, None]
+    if min_p is not None:  # 0 masks nothing
+        floor = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-    if sampling.top_k is not None or sampling.top_p is not None:
-        scaled = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p)
+    if top_k is not None or top_p is not None:
+        scaled = apply_top_k_top_p(scaled, top_k, top_p)
     masked = logits.masked_fill(scaled == float("-inf"), float("-inf"))
     return masked, scaled.logsumexp(-1)
 

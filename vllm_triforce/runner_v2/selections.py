@@ -42,10 +42,9 @@ class SelectionsV2:
         num_blocks: int,
         num_kv_heads: int,
         rows: Rows,
-        num_slots: int,
-        device: torch.device,
     ) -> None:
         num_layers, _, _, head_dim = queries.shape
+        device = queries.device
         self.block_size = config.block_size
         self.recent_blocks = config.recent_blocks
         self.max_selected = config.budget_blocks - self.recent_blocks
@@ -61,21 +60,10 @@ class SelectionsV2:
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
         }
-        self._selected = torch.zeros(
-            num_slots,
-            num_layers,
-            num_kv_heads,
-            self.max_selected,
-            dtype=torch.int32,
-            device=device,
-        )
-        self.tables = torch.zeros(
-            num_layers,
-            rows.max_rows * num_kv_heads,
-            self.width,
-            dtype=torch.int32,
-            device=device,
-        )
+        shape = (rows.max_rows, num_layers, num_kv_heads, self.max_selected)
+        self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
+        tables_shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
+        self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -111,22 +99,13 @@ class SelectionsV2:
         refreshes: list[Refresh],
     ) -> None:
         """Select chunks for rows whose selection is due, and write all rows' block tables."""
-        rows, num_rows = self._rows, self._rows.num_rows
         # New requests separately: they summarize their whole context, others a block or two.
         for kind in (Refresh.NEW_OWNER, Refresh.DUE):
             due_rows = [row for row, refresh in enumerate(refreshes) if refresh == kind]
             if due_rows:
                 self._refresh_rows(batch, table, slots, due_rows, kind)
-        build_sparse_tables(
-            self.tables,
-            self._selected,
-            rows.column(RowColumn.SLOT),
-            rows.num_selected[:num_rows],
-            rows.tail[:num_rows],
-            rows.num_blocks[:num_rows],
-            table,
-            self._attention.head_strides(),
-        )
+        head_strides = self._attention.head_strides()
+        build_sparse_tables(self.tables, self._selected, self._rows, table, head_strides)
 
     def _refresh_rows(
         self, batch: BatchV2, table, slots: list[Slot], due_rows: list[int], kind: Refresh

@@ -162,10 +162,7 @@ class PlainSpeculatorV2(SpeculatorV2):
         )
         offload.check_attached([layer.layer_name for layer in layers])
         attention_class(
-            layers,
-            builder,
-            Recorder(),
-            offload.make_host_layers({}, self._counts.sums),
+            layers, builder, Recorder(), offload.make_host_layers({}, self._counts.sums)
         )
 
     @property

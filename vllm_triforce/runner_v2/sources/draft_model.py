@@ -1,7 +1,9 @@
 """Draft model over a window of sink and recent tokens (paper, section 4.1)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +24,13 @@ from vllm_triforce.kernels.pass_inputs import (
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, forward
-from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, Masks, SamplingV2, masked_logits
+from vllm_triforce.runner_v2.passes import ModelPass, forward, graphed_rounds
+from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, SourcePartsV2
 
 
+@dataclass
 class WindowRebuild:
     """Prefills whole windows, a few hundred tokens each; rarely needed.
 
@@ -37,23 +40,13 @@ class WindowRebuild:
         max_tokens: tokens of one pass, unless a single window has more.
     """
 
-    def __init__(
-        self,
-        model,
-        vllm_config,
-        cache: StreamingCache,
-        layer_names: list[str],
-        build_metadata: Callable,
-        max_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._vllm_config = vllm_config
-        self._cache = cache
-        self._layer_names = layer_names
-        self._build_metadata = build_metadata
-        self._max_tokens = max_tokens
-        self._device = device
+    model: Any
+    vllm_config: Any
+    cache: StreamingCache
+    layer_names: list[str]
+    build_metadata: Callable
+    max_tokens: int
+    device: torch.device
 
     def __call__(
         self,
@@ -74,7 +67,7 @@ class WindowRebuild:
         while windows:
             num_tokens, num_windows = 0, 0
             while num_windows < len(windows) and (
-                not num_windows or num_tokens + len(windows[num_windows][2]) <= self._max_tokens
+                not num_windows or num_tokens + len(windows[num_windows][2]) <= self.max_tokens
             ):
                 num_tokens += len(windows[num_windows][2])
                 num_windows += 1
@@ -87,27 +80,27 @@ class WindowRebuild:
         slots = np.repeat([slot for _, slot, _ in windows], lens)
         indices = np.concatenate([indices for _, _, indices in windows])
         positions = np.concatenate([np.arange(n) for n in lens])
-        block_size = self._cache.block_size
-        blocks = slots * self._cache.blocks_per_slot + positions // block_size
+        block_size = self.cache.block_size
+        blocks = slots * self.cache.blocks_per_slot + positions // block_size
         columns = np.stack(
             [states, indices, positions, blocks * block_size + positions % block_size]
         )
         # One copy to the device for all.
-        states, indices, positions, slot_mapping = async_tensor_h2d(columns, self._device)
+        states, indices, positions, slot_mapping = async_tensor_h2d(columns, self.device)
         starts = np.concatenate([[0], np.cumsum(lens)])
-        metadata = self._build_metadata(
-            async_tensor_h2d(starts, self._device, torch.int32),
-            async_tensor_h2d(lens, self._device, torch.int32),
-            self._cache.block_table[async_tensor_h2d([w[1] for w in windows], self._device)],
+        metadata = self.build_metadata(
+            async_tensor_h2d(starts, self.device, torch.int32),
+            async_tensor_h2d(lens, self.device, torch.int32),
+            self.cache.block_table[async_tensor_h2d([w[1] for w in windows], self.device)],
             max(lens),
         )
         forward(
-            self._model,
-            self._vllm_config,
+            self.model,
+            self.vllm_config,
             all_token_ids[states, indices],
             positions,
             metadata,
-            dict.fromkeys(self._layer_names, slot_mapping),
+            dict.fromkeys(self.layer_names, slot_mapping),
         )
 
 
@@ -169,18 +162,7 @@ class DraftModelV2(DraftSourceV2):
         self._all_greedy = True
         passes = [self._first_pass, self._round_pass, *([self._step_pass] if gamma > 1 else [])]
         self._passes = list(dict.fromkeys(passes))
-        self._rounds = {
-            sampling.kind: GraphedRound(
-                self._draft,
-                sampling,
-                rows,
-                self._passes,
-                vllm_config,
-                context.device,
-                f"level 1 round, {sampling.kind}",
-            )
-            for sampling in CAPTURED_SAMPLING
-        }
+        self._rounds = graphed_rounds(self._draft, self._passes, context, "level 1 round")
 
     def capture(self, mode) -> None:
         for model_pass in self._passes:
@@ -225,7 +207,7 @@ class DraftModelV2(DraftSourceV2):
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
             torch.index_select(self.cache.block_table, 0, slots, out=tables)
-        window = WindowLayout(self._capacity, self.cache.block_size, self.cache.blocks_per_slot)
+        window = WindowLayout(self._capacity, self.cache.blocks_per_slot * self.cache.block_size)
         num_padded_rows = first_pass.padded_rows(rows.num_rows)
         prepare_window_inputs(
             rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
@@ -255,7 +237,7 @@ class DraftModelV2(DraftSourceV2):
         top, best = logits.max(-1)
         distributions = None
         if not sampling.all_greedy:
-            distributions = Distributions(*masked_logits(logits, Masks(sampling, rows)))
+            distributions = Distributions(*masked_logits(logits, *row_masks(sampling, rows)))
             self._logits[:count, step].copy_(distributions.logits)
             self._lse[:count, step].copy_(distributions.lse)
         draft = LevelLogits(best, top, distributions)

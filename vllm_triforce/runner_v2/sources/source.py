@@ -56,6 +56,7 @@ class DraftSourceV2(ABC):
         Args:
             rows: ``drafted`` is [max_rows, gamma], int32, token ids of the vocabulary.
                 ``num_drafted`` is [max_rows], int32, at most ``rows.gamma``. Neither is validated.
+                All fields are strided views of ``rows.table``.
             is_first: True in the first round of the proposal.
         """
 
