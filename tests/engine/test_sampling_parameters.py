@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.hunt.engines import grammars_by, scheduler_of
+from tests.fuzz.engines import grammars_by, scheduler_of
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.cases import SCHEMA

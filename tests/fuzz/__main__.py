@@ -1,4 +1,4 @@
-"""``python -m tests.hunt --minutes 10``: hunts, prints what it finds and then what it tried."""
+"""``python -m tests.fuzz --minutes 10``: print each fault, then a summary."""
 
 import argparse
 import json
@@ -35,9 +35,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.runner == "v2" and os.environ.get("TRITON_INTERPRET") != "1":
-        again = [sys.executable, "-m", "tests.hunt", *sys.argv[1:]]
+        again = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
         return subprocess.call(again, env=v2_environment(), cwd=ROOT)
-    from tests.hunt.campaign import STREAMS_PER_ENGINE, Campaign
+    from tests.fuzz.campaign import STREAMS_PER_ENGINE, Campaign
 
     campaign = Campaign(args.runner, args.seed, args.shrink_seconds, args.control)
     per_engine = args.per_engine or STREAMS_PER_ENGINE
