@@ -8,25 +8,14 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 
-from tests.engine.test_level2 import built
 from tests.engine.test_scheduling import greedy
-from tests.models import held_out_tokens
+from tests.inside import built, controller_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from vllm_triforce.controller import controller as controller_module
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 6000)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +26,7 @@ def llm(engines, pair):
 
 
 def adapter(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    return worker_of(llm).triforce
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +49,7 @@ def rest_long(llm, monkeypatch) -> None:
         return Plan(np.full(len(options.tokens), -1), 1.0, plain_seconds)
 
     monkeypatch.setattr(controller_module, "plan", plain)
-    controller = built(llm).speculator.controller
+    controller = controller_of(llm)
     monkeypatch.setattr(controller._trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
 
@@ -168,7 +157,7 @@ def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
 
 def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm, text):
     """What it drafts is certain, but accepted as seldom as sampled tokens are."""
-    controller, seen = built(llm).speculator.controller, []
+    controller, seen = controller_of(llm), []
     choose = controller.choose
     controller.choose = lambda candidates, *args: (
         seen.extend(candidates) or choose(candidates, *args)
@@ -187,7 +176,7 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     """Before that nobody could be decided for: a prompt of five chunks joins with its
     last, and one with a seed does not wait."""
-    controller = built(llm).speculator.controller
+    controller = controller_of(llm)
     joined, seeded, step = [], [], controller.backoff.step
     join, reset = controller.requests_joined, controller.seeded_request_joined
     monkeypatch.setattr(
@@ -221,7 +210,7 @@ def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys
     the controller chooses a re-evaluation is due early."""
     keys = {"method": "triforce", "retrieval_budget": 192, **keys}
     llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
-    controller, path = built(llm).speculator.controller, adapter(llm)._steps
+    controller, path = controller_of(llm), adapter(llm)._steps
     seen: list[bool] = []
     monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
     monkeypatch.setattr(controller, "requests_joined", lambda: seen.append(True))

@@ -4,18 +4,16 @@ import pytest
 
 from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
-from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_nobody_asks_for_drafts(engines, pair, scheduler):
+def test_nobody_asks_for_drafts(engines, pair, scheduler, text):
     """A message there and back for each step, where the worker is another process. A scheduler that
     is not ours knows of nothing, and asks after every step."""
     stock = engines.get(pair["target"])
-    text = held_out_tokens(stock.get_tokenizer(), 2000)
     prompts = [text[:500], text[700:1500], text[:40]]
     params = [greedy(30, ignore_eos=True)] * 3
     keys = triforce(retrieval_budget=192, model=pair["draft"])

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
+from tests.inside import worker_of
 from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
     VOCAB,
@@ -24,7 +25,7 @@ from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     pvalue,
     speculating,
 )
-from tests.models import held_out_tokens, make_llama
+from tests.models import make_llama
 from tests.outputs import run
 from tests.unit.test_inner_verification import readable_distribution
 from vllm_triforce.metrics.report import counters_of
@@ -38,11 +39,11 @@ KEYS = dict(
     num_sink_tokens=4,
     num_recent_tokens=28,
 )
-NUM_SAMPLES = 3000
+NUM_SAMPLES = 2400
 
 
 def model_runner(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return worker_of(llm).model_runner
 
 
 @contextmanager
@@ -97,7 +98,11 @@ def test_a_row_of_q_for_each_drafted_token(engines, models, prompt, with_draft):
             assert temperature[owner] == 0 or q[place, token] > 0
 
 
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+@pytest.mark.parametrize(
+    "with_draft",
+    [True, pytest.param(False, marks=pytest.mark.thorough)],
+    ids=["draft", "lookup"],
+)
 def test_sampled_beside_greedy(engines, models, prompt, exact, with_draft):  # noqa: F811
     llm = speculating(engines, models, with_draft)
     requests = ([greedy(12)] + [sampled()] * 3) * (NUM_SAMPLES // 3)
@@ -155,8 +160,8 @@ def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  #
             [{"prompt_token_ids": prompt}] * NUM_SAMPLES, [params] * NUM_SAMPLES, use_tqdm=False
         )
     counted = counters_of(llm).since(before)
-    assert counted.num_level2_accepted > 300 and counted.num_level3_rejections > 300
-    assert counted.num_proposed > counted.num_level2_drafted + 300, "none was cut"
+    assert counted.num_level2_accepted > 240 and counted.num_level3_rejections > 240
+    assert counted.num_proposed > counted.num_level2_drafted + 240, "none was cut"
     allowed = np.array([letter in ALLOWED for letter in LETTERS])
 
     def after(prefix) -> np.ndarray:
@@ -174,13 +179,12 @@ def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  #
 
 
 @pytest.mark.parametrize("scheduler", ["ours", "vllm.v1.core.sched.scheduler.Scheduler"])
-def test_a_request_with_one_token_to_compute_has_no_drafts(engines, pair, scheduler):
+def test_a_request_with_one_token_to_compute_has_no_drafts(engines, pair, scheduler, text):
     """Prompts of one token, and ones that are cached but for their last token, beside a request
     that speculates: vLLM's scheduler gives them drafts of -1, which its CPU kernel accepts by the
     last token's probability in the row before, and that request is biased to say the last token. A
     top-k of 1 leaves one token only, which stock vLLM's greedy answer is."""
     stock = engines.get(pair["target"])
-    text = held_out_tokens(stock.get_tokenizer(), 1000)
     prompts = [[7], [11], text[:97], text[200:265]]  # three blocks of 32 and a token, and two
     only = [sampled(6, top_k=1)] * len(prompts)
     wanted = run(stock, prompts, [greedy(6)] * len(prompts))

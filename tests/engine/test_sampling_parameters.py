@@ -9,8 +9,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.fuzz.engines import grammars_by, scheduler_of
-from tests.models import held_out_tokens
+from tests.fuzz.engines import grammars_by
+from tests.inside import scheduler_of
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.cases import SCHEMA
 
@@ -20,18 +20,7 @@ GREEDY = dict(temperature=0, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def llm(engines, pair):
-    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-
-
-@pytest.fixture(scope="module")
-def prompts(stock):
-    text = held_out_tokens(stock.get_tokenizer(), 4000)
+def prompts(stock, text):
     return [text[:700], text[2000:2300]]
 
 

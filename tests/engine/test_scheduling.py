@@ -12,8 +12,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
-from tests.engine.test_level2 import built
-from tests.models import held_out_tokens
+from tests.inside import built, controller_of, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.checks import ACCEPTANCE
 from vllm_triforce.metrics.report import counters_of
@@ -26,12 +25,9 @@ MIN_CONTEXT = 300
 SMALL = dict(max_model_len=1024, num_gpu_blocks_override=40, max_num_batched_tokens=256)
 
 
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module", params=["draft", "lookup"])
+@pytest.fixture(
+    scope="module", params=["draft", pytest.param("lookup", marks=pytest.mark.thorough)]
+)
 def llm(engines, pair, request):
     keys = triforce(retrieval_budget=192, refresh_interval=3) | {"min_context": MIN_CONTEXT}
     if request.param == "draft":
@@ -39,11 +35,6 @@ def llm(engines, pair, request):
     return engines.get(
         pair["target"], keys, enable_prefix_caching=True, disable_log_stats=False, **SMALL
     )
-
-
-@pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 12000)
 
 
 def greedy(max_tokens: int, **params) -> SamplingParams:
@@ -56,7 +47,7 @@ def metric(llm, name: str) -> int:
 
 def assert_nothing_is_kept(llm) -> None:
     """All blocks are free; the private caches belong to the last batch at most."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
     assert len(built(llm).speculator.level2.cache) <= 8
@@ -185,7 +176,7 @@ def test_a_given_min_context_is_reached_while_a_prompt_is_read_in_chunks(engines
             pair["target"], keys, max_model_len=2048, max_num_batched_tokens=num_tokens
         )
         before = counters_of(llm)
-        run(llm, [text[:1500]], [greedy(120, ignore_eos=True)])
+        run(llm, [text[:1500]], [greedy(80, ignore_eos=True)])
         proposals.append(counters_of(llm).since(before).num_proposals)
     assert min(proposals) > 5, proposals
 
@@ -224,9 +215,9 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
     """While the batch rests nothing is proposed, and yet nothing is kept for requests that left."""
     llm = engines.get(pair["target"], triforce(retrieval_budget=192, model=pair["draft"]))
     run(llm, [text[:400], text[500:900]], [greedy(20, ignore_eos=True)] * 2)
-    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    adapter = worker_of(llm).triforce
     assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
-    rest = built(llm).speculator.controller.backoff
+    rest = controller_of(llm).backoff
     rest.begin(10**6)
     begun, rest.reset = rest.reset, lambda: None
     try:

@@ -4,7 +4,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.conftest import triforce
 from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 
@@ -14,16 +13,6 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 # The pair's tokenizer has seen none of these: each takes two to four tokens.
 CHARACTERS = "é“”👧"
 NUM_TOKENS = 48
-
-
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def llm(engines, pair):
-    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
 
 
 @pytest.fixture(scope="module")

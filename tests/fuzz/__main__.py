@@ -5,21 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def v2_environment() -> dict[str, str]:
-    """Model Runner V2 under Triton's interpreter, which must be there before vLLM is imported."""
-    support = [str(ROOT / "tests" / "v2" / "support"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, support)),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+from tests.models import ROOT
+from tests.v2.environment import v2_environment
 
 
 def main() -> int:

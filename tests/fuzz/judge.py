@@ -13,6 +13,7 @@ from tests.fuzz.checks import badly_answered, kept
 from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import drive
 from tests.fuzz.stock import Stock
+from tests.inside import worker_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Running:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.llm = engines.start(settings)
-        runner = engines.worker_of(self.llm).model_runner
+        runner = worker_of(self.llm).model_runner
         # Model Runner V2 has no such boundary: it reads draft logits from a buffer of its own.
         is_v1 = hasattr(runner, "drafter")
         self.watch = BoundaryWatch(runner) if is_v1 else None

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.inside import scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
@@ -169,8 +170,6 @@ class _Inside:
     def engine(self, job: Job):
         from vllm.v1.sample.ops import topk_topp_sampler
 
-        from tests.v2.engine import worker_of
-
         # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
         topk_topp_sampler.HAS_TRITON = False
         llm = self._engines.get(job.target, job.triforce, **job.engine)
@@ -252,7 +251,7 @@ class _Inside:
         poison = Poison(owner._model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "_model", poison),

@@ -1,17 +1,24 @@
-"""What Model Runner V2 does in its own way; run by run_case.py, judged by test_runner_v2.py."""
+"""What Model Runner V2 does in its own way, judged by test_runner_v2.py.
+
+``python -m tests.v2.cases`` in ``v2_environment()``, with the models and prompts on stdin, prints
+what it saw as JSON.
+"""
 
 import dataclasses
 import gc
+import json
 import sys
 
 import torch
 
 from tests.generation import generate
-from tests.parity.cases import DRAFT, EIGHT, LOOKUP
+from tests.inside import scheduler_of, worker_of
+from tests.parity.cases import DRAFT, EIGHT
 from tests.parity.disturbing import watch
-from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, worker_of
+from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
 
-NUM_TOKENS = 14
+NUM_TOKENS = 12
+MARKER = "RESULTS "
 
 
 def run(asked: dict) -> dict:
@@ -27,10 +34,6 @@ def run(asked: dict) -> dict:
     results["grammar"] = _grammar(llm, asked["third"])
     results["modules"] = sorted(name for name in sys.modules if name.startswith("vllm_triforce."))
     results["invented"] = _invented(llm, asked["third"][0][:321])
-    del llm
-    gc.collect()
-    llm = make_engine(target, LOOKUP)
-    results["lookup"] = _verified(llm, asked["mixed"])
     del llm
     gc.collect()
     llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
@@ -109,7 +112,7 @@ def _sampled_beside_padding(llm, prompts) -> dict:
     """Most requests pass min_context on the way: what comes before is all padding."""
     limited = dataclasses.replace(speculator_of(llm).config, min_context=400)
     speculator_of(llm).config = limited
-    params = [dict(temperature=t, max_tokens=45) for t in (1.0, 1.0, 0.6, 1.0)]
+    params = [dict(temperature=t, max_tokens=36) for t in (1.0, 1.0, 0.6, 1.0)]
     with uninformed_scheduler(llm):
         outputs = _outputs(llm, prompts, params)
     return {
@@ -179,7 +182,7 @@ def _invented(llm, prompt) -> list[int]:
         return original(self, logits, draft_logits, draft_sampled, *rest)
 
     sampler._verify = verify
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     lookup, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, None
     try:
         _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=2, seed=1)])
@@ -187,3 +190,7 @@ def _invented(llm, prompt) -> list[int]:
         sampler._verify = original
         scheduler.dynamic_sd_lookup = lookup
     return steps[0]
+
+
+if __name__ == "__main__":
+    print(MARKER + json.dumps(run(json.load(sys.stdin))), flush=True)
