@@ -18,12 +18,7 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
 from tests.inside import built, controller_of
-from tests.models import (
-    ARCHITECTURES,
-    ROOT,
-    make_architecture,
-    make_int8,
-)
+from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
 from tests.unit.test_plugin import engine_config

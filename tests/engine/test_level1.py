@@ -6,7 +6,6 @@ import torch
 
 from tests.conftest import triforce
 from tests.generation import generate
-from tests.inside import built
 from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
 from vllm_triforce.metrics.report import counters_of
 
@@ -74,16 +73,3 @@ def test_draft_is_not_bound_by_its_position_limit(engines, pair, text):
     counted = counters_of(llm).since(before)
     assert counted.num_level1_drafted > 30
     assert counted.level1_acceptance_rate > 0.1
-
-
-@pytest.mark.engine
-def test_private_state_is_released(engines, pair, text):
-    """Slots and selections of finished requests come back with the next step."""
-
-    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=1024))
-    for _ in range(3):
-        generate(llm, [text[: 100 + 10 * i] for i in range(8)], max_tokens=9)
-    generate(llm, [text[:50]], max_tokens=12)
-    level1, level2 = built(llm).speculator.level1.model, built(llm).speculator.level2
-    assert level1.cache.num_free_slots >= 7
-    assert len(level2.cache) <= 1

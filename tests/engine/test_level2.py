@@ -165,12 +165,7 @@ def test_retrieval_is_useful_and_beats_streaming(engines, pair):
         # The longest is read, and the others are found in the prefix cache.
         for length, temperature in ((16000, 0.0), (16000, 0.6), (15000, 0.6)):
             counted = run_counted(
-                llm,
-                [text[:length]],
-                max_tokens=128,
-                temperature=temperature,
-                top_p=0.9,
-                seed=1,
+                llm, [text[:length]], max_tokens=128, temperature=temperature, top_p=0.9, seed=1
             )
             total = counted if total is None else total.plus(counted)
         kept[selection] = total.level2_acceptance_per_test

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -80,28 +79,8 @@ def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, detokenize=False, **params)
 
 
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
-def test_a_row_of_q_for_each_drafted_token(engines, models, prompt, with_draft):  # noqa: F811
-    """A greedy request of 64 tokens first, then sampled ones of 4: a proposal's last inner rounds
-    may be the greedy request's alone, and level 3 still gets all rows, each request's own."""
-    llm = speculating(engines, models, with_draft)
-    requests = [greedy(64)] + [sampled()] * 6 + [greedy(40), sampled(30)]
-    with what_level3_is_told(llm) as told:
-        llm.generate([{"prompt_token_ids": prompt}] * len(requests), requests, use_tqdm=False)
-    mixed = [one for one in told if one[2] is not None]
-    assert len(mixed) > 3
-    for num_drafts, tokens, q, temperature in mixed:
-        assert len(q) == sum(num_drafts) == len(tokens)
-        assert torch.allclose(q.sum(-1), torch.ones(len(q)), atol=1e-4)
-        owners = [row for row, count in enumerate(num_drafts) for _ in range(count)]
-        for place, (owner, token) in enumerate(zip(owners, tokens)):
-            assert temperature[owner] == 0 or q[place, token] > 0
-
-
 @pytest.mark.parametrize(
-    "with_draft",
-    [True, pytest.param(False, marks=pytest.mark.thorough)],
-    ids=["draft", "lookup"],
+    "with_draft", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["draft", "lookup"]
 )
 def test_sampled_beside_greedy(engines, models, prompt, exact, with_draft):  # noqa: F811
     llm = speculating(engines, models, with_draft)

@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.inside import built, controller_of, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.parity.checks import ACCEPTANCE
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 
@@ -97,41 +96,6 @@ def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):
     assert metric(llm, "prefix_cache_hits") > before[1]
     assert len(checked) > len(prompts)
     assert_nothing_is_kept(llm)
-
-
-def counted_run(llm, prompts, params):
-    before = counters_of(llm)
-    outputs = run(llm, prompts, params)
-    return outputs, counters_of(llm).since(before)
-
-
-def test_turns_of_a_conversation(stock, llm, text):
-    """A prompt that continues an answered one finds its blocks, and their means, in the cache: as
-    many as stock vLLM finds, also where accepted tokens of the last step fill a block. Asked again,
-    a turn is answered by the same proposals."""
-    assert llm.reset_prefix_cache() and stock.reset_prefix_cache()
-    found_before = metric(llm, "prefix_cache_hits"), metric(llm, "prefix_cache_queries")
-    prompt, num_hits, num_queries = text[500:1000], 0, 0
-    with means_checked(llm) as checked:
-        for turn, behind_a_block in enumerate((1, 2, 1, 4, 3)):
-            # The answer's last token, which is not computed, is so many behind a block.
-            params = [greedy((behind_a_block - len(prompt)) % 32 + 32, ignore_eos=True)]
-            wanted = run(stock, [prompt], params)
-            found, counted = counted_run(llm, [prompt], params)
-            again, counted_again = counted_run(llm, [prompt], params)
-            assert assert_same_outputs(stock, wanted * 2, found + again) == 2
-            assert found[0].num_cached_tokens == wanted[0].num_cached_tokens
-            assert again[0].num_cached_tokens == (len(prompt) - 1) // 32 * 32
-            assert [getattr(counted_again, name) for name in ACCEPTANCE] == [
-                getattr(counted, name) for name in ACCEPTANCE
-            ]
-            assert counted.num_level2_accepted > 10
-            num_hits += found[0].num_cached_tokens + again[0].num_cached_tokens
-            num_queries += 2 * len(prompt)
-            prompt += [*wanted[0].outputs[0].token_ids, *text[2000 + 40 * turn :][:30]]
-    assert checked
-    assert metric(llm, "prefix_cache_hits") - found_before[0] == num_hits
-    assert metric(llm, "prefix_cache_queries") - found_before[1] == num_queries
 
 
 def test_first_proposal_of_a_prompt_that_fills_its_blocks(llm, text):

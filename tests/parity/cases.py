@@ -454,8 +454,7 @@ def _adapters() -> list[Case]:
             "which may be asked for behind penalties and masks.",
             (turn(1, 2, 0, 1), turn(2, 0, 1, 0)),
             **_small(
-                "prompt_lookup",
-                engine=SMALL | ADAPTERS | {"logprobs_mode": "processed_logprobs"},
+                "prompt_lookup", engine=SMALL | ADAPTERS | {"logprobs_mode": "processed_logprobs"}
             ),
         ),
         Case(
@@ -539,12 +538,7 @@ def _windows() -> list[Case]:
 
 
 # Level 2 reads 160 tokens of up to 460: it must be wrong at times.
-EIGHT = dict(
-    retrieval_budget=160,
-    num_speculative_tokens=4,
-    gamma=2,
-    num_recent_tokens=60,
-)
+EIGHT = dict(retrieval_budget=160, num_speculative_tokens=4, gamma=2, num_recent_tokens=60)
 EIGHT_LENGTHS = (400, 300, 350, 390)
 NARROW = dict(temperature=0.6, top_p=0.9)
 VARIOUS = (
