@@ -18,6 +18,6 @@ def controller_of(llm):
     return built(llm).speculator.controller
 
 
-def budget_covers_all(llm) -> None:
-    """Let level 2 of Runner V1 read everything, up to 4,096 tokens in blocks of 32."""
-    built(llm).speculator.level2.cache.budget_blocks = 4096 // 32
+def attention_layers_of(llm) -> list:
+    """The target's layers that level 2 of Runner V1 retrieves for."""
+    return built(llm).speculator.level2._attention._layers

@@ -9,8 +9,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.engine.test_scheduling import greedy
-from tests.inside import built, controller_of, worker_of
+from tests.inside import built, controller_of, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
+from tests.parity.disturbing import watch
 from vllm_triforce.controller import controller as controller_module
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
@@ -122,20 +123,13 @@ def test_a_seeded_request_samples_as_alone(whole, text, monkeypatch, min_tokens)
 def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, nothing_pays):
     """One request comes every other step: nothing is proposed in such a step, so that it takes
     stock's path, and prompts are read as fast as stock reads them."""
-    adapting = adapter(llm)
-    proposed, steps = [], []
-    propose, execute = adapting.propose, adapting._steps._execute_model
-    adapting.propose = lambda **kwargs: proposed.append(1) or propose(**kwargs)
-    adapting._steps._execute_model = lambda *a, **k: steps.append(1) or execute(*a, **k)
     prompts = [text[60 * i : 60 * i + 50] for i in range(40)]
     arrivals = {
         2 * i: [(str(i), prompt, greedy(6, ignore_eos=True))] for i, prompt in enumerate(prompts)
     }
-    try:
+    with watch(adapter(llm), "propose") as proposed, watch(scheduler_of(llm), "schedule") as calls:
         found = drive(llm, arrivals)
-    finally:
-        del adapting.propose
-        adapting._steps._execute_model = execute
+    steps = [output for _, output in calls if output.total_num_scheduled_tokens]
     assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))
     wanted = run(stock, prompts, [greedy(6, ignore_eos=True)] * 40)
     assert_same_outputs(stock, wanted, [found[str(i)] for i in range(40)])

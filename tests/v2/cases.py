@@ -12,7 +12,7 @@ import sys
 import torch
 
 from tests.generation import generate
-from tests.inside import scheduler_of, worker_of
+from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import DRAFT, EIGHT
 from tests.parity.disturbing import watch
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
@@ -39,7 +39,7 @@ def run(asked: dict) -> dict:
     llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
     at_start = llm.collective_rpc("triforce_measured")[0]
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
-    assert len(speculator_of(llm)._built.slots), "requests that have left still have slots"
+    assert len(built(llm).slots), "requests that have left still have slots"
     anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
     results["measured"] = {"at start": at_start, "anew": anew}
     del llm
@@ -81,20 +81,19 @@ def _verified(llm, prompts) -> dict:
 
 def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
-    speculator, (parts, share) = speculator_of(llm), worker_of(llm).extra_memory()
-    built = speculator._built
-    selections, draft = built.proposer.level2.selections, built.proposer.sources["draft_model"]
+    speculator, parts = speculator_of(llm), built(llm)
+    selections, draft = parts.proposer.level2.selections, parts.proposer.sources["draft_model"]
     layers = speculator.vllm_config.compilation_config.static_forward_context
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
     kept = {
-        "proposals' distributions": built.proposer.draft_logits.logits.nbytes,
+        "proposals' distributions": parts.proposer.draft_logits.logits.nbytes,
         "selections": selections.num_bytes - summaries,
-        "queries": built.recorder.queries.nbytes,
+        "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
         "the draft's distributions": draft._logits.nbytes,
     }
-    return {"reserved": [parts, share], "kept": [kept, summaries / kv_bytes]}
+    return {"reserved": list(worker_of(llm).extra_memory()), "kept": [kept, summaries / kv_bytes]}
 
 
 def _draft_layers(llm) -> dict:
@@ -146,9 +145,9 @@ def _grammar(llm, prompts) -> dict:
         tokens = original(input_batch, *args, **kwargs)
         for row, name in enumerate(input_batch.req_ids):
             state = input_batch.idx_mapping_np[row]
-            length = int(speculator._built.proposer.num_proposed[state])
+            length = int(built(llm).proposer.num_proposed[state])
             if length and runner.sampler.sampling_states.temperature.np[state] > 0:
-                table = speculator._built.proposer.draft_logits
+                table = built(llm).proposer.draft_logits
                 probs = table.logits[table.slot_of_state[state], :length].float().softmax(-1)
                 own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
                 handed_up.setdefault(int(name.split("-")[0]), []).extend(own)
