@@ -1,5 +1,5 @@
 # make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
-# make test    installs into .venv and passes the tests (20 to 40 minutes on two cores)
+# make test    installs into .venv and passes the tests (about 20 minutes on two cores)
 # make test-all  and those of them that are left for a release
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
 #                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER

@@ -198,12 +198,8 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     assert joined == [5, 9] and seeded == [9]
 
 
-@pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
-def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys, monkeypatch):
-    """It had to wait a step, without notice: a given least context is held to at once, and where
-    the controller chooses a re-evaluation is due early."""
-    keys = {"method": "triforce", "retrieval_budget": 192, **keys}
-    llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
+def test_a_request_that_comes_back_is_not_kept_waiting(llm, monkeypatch):
+    """It had to wait a step, without notice: it joins again at once."""
     controller, path = controller_of(llm), adapter(llm)._steps
     seen: list[bool] = []
     monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})

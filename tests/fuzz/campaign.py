@@ -29,7 +29,7 @@ class Found:
 
     fault: Fault
     first_stream: int
-    remaining_setup_s: float
+    after_s: float
     script: str
     times: int = 1
 
@@ -185,7 +185,7 @@ class Campaign:
                 kind: {
                     "streams": found.times,
                     "first after streams": found.first_stream,
-                    "first after seconds": round(found.remaining_setup_s),
+                    "first after seconds": round(found.after_s),
                     "what": found.fault.what,
                 }
                 for kind, found in self.found.items()

@@ -270,7 +270,7 @@ def _nan() -> list[Case]:
         )
         for kind, level in (("greedy", 1), ("sampled", 1), ("sampled", 2))
     ]
-    return both + [
+    longer = [
         _nan_case(
             f"nan-{kind}-{level}-at-pass-{at_pass}",
             kind,
@@ -283,12 +283,11 @@ def _nan() -> list[Case]:
             # The other two went on, and what comes after is as if nothing had been.
             at_least={"num_level2_accepted": 2 * 25 + 3 * 30},
             ties=1.0,
-            skip=slow(f"nan-{kind if kind != 'mixed' else 'sampled'}-1"),
+            skip=slow(f"nan-{kind}-{level}" if kind == "sampled" else "nan-greedy-1"),
         )
-        for number, kind in enumerate(KINDS)
-        for level in (1, 2)
-        for at_pass in ((1, 6)[(number + level) % 2],)
+        for kind, level, at_pass in (("greedy", 2, 1), ("mixed", 1, 6), ("sampled", 2, 6))
     ]
+    return both + longer
 
 
 # What is forced has two tokens, of which the second ends reasoning.
@@ -885,23 +884,6 @@ def _parameters() -> list[Case]:
 # On the host alone, by their size.
 
 
-@dataclass(frozen=True)
-class Setting:
-    gamma: int
-    num_tokens: int
-    source: str
-    budget: int
-    """In tokens."""
-
-
-SETTINGS = [
-    Setting(1, 1, "draft_model", 128),
-    Setting(2, 6, "draft_model", 1024),
-    Setting(4, 8, "draft_model", 256),
-    Setting(3, 5, "prompt_lookup", 512),
-    Setting(1, 3, "prompt_lookup", 128),
-    Setting(2, 6, "prompt_lookup", 4096),
-]
 NUM_PROMPTS = 40
 # From 50 to 8,000 tokens, evenly on a logarithmic scale.
 LENGTHS = [round(50 * 160 ** (i / (NUM_PROMPTS - 1))) for i in range(NUM_PROMPTS)]
@@ -924,36 +906,37 @@ def in_batches(lengths: list[int]) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
+# Model, source, gamma, num_speculative_tokens, retrieval budget in tokens, prompts' lengths.
+SWEEPS = (
+    ("pair", "draft_model", 2, 6, 1024, LENGTHS[1::4]),
+    ("pair", "draft_model", 1, 1, 128, LENGTHS[0::5]),
+    ("pair", "draft_model", 4, 8, 256, LENGTHS[1::5]),
+    ("pair", "prompt_lookup", 3, 5, 512, LENGTHS[2::5]),
+    ("pair", "prompt_lookup", 1, 3, 128, LENGTHS[3::5]),
+    ("pair", "prompt_lookup", 2, 6, 4096, LENGTHS[4::5]),
+    ("gqa", "draft_model", 1, 1, 128, LENGTHS[0::5]),
+    ("gqa", "draft_model", 4, 8, 256, LENGTHS[1::5]),
+    ("gqa", "prompt_lookup", 1, 3, 128, LENGTHS[3::5]),
+    ("gqa", "prompt_lookup", 2, 6, 4096, LENGTHS[1::4]),
+)
+
+
 def _sweeps() -> list[Case]:
     """Ties within numerical noise are proved one by one; they must stay rare."""
-    cases = []
-    for model, everything in (("pair", (2, "draft_model")), ("gqa", (2, "prompt_lookup"))):
-        for number, setting in enumerate(SETTINGS):
-            # The paper's setting sees a quarter of the prompts, the others a fifth each.
-            source, needs_window = setting.source, model == "gqa"
-            whole, fifth = (setting.gamma, source) == everything, (number - (number > 1)) % 5
-            if model == "gqa" and number % 2 and not whole:
-                continue  # how heads share keys has nothing to do with lengths
-            needs_window &= source == "draft_model"
-            window = {"num_recent_tokens": 120} if needs_window else {}
-            cases.append(
-                Case(
-                    f"greedy-{model}-{source}-{setting.gamma}-{setting.num_tokens}-{setting.budget}",
-                    "Greedy output is stock vLLM's in batches of 1 to 8 requests, 50 to 8,000 "
-                    "tokens long.",
-                    in_batches(LENGTHS[1::4] if whole else LENGTHS[fifth::5]),
-                    model=model,
-                    source=source,
-                    keys=dict(
-                        gamma=setting.gamma,
-                        num_speculative_tokens=setting.num_tokens,
-                        retrieval_budget=setting.budget,
-                        **window,
-                    ),
-                    ties=0.1,
-                    skip=slow(f"greedy-{source}"),
-                )
-            )
+    cases = [
+        Case(
+            f"greedy-{model}-{source}-{gamma}-{num_tokens}-{budget}",
+            "Greedy output is stock vLLM's in batches of 1 to 8 requests, 50 to 8,000 tokens long.",
+            in_batches(lengths),
+            model=model,
+            source=source,
+            keys=dict(gamma=gamma, num_speculative_tokens=num_tokens, retrieval_budget=budget)
+            | ({"num_recent_tokens": 120} if (model, source) == ("gqa", "draft_model") else {}),
+            ties=0.1,
+            skip=slow(f"greedy-{source}"),
+        )
+        for model, source, gamma, num_tokens, budget, lengths in SWEEPS
+    ]
     cases += [
         Case(
             f"policy-{policy}-gqa",
@@ -1175,9 +1158,6 @@ THOROUGH = {
         "joint-draft_model-T=0.6",
         "joint-prompt_lookup-T=0.6",
         "joint-prompt_lookup-T=1",
-        "nan-greedy-1-at-pass-6",
-        "nan-mixed-2-at-pass-1",
-        "nan-sampled-1-at-pass-1",
         "parameters together, longer",
         "policy-quest-gqa",
         "policy-streaming-gqa",
