@@ -17,6 +17,7 @@ from tests.generation import assert_same_tokens, generate
 from tests.inside import controller_of, scheduler_of, worker_of
 from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
 from tests.outputs import run
+from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
 from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
@@ -110,15 +111,7 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     """The exact joint distribution of two tokens, as in tests/joint.py."""
-    keys = triforce(
-        model=models["draft"],
-        adaptive=True,
-        num_speculative_tokens=3,
-        retrieval_budget=96,
-        retrieval_recent_tokens=32,
-        num_sink_tokens=4,
-        num_recent_tokens=28,
-    )
+    keys = triforce(model=models["draft"], adaptive=True, **TWELVE)
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
     before = counters_of(llm)
     with rolled(llm, seed=7) as dice:

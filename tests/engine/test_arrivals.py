@@ -9,7 +9,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.engine.test_scheduling import greedy
-from tests.inside import built, controller_of, scheduler_of, worker_of
+from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import controller as controller_module
@@ -53,18 +53,6 @@ def rest_long(llm, monkeypatch) -> None:
     controller = controller_of(llm)
     monkeypatch.setattr(controller._trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
-
-
-def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
-    """Finished outputs by name; ``arrivals``: by step the (name, prompt, parameters) that come."""
-    engine, found, count = llm.llm_engine, {}, sum(map(len, arrivals.values()))
-    for step in range(3000):
-        for name, prompt, params in arrivals.get(step, ()):
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        found |= {o.request_id: o for o in engine.step() if o.finished}
-        if len(found) == count:
-            return found
-    raise AssertionError(f"unfinished after 3,000 steps: {count - len(found)} requests")
 
 
 @pytest.mark.parametrize("neighbour", ["decodes", "is read too", "leaves"])

@@ -12,7 +12,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
-from tests.inside import built, controller_of, scheduler_of, worker_of
+from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run, speculating
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
@@ -157,18 +157,10 @@ def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock,
         num_gpu_blocks_override=24,
         scheduling_policy="priority",
     )
-    engine = llm.llm_engine
     prompts = {"a": text[:320], "b": text[600:920], "c": text[1200:1240]}
     params = greedy(40, ignore_eos=True)
-    for name in ("a", "b"):
-        engine.add_request(name, {"prompt_token_ids": prompts[name]}, params, priority=1)
-    found = {}
-    for step in range(1000):
-        if step == 5:
-            engine.add_request("c", {"prompt_token_ids": prompts["c"]}, params, priority=0)
-        found |= {o.request_id: o for o in engine.step() if o.finished}
-        if len(found) == 3:
-            break
+    a, b, c = ((name, prompt, params, int(name != "c")) for name, prompt in prompts.items())
+    found = drive(llm, {0: [a, b], 5: [c]})
     wanted = run(stock, list(prompts.values()), [params] * 3)
     assert_same_outputs(stock, wanted, [found[name] for name in prompts])
     assert len(built(llm).speculator.level1.model.cache) <= 2
