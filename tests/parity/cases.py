@@ -1064,7 +1064,7 @@ def _all() -> list[Case]:
     both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
-    return [case for case in both if case.source in SOURCES]
+    return both
 
 
 # Left for ``make test-all``, by runner: what another case, or the other runner, holds in less time.
@@ -1099,9 +1099,10 @@ THOROUGH = {
         "joint-prompt_lookup-T=1",
     },
 }
-CASES: dict[str, Case] = {case.name: case for case in _all()}
-assert len(CASES) == len(_all()), "two cases have one name"
-assert all(names <= CASES.keys() for names in THOROUGH.values()), "no case has that name"
+_NAMED: dict[str, Case] = {case.name: case for case in _all()}
+assert len(_NAMED) == len(_all()), "two cases have one name"
+assert all(names <= _NAMED.keys() for names in THOROUGH.values()), "no case has that name"
+CASES = {name: case for name, case in _NAMED.items() if case.source in SOURCES}
 
 
 def has_own_settings(case: Case) -> bool:
