@@ -88,7 +88,9 @@ def test_the_default_starts_in_bfloat16(engines, gqa_pair, selection):
     assert generate(llm, [[*range(2, 50)] * 12], max_tokens=8)
 
 
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
+@pytest.mark.parametrize(
+    "with_draft", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["draft", "lookup"]
+)
 def test_random_decisions_greedy(engines, pair, with_draft, text):
     keys = triforce(retrieval_budget=256, adaptive=True, gamma=None)
     if with_draft:
@@ -108,7 +110,9 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
     assert all(dice.decided[name] > 2 for name in wanted), dice.decided
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", ["T=1", pytest.param("T=0.6", marks=pytest.mark.thorough)], ids=str
+)
 def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     """The exact joint distribution of two tokens, as in tests/joint.py."""
     keys = triforce(model=models["draft"], adaptive=True, **TWELVE)

@@ -29,12 +29,15 @@ pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 # Half of the layers have a window, or none has, in the models of ``ARCHITECTURES``.
 HYBRID = {"gemma2", "gemma3", "gpt-oss"}
+ONE_OF_A_KIND = {"gemma3", "gpt-oss", "mixtral"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("mistral", "qwen2")))
+        pytest.param(
+            name, marks=[pytest.mark.thorough] * (name in ("gemma2", "mistral", "qwen2", "qwen3"))
+        )
         for name in ["mixtral", *sorted(ARCHITECTURES.keys() - {"mixtral"})]
     ],
 )

@@ -74,6 +74,7 @@ def test_a_kv_cache_that_exactly_fits(engines, pair, stock, text, loop):
     fits_exactly(stock, llm, text, loop, FULL["max_model_len"])
 
 
+@pytest.mark.thorough
 def test_a_context_smaller_than_a_block(engines, pair, text, loop):
     """A budget of thousands of tokens in a context of 100, and one request at a time."""
     stock = engines.get(pair["target"])

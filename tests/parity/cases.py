@@ -999,7 +999,7 @@ def _joint() -> list[Case]:
         Case(
             "joint, the reference's mistake",
             "The same test fails where the recovered token is drawn as in the published code.",
-            completions(6000, [dict(temperature=1.0)]),
+            completions(3000, [dict(temperature=1.0)]),
             ("not joint",),
             **shape,
             disturbance=("recovered from the whole",),
@@ -1091,12 +1091,14 @@ THOROUGH = {
         "greedy-gqa-draft_model-4-8-256",
         "greedy-gqa-prompt_lookup-1-3-128",
         "greedy-pair-draft_model-1-1-128",
+        "greedy-pair-draft_model-4-8-256",
         "greedy-pair-prompt_lookup-1-3-128",
         "greedy-pair-prompt_lookup-2-6-4096",
         "greedy-pair-prompt_lookup-3-5-512",
         "joint-draft_model-T=0.6",
         "joint-prompt_lookup-T=0.6",
         "joint-prompt_lookup-T=1",
+        "nan-sampled-2-at-pass-6",
     },
 }
 _NAMED: dict[str, Case] = {case.name: case for case in _all()}
