@@ -46,10 +46,10 @@ def nothing_pays(llm, monkeypatch):
 def rest_long(llm, monkeypatch) -> None:
     """Only a seeded request is speculated on, and the others rest as long as they may."""
 
-    def plain(options, plain_seconds, *args, **kwargs):
-        return Plan(np.full(len(options.tokens), -1), 1.0, plain_seconds)
+    def plain(options, costs):
+        return Plan(np.full(len(options.tokens), -1), 1.0, costs.plain_s)
 
-    monkeypatch.setattr(controller_module, "plan", plain)
+    monkeypatch.setattr(controller_module, "plan_by_routes", plain)
     controller = controller_of(llm)
     monkeypatch.setattr(controller._trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
