@@ -96,13 +96,13 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
     if with_draft:
         keys["model"] = pair["draft"]
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    prompts = [text[i * 150 :][: 40 + 150 * i] for i in range(10)]
+    prompts = [text[i * 150 :][: 40 + 150 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
     before = counters_of(llm)
     with rolled(llm, seed=11 + with_draft) as dice:
-        found = generate(llm, prompts, max_tokens=48)
+        found = generate(llm, prompts, max_tokens=64)
     counted = counters_of(llm).since(before)
-    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=48), found):
+    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
         assert_same_tokens(stock, p, wanted, tokens)
     assert counted.num_level2_accepted > 60 and counted.num_level3_rejections > 10
     names = [source.name for source in controller_of(llm).sources]
