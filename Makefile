@@ -1,16 +1,16 @@
 # make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
-# make test    installs into .venv and passes the tests (20 to 40 minutes on two cores)
+# make test    installs into .venv and passes the tests (about 20 minutes on two cores)
 # make test-all  and those of them that are left for a release
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
 #                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER
-# make hunt    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
+# make fuzz    looks for faults with random engines and requests: ARGS="--minutes 10 --runner v1 --seed 0"
 # make site    builds the documentation into build/site: open build/site/index.html
 PYTHON ?= python3
 VENV := .venv
 # Compiled modules are kept, whatever the environment says: to compile vLLM's takes 15 s a process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all hunt emulated-gpu lint types site install
+.PHONY: demo test test-all fuzz emulated-gpu lint types site install
 demo: $(VENV)/.ready
 	LD_PRELOAD="$$(ls $(VENV)/lib/libiomp5.so 2>/dev/null)" $(VENV)/bin/python examples/demo.py $(ARGS)
 
@@ -19,8 +19,8 @@ test test-all: $(VENV)/.ready
 	  $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	  $(if $(filter test,$@),-m "not thorough") $(ARGS)
 
-hunt: $(VENV)/.ready
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.hunt $(ARGS)
+fuzz: $(VENV)/.ready
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(VENV)/bin/python -m tests.fuzz $(ARGS)
 
 EMULATION ?= build/gpu-emulation
 emulated-gpu:

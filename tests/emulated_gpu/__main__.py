@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
-from tests.emulated_gpu.page import current_commit, line, page
 from tests.emulated_gpu.requests import make_pair
 from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
 from tests.models import ROOT
@@ -84,7 +83,6 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also what takes long: 2 hours")
     parser.add_argument("--list", action="store_true", help="the cases' names, and nothing else")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--out", type=Path, help="write the results as a page of markdown")
     args = parser.parse_args()
     try:
         cases = chosen(args.only) if args.only else every_case() if args.all else default_cases()
@@ -93,13 +91,36 @@ def main() -> None:
     if args.list:
         print(*(case.name for case in cases), sep="\n")
         return
-    commit = current_commit()
     verdicts = run_all(cases, args.jobs)
-    if args.out:
-        args.out.write_text(page(verdicts, commit, args.only))
     num_failed = sum(bool(verdict.faults) for verdict in verdicts)
     print(f"{len(verdicts) - num_failed} of {len(verdicts)} cases passed")
     sys.exit(1 if num_failed else 0)
+
+
+def line(verdict: Verdict) -> str:
+    """Of one case, for people who wait."""
+    result = verdict.result or {}
+    said = "ok" if not verdict.faults else "FAILED: " + "; ".join(verdict.faults)
+    parts = [f"{verdict.case.name}: {said}"]
+    if result:
+        parts.append(greedy(verdict))
+        if verdict.case.graphs:
+            parts.append("{} graphs, {} replays".format(*result["graphs"]))
+        if counters := result["counters"]:
+            parts.append(f"{counters['num_proposals']} proposals")
+            parts.append(f"{counters['num_level2_passes']} passes of level 2")
+    return ", ".join(parts) + f" ({verdict.seconds:.0f} s)"
+
+
+def greedy(verdict: Verdict) -> str:
+    """How the greedy requests compare with stock vLLM's."""
+    if not verdict.num_compared:
+        return "not compared"
+    if verdict.num_parted:
+        return f"{verdict.num_parted} not stock vLLM's"
+    if verdict.ties:
+        return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
+    return "identical"
 
 
 def run_all(cases: list[Case], num_jobs: int) -> list[Verdict]:

@@ -26,11 +26,7 @@ ENGINE = dict(
     seed=0,
 )
 # Whole decode passes, not compiled: what is captured is what the models launch.
-GRAPHS = dict(
-    mode=0,
-    cudagraph_mode="FULL_DECODE_ONLY",
-    cudagraph_capture_sizes=[1, 2, 4, 8, 20],
-)
+GRAPHS = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 4, 8, 20])
 TRIFORCE = dict(
     method="triforce",
     adaptive=False,

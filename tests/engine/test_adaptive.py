@@ -6,17 +6,19 @@ source of level 1, for each request and step by itself.
 
 import random
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
-from tests.engine.test_level2 import built
 from tests.generation import assert_same_tokens, generate
+from tests.inside import controller_of, scheduler_of, worker_of
 from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
-from tests.models import held_out_tokens
 from tests.outputs import run
+from tests.parity.cases import TWELVE
+from tests.parity.disturbing import replaced, watch
 from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import top_p
@@ -34,8 +36,6 @@ class Dice:
         self.decided: Counter[str] = Counter()
         self._sources = {source.name: source for source in controller.sources}
         self._routes = [PLAIN_ROUTE, LEVELS, LEVELS, *self._sources]
-        controller.choose = self.choose
-        controller.choose_draft = self.choose_draft
         self._controller = controller
 
     def choose(self, candidates, num_plain=0):
@@ -62,7 +62,25 @@ class Dice:
         return source, self.draw.randint(0, most)
 
 
-@pytest.mark.parametrize("selection", sorted(POLICIES.names))
+@contextmanager
+def rolled(llm, seed: int):
+    """Let dice decide meanwhile; they are yielded."""
+    controller = controller_of(llm)
+    dice = Dice(controller, seed)
+    with (
+        replaced(controller, "choose", dice.choose),
+        replaced(controller, "choose_draft", dice.choose_draft),
+    ):
+        yield dice
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("retrieval", "streaming")))
+        for name in sorted(POLICIES.names)
+    ],
+)
 def test_the_default_starts_in_bfloat16(engines, gqa_pair, selection):
     """What the passes are measured with has the model's own numbers, as a user's engine has."""
     keys = dict(method="triforce", model=gqa_pair["draft"], retrieval_budget=256, min_context=0)
@@ -70,70 +88,55 @@ def test_the_default_starts_in_bfloat16(engines, gqa_pair, selection):
     assert generate(llm, [[*range(2, 50)] * 12], max_tokens=8)
 
 
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
-def test_random_decisions_greedy(engines, pair, with_draft):
+@pytest.mark.parametrize(
+    "with_draft", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["draft", "lookup"]
+)
+def test_random_decisions_greedy(engines, pair, with_draft, text):
     keys = triforce(retrieval_budget=256, adaptive=True, gamma=None)
     if with_draft:
         keys["model"] = pair["draft"]
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    speculator = built(llm).speculator
-    original = speculator.controller.choose, speculator.controller.choose_draft
-    dice = Dice(speculator.controller, seed=11 + with_draft)
-    text = held_out_tokens(llm.get_tokenizer(), 6000)
-    prompts = [text[i * 150 :][: 40 + 300 * i] for i in range(12)]
+    prompts = [text[i * 150 :][: 40 + 150 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
     before = counters_of(llm)
-    found = generate(llm, prompts, max_tokens=64)
-    speculator.controller.choose, speculator.controller.choose_draft = original
+    with rolled(llm, seed=11 + with_draft) as dice:
+        found = generate(llm, prompts, max_tokens=64)
     counted = counters_of(llm).since(before)
     for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
         assert_same_tokens(stock, p, wanted, tokens)
-    assert counted.num_level2_accepted > 100 and counted.num_level3_rejections > 10
-    names = [source.name for source in speculator.controller.sources]
+    assert counted.num_level2_accepted > 60 and counted.num_level3_rejections > 10
+    names = [source.name for source in controller_of(llm).sources]
     wanted = {"rest", PLAIN_ROUTE, LEVELS, *names, *(f"level 1: {name}" for name in [None, *names])}
     assert all(dice.decided[name] > 2 for name in wanted), dice.decided
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", ["T=1", pytest.param("T=0.6", marks=pytest.mark.thorough)], ids=str
+)
 def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     """The exact joint distribution of two tokens, as in tests/joint.py."""
-    keys = triforce(
-        model=models["draft"],
-        adaptive=True,
-        num_speculative_tokens=3,
-        retrieval_budget=96,
-        retrieval_recent_tokens=32,
-        num_sink_tokens=4,
-        num_recent_tokens=28,
-    )
+    keys = triforce(model=models["draft"], adaptive=True, **TWELVE)
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
-    controller = built(llm).speculator.controller
-    original = controller.choose, controller.choose_draft
-    dice = Dice(controller, seed=7)
     before = counters_of(llm)
-    samples = sample(llm, prompt, **SETTINGS[setting])
-    controller.choose, controller.choose_draft = original
+    with rolled(llm, seed=7) as dice:
+        samples = sample(llm, prompt, **SETTINGS[setting])
     counted = counters_of(llm).since(before)
     assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
     assert all(count > 10 for count in dice.decided.values()), dice.decided
 
 
-def test_random_decisions_for_greedy_beside_sampled(engines, pair):
+def test_random_decisions_for_greedy_beside_sampled(engines, pair, text):
     """Whatever the sampled requests of a batch propose, the greedy ones get stock's tokens."""
     keys = triforce(retrieval_budget=256, adaptive=True, gamma=None, model=pair["draft"])
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    controller = built(llm).speculator.controller
-    original = controller.choose, controller.choose_draft
-    dice = Dice(controller, seed=23)
-    text = held_out_tokens(llm.get_tokenizer(), 3000)
     prompts = [text[i * 200 :][: 60 + 90 * i] for i in range(8)]
     params = [
         SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, max_tokens=48, ignore_eos=True)
         for i in range(8)
     ]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    controller.choose, controller.choose_draft = original
+    with rolled(llm, seed=23) as dice:
+        outputs = run(llm, prompts, params)
     found = [list(output.outputs[0].token_ids) for output in outputs][::2]
     wanted = generate(stock, prompts[::2], max_tokens=48)
     for p, w, tokens in zip(prompts[::2], wanted, found):
@@ -142,41 +145,40 @@ def test_random_decisions_for_greedy_beside_sampled(engines, pair):
     assert all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
-def test_a_draft_that_nobody_asks_keeps_no_step_from_being_compared(engines, pair, monkeypatch):
+def test_a_draft_that_nobody_asks_keeps_steps_comparable(engines, pair, monkeypatch, text):
     """What a proposal was expected to take is forgotten where it has to read what it will not read
     again: with the request's first one by level 2, and not for a window that the draft has not read
     since nobody asks it."""
     keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
     llm = engines.get(pair["target"], keys)
-    controller, forgotten = built(llm).speculator.controller, []
+    controller, forgotten = controller_of(llm), []
     choices = lambda found, *_: [Choice(LEVELS, min(3, c.most)) for c in found]  # noqa: E731
     monkeypatch.setattr(controller, "choose", choices)
     monkeypatch.setattr(controller, "choose_draft", lambda *_: (None, 0))
     monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))
     before = counters_of(llm)
-    generate(llm, [held_out_tokens(llm.get_tokenizer(), 600)], max_tokens=48)
+    generate(llm, [text[:600]], max_tokens=48)
     assert counters_of(llm).since(before).num_proposals > 5
     assert len(forgotten) == 1
 
 
-def test_its_own_decisions(engines, pair):
-    """Defaults, lengths from 20 to 8,000 tokens in one batch: same output, and it did speculate."""
+def test_its_own_decisions(engines, pair, text):
+    """Defaults, lengths from 20 to 4,000 tokens in one batch: same output, and it did speculate."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    text = held_out_tokens(llm.get_tokenizer(), 9000)
-    prompts = [text[:length] for length in (20, 300, 2000, 8000)]
+    prompts = [text[:length] for length in (20, 300, 2000, 4000)]
     before = counters_of(llm)
-    found = generate(llm, prompts, max_tokens=64)
-    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
+    found = generate(llm, prompts, max_tokens=48)
+    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=48), found):
         assert_same_tokens(stock, p, wanted, tokens)
     assert counters_of(llm).since(before).num_level2_accepted > 0
 
 
-def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
+def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch, text):
     """It draws nothing that a seed could keep: alone and beside others it is as one without."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    controller, candidates = built(llm).speculator.controller, []
+    controller, candidates = controller_of(llm), []
     choose = controller.choose
 
     def chosen(found, num_plain=0):
@@ -184,7 +186,6 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
         return choose(found, num_plain)
 
     monkeypatch.setattr(controller, "choose", chosen)
-    text = held_out_tokens(llm.get_tokenizer(), 3000)
     asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
     asked += [(0, 48, 2**31), (0, 12, 0)]
     prompts = [text[97 * i :][: 250 + 130 * i] for i in range(len(asked))]
@@ -206,34 +207,30 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch):
     assert found == {i: i in drawing for i in range(len(asked))}
 
 
-def test_plain_steps_and_reevaluations_are_timed(engines, pair):
+def test_plain_steps_and_reevaluations_are_timed(engines, pair, text):
     """Of a batch that cannot be speculated on yet it is learnt what a plain step takes, and what
     a look does."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm = engines.get(pair["target"], keys)
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    controller = worker.triforce._built.speculator.controller
+    controller = controller_of(llm)
     measured, before = controller.measured, controller.measured.copy()
     measured.overheads, measured.reevaluations = {}, {}
-    choose = controller.choose
 
     def plainly(candidates, num_plain=0):
         controller.backoff.begin(6)
         return [PLAIN] * len(candidates)
 
-    controller.choose = plainly
-    text = held_out_tokens(llm.get_tokenizer(), 400)
-    generate(llm, [text[:200], text[200:]], max_tokens=40)
-    controller.choose = choose
+    with replaced(controller, "choose", plainly):
+        generate(llm, [text[:200], text[200:400]], max_tokens=40)
     assert measured.overheads.keys() == measured.reevaluations.keys() == {(2, True)}
     measured.overheads, measured.reevaluations = before.overheads, before.reevaluations
 
 
-def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
+def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch, text):
     """At rest the runner is told of no speculation at all, and is told again afterwards."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
     llm = engines.get(pair["target"], keys)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = worker_of(llm).model_runner
     seen = []
     prepare = runner._prepare_inputs
 
@@ -242,7 +239,6 @@ def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(runner, "_prepare_inputs", spy)
-    text = held_out_tokens(llm.get_tokenizer(), 500)
     generate(llm, [text[:100]], max_tokens=64)
     assert sum(seen) > 0.9 * len(seen)  # nothing to look for before the 500th token
     assert runner.speculative_config is not None
@@ -252,10 +248,9 @@ def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch):
     assert any(seen[:11]) and not any(seen[11:-1])
 
 
-def test_plain_steps_sample_what_stock_samples(engines, pair, monkeypatch):
+def test_plain_steps_sample_what_stock_samples(engines, pair, monkeypatch, text):
     """With the same random numbers the same tokens, though top-p is found without sorting."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
-    text = held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 900)
     prompts = [{"prompt_token_ids": text[i * 100 : i * 150 + 100]} for i in range(6)]
     params = [
         SamplingParams(
@@ -284,7 +279,9 @@ def test_plain_steps_sample_what_stock_samples(engines, pair, monkeypatch):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [None, 1, 2])
+@pytest.mark.parametrize(
+    "num_speculative_tokens", [None, 1, pytest.param(2, marks=pytest.mark.thorough)]
+)
 def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_speculative_tokens):
     """Every pass that is measured at start-up reads and writes blocks that its table has: beyond
     the table's end the kernel would read anything."""
@@ -298,7 +295,6 @@ def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_spe
     if num_speculative_tokens is not None:
         keys["num_speculative_tokens"] = num_speculative_tokens
     llm = engines.get(pair["target"], keys)
-    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
     original, seen = ops.cpu_attention_with_kv_cache, []
 
     def spy(**kwargs):
@@ -309,7 +305,7 @@ def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_spe
         return original(**kwargs)
 
     monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", spy)
-    adapter.calibrate()
+    worker_of(llm).triforce.calibrate()
     assert len(seen) > (500 if num_speculative_tokens is None else 100)
     assert all(longest <= capacity for longest, capacity in seen), max(seen)
 
@@ -319,8 +315,7 @@ def test_what_passes_take_is_told(engines, pair):
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
     llm = engines.get(pair["target"], keys)
     (told,) = llm.collective_rpc("triforce_measured")
-    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
-    measured = adapter._built.speculator.controller.measured.measured
+    measured = controller_of(llm).measured.measured
     assert told == measured.to_dict() and type(measured)(**told) == measured
     llm = engines.get(pair["target"], {**keys, "adaptive": False, "min_context": 0})
     assert llm.collective_rpc("triforce_measured") == [None]
@@ -328,22 +323,13 @@ def test_what_passes_take_is_told(engines, pair):
     assert anew.keys() == told.keys() and anew["draft"] > 0 and anew["full_by_rows"][0][1] > 0
 
 
-def test_a_prompt_that_just_fits_is_read_in_one_step(engines, pair):
+def test_a_prompt_that_just_fits_is_read_in_one_step(engines, pair, text):
     """Steps are filled as stock vLLM fills them: no token of the budget is kept for drafting."""
-    text = held_out_tokens(engines.get(pair["target"]).get_tokenizer(), 1024)
     scheduled = []
     for keys in (None, {"method": "triforce", "model": pair["draft"], "retrieval_budget": 256}):
         llm = engines.get(pair["target"], keys, max_num_batched_tokens=256, max_num_seqs=4)
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        schedule, steps = scheduler.schedule, []
-
-        def spy(*args, schedule=schedule, steps=steps, **kwargs):
-            output = schedule(*args, **kwargs)
-            steps.append(sorted(output.num_scheduled_tokens.values()))
-            return output
-
-        scheduler.schedule = spy
-        generate(llm, [text[:128], text[128:256], text[256:512]], max_tokens=1)
-        scheduler.schedule = schedule
+        with watch(scheduler_of(llm), "schedule") as calls:
+            generate(llm, [text[:128], text[128:256], text[256:512]], max_tokens=1)
+        steps = [sorted(output.num_scheduled_tokens.values()) for _, output in calls]
         scheduled.append([step for step in steps if step])
     assert scheduled[0] == scheduled[1] == [[128, 128], [256]]

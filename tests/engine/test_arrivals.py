@@ -8,25 +8,15 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 
-from tests.engine.test_level2 import built
 from tests.engine.test_scheduling import greedy
-from tests.models import held_out_tokens
+from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
+from tests.parity.disturbing import watch
 from vllm_triforce.controller import controller as controller_module
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 6000)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +27,7 @@ def llm(engines, pair):
 
 
 def adapter(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    return worker_of(llm).triforce
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +46,13 @@ def nothing_pays(llm, monkeypatch):
 def rest_long(llm, monkeypatch) -> None:
     """Only a seeded request is speculated on, and the others rest as long as they may."""
 
-    def plain(options, plain_seconds, *args, **kwargs):
-        return Plan(np.full(len(options.tokens), -1), 1.0, plain_seconds)
+    def plain(options, costs):
+        return Plan(np.full(len(options.tokens), -1), 1.0, costs.plain_s)
 
-    monkeypatch.setattr(controller_module, "plan", plain)
-    controller = built(llm).speculator.controller
+    monkeypatch.setattr(controller_module, "plan_by_routes", plain)
+    controller = controller_of(llm)
     monkeypatch.setattr(controller._trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
-
-
-def drive(llm, arrivals: dict[int, list]) -> dict[str, object]:
-    """Finished outputs by name; ``arrivals``: by step the (name, prompt, parameters) that come."""
-    engine, found, count = llm.llm_engine, {}, sum(map(len, arrivals.values()))
-    for step in range(3000):
-        for name, prompt, params in arrivals.get(step, ()):
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        found |= {o.request_id: o for o in engine.step() if o.finished}
-        if len(found) == count:
-            return found
-    raise AssertionError(f"unfinished after 3,000 steps: {count - len(found)} requests")
 
 
 @pytest.mark.parametrize("neighbour", ["decodes", "is read too", "leaves"])
@@ -133,20 +111,13 @@ def test_a_seeded_request_samples_as_alone(whole, text, monkeypatch, min_tokens)
 def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, nothing_pays):
     """One request comes every other step: nothing is proposed in such a step, so that it takes
     stock's path, and prompts are read as fast as stock reads them."""
-    adapting = adapter(llm)
-    proposed, steps = [], []
-    propose, execute = adapting.propose, adapting._steps._execute_model
-    adapting.propose = lambda **kwargs: proposed.append(1) or propose(**kwargs)
-    adapting._steps._execute_model = lambda *a, **k: steps.append(1) or execute(*a, **k)
     prompts = [text[60 * i : 60 * i + 50] for i in range(40)]
     arrivals = {
         2 * i: [(str(i), prompt, greedy(6, ignore_eos=True))] for i, prompt in enumerate(prompts)
     }
-    try:
+    with watch(adapter(llm), "propose") as proposed, watch(scheduler_of(llm), "schedule") as calls:
         found = drive(llm, arrivals)
-    finally:
-        del adapting.propose
-        adapting._steps._execute_model = execute
+    steps = [output for _, output in calls if output.total_num_scheduled_tokens]
     assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))
     wanted = run(stock, prompts, [greedy(6, ignore_eos=True)] * 40)
     assert_same_outputs(stock, wanted, [found[str(i)] for i in range(40)])
@@ -168,7 +139,7 @@ def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
 
 def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm, text):
     """What it drafts is certain, but accepted as seldom as sampled tokens are."""
-    controller, seen = built(llm).speculator.controller, []
+    controller, seen = controller_of(llm), []
     choose = controller.choose
     controller.choose = lambda candidates, *args: (
         seen.extend(candidates) or choose(candidates, *args)
@@ -187,7 +158,7 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     """Before that nobody could be decided for: a prompt of five chunks joins with its
     last, and one with a seed does not wait."""
-    controller = built(llm).speculator.controller
+    controller = controller_of(llm)
     joined, seeded, step = [], [], controller.backoff.step
     join, reset = controller.requests_joined, controller.seeded_request_joined
     monkeypatch.setattr(
@@ -215,13 +186,9 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     assert joined == [5, 9] and seeded == [9]
 
 
-@pytest.mark.parametrize("keys", [{}, {"min_context": 200}])
-def test_a_request_that_comes_back_is_not_kept_waiting(engines, pair, text, keys, monkeypatch):
-    """It had to wait a step, without notice: a given least context is held to at once, and where
-    the controller chooses a re-evaluation is due early."""
-    keys = {"method": "triforce", "retrieval_budget": 192, **keys}
-    llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
-    controller, path = built(llm).speculator.controller, adapter(llm)._steps
+def test_a_request_that_comes_back_is_not_kept_waiting(llm, monkeypatch):
+    """It had to wait a step, without notice: it joins again at once."""
+    controller, path = controller_of(llm), adapter(llm)._steps
     seen: list[bool] = []
     monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
     monkeypatch.setattr(controller, "requests_joined", lambda: seen.append(True))

@@ -1,21 +1,42 @@
 """Promise: compiled engines, which users have by default, answer as stock vLLM's eager one, also
 where another setting filled the compile cache.
+
+``python -m tests.engine.test_compiled JOBS`` runs compiled engines one after the other. JOBS is
+JSON: a list of TriForce's keys, or null for stock vLLM, an engine each.
 """
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from tests.conftest import triforce
-from tests.engine.compiled_case import ENGINE, LENGTHS, answers, prompts
-from tests.generation import assert_same_tokens
-from tests.models import ROOT, make_llama
+from tests.conftest import Engines, triforce
+from tests.generation import assert_same_tokens, generate
+from tests.models import PAIR, ROOT, held_out_tokens, make_llama
 from tests.outputs import speculating
 
 pytestmark = pytest.mark.engine
+
+
+ENGINE = dict(enforce_eager=False, max_model_len=4096)
+LENGTHS = (40, 700, 2000)
+
+
+def prompts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 6000)
+    return [text[n : 2 * n] for n in LENGTHS]
+
+
+def answers(llm) -> list[list[int]]:
+    """Alone and together, greedy and sampled with one answer."""
+    sampled = {"temperature": 1.0, "top_k": 1}
+    alone = [generate(llm, [prompt], max_tokens=24)[0] for prompt in prompts()]
+    return [*alone, *generate(llm, prompts(), max_tokens=24, **sampled)]
 
 
 def assert_as_eager(stock, answered: list[list[int]]) -> None:
@@ -59,9 +80,9 @@ def test_compile_cache_between_settings(engines, pair, tmp_path):
 
 
 def compiled(keys: list, folder) -> list[dict]:
-    """What ``compiled_case`` saw, with a compile cache in ``folder``."""
+    """What ``main()`` saw, with a compile cache in ``folder``."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compiled_case", json.dumps(keys)],
+        [sys.executable, "-m", "tests.engine.test_compiled", json.dumps(keys)],
         cwd=ROOT,
         env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")},
         capture_output=True,
@@ -70,3 +91,32 @@ def compiled(keys: list, folder) -> list[dict]:
     )
     assert "RESULTS " in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]
     return json.loads(done.stdout.split("RESULTS ")[1])
+
+
+def main() -> None:
+    """Print what each engine said, as JSON."""
+    from vllm.compilation.counter import compilation_counter
+
+    from vllm_triforce.metrics.report import counters_of
+
+    engines, found = Engines(keep=1), []
+    for keys in json.loads(sys.argv[1]):
+        before = compilation_counter.clone()
+        begun = os.times()
+        llm = engines.get(str(PAIR / "target"), keys, **ENGINE)
+        answered = answers(llm)
+        ended = os.times()
+        counted = None if keys is None else counters_of(llm)
+        found.append(
+            {
+                "tokens": answered,
+                "compiled": compilation_counter.num_aot_compiles - before.num_aot_compiles,
+                "counted": {} if keys is None else asdict(counted) | {"time_seconds": 0},
+                "cpu_s": sum(ended[:4]) - sum(begun[:4]),
+            }
+        )
+    print("RESULTS " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

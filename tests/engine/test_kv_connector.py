@@ -8,7 +8,7 @@ from vllm.model_executor.layers.attention import kv_transfer_utils
 
 from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
-from tests.models import held_out_tokens
+from tests.inside import worker_of
 from tests.outputs import assert_same_outputs, run, speculating
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
@@ -21,17 +21,12 @@ def test_hidden_inside_only(monkeypatch):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("level1", ["draft", "lookup"])
-def test_layers_are_saved_once_a_full_pass(engines, pair, level1, tmp_path):
+def test_layers_are_saved_once_a_full_pass(engines, pair, stock, text, tmp_path):
     """vLLM's example connector writes each layer to a file after its attention: once for each full
     pass, although levels 1 and 2 went through the same layers many times. Outputs are stock's."""
-    stock = engines.get(pair["target"])
-    text = held_out_tokens(stock.get_tokenizer(), 2000)
     prompts, params = [text[:500], text[700:1500]], [greedy(30, ignore_eos=True)] * 2
     wanted = run(stock, prompts, params)  # the connector is the process's, not an engine's
-    keys = triforce(retrieval_budget=192)
-    if level1 == "draft":
-        keys["model"] = pair["draft"]
+    keys = triforce(retrieval_budget=192, model=pair["draft"])
     llm = engines.get(
         pair["target"],
         keys,
@@ -53,7 +48,7 @@ def test_layers_are_saved_once_a_full_pass(engines, pair, level1, tmp_path):
 
         connector.save_kv_layer = save
         passes = []
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        runner = worker_of(llm)
         forward = runner.model_runner._model_forward
         runner.model_runner._model_forward = lambda *a, **k: passes.append(1) or forward(*a, **k)
         with speculating(llm, rejections=False):

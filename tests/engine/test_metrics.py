@@ -4,16 +4,14 @@ import pytest
 
 from tests.conftest import triforce
 from tests.generation import generate
-from tests.models import held_out_tokens
 from vllm_triforce.metrics.report import counters_of, summary
 
 
 @pytest.mark.engine
-def test_counters_of_an_engine_add_up(engines, pair):
+def test_counters_of_an_engine_add_up(engines, pair, text):
     llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=1024))
-    text = held_out_tokens(llm.get_tokenizer(), 900)
     before = counters_of(llm)
-    tokens = generate(llm, [text], max_tokens=60)[0]
+    tokens = generate(llm, [text[:900]], max_tokens=60)[0]
     counted = counters_of(llm).since(before)
     # Every token is the first one, an accepted draft, or a full pass's own.
     plain = 60 - 1 - counted.num_level2_accepted - counted.num_level3_steps

@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.conftest import triforce
-from tests.engine.test_level2 import built
 from tests.generation import generate
-from tests.models import held_out_tokens
+from tests.inside import built
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -22,18 +20,7 @@ PAUSE_AT = 4
 
 
 @pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def llm(engines, pair):
-    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-
-
-@pytest.fixture(scope="module")
-def prompts(stock):
-    text = held_out_tokens(stock.get_tokenizer(), 4000)
+def prompts(stock, text):
     return [text[:300], text[2000:2600]]
 
 

@@ -8,9 +8,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.conftest import triforce
-from tests.hunt.engines import grammars_by, scheduler_of
-from tests.models import held_out_tokens
+from tests.fuzz.engines import grammars_by
+from tests.inside import scheduler_of
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.cases import SCHEMA
 
@@ -20,18 +19,7 @@ GREEDY = dict(temperature=0, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def llm(engines, pair):
-    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-
-
-@pytest.fixture(scope="module")
-def prompts(stock):
-    text = held_out_tokens(stock.get_tokenizer(), 4000)
+def prompts(stock, text):
     return [text[:700], text[2000:2300]]
 
 
@@ -52,35 +40,6 @@ def test_sampled_logprobs_are_the_models(stock, llm, prompts):
             )[0].prompt_logprobs[len(prompt) :]
             for token, ours, stocks in zip(one.token_ids, one.logprobs, scored):
                 assert abs(ours[token].logprob - stocks[token].logprob) < 1e-3
-
-
-MODES = ("raw_logits", "processed_logprobs", "processed_logits")  # and vLLM's default
-SHAPED = (
-    dict(logprobs=3),
-    dict(logprobs=0, repetition_penalty=1.2),
-    dict(logprobs=1, prompt_logprobs=2),
-    dict(temperature=1.0, top_k=1, logprobs=2),
-    dict(logit_bias={300: 4, 301: -5}, logprobs=2),
-    dict(min_tokens=3, logprobs=1, ignore_eos=False),
-    dict(bad_words=["self"], logprobs=2),
-    {},
-)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mode", MODES)
-def test_logprobs_mode(engines, pair, prompts, mode):
-    """Numbers, ranks and decoded tokens are stock's, whatever they are asked to be."""
-    stock = engines.get(pair["target"], logprobs_mode=mode)
-    keys = triforce(model=pair["draft"], retrieval_budget=256)
-    llm = engines.get(pair["target"], keys, logprobs_mode=mode)
-    defaults = dict(temperature=0, max_tokens=24, ignore_eos=True)
-    params = [SamplingParams(**{**defaults, **own}) for own in SHAPED]
-    asked = [prompts[i % 2][10 * i :] for i in range(len(params))]
-    wanted = run(stock, asked, params)
-    with speculating(llm):
-        found = run(llm, asked, params)
-    assert assert_same_outputs(stock, wanted, found) == len(params)
 
 
 BACKENDS = ("xgrammar", "guidance", "outlines")  # vLLM has a fourth, without speculation

@@ -12,10 +12,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import triforce
-from tests.engine.test_level2 import built
-from tests.models import held_out_tokens
+from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.parity.checks import ACCEPTANCE
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 
@@ -26,12 +24,9 @@ MIN_CONTEXT = 300
 SMALL = dict(max_model_len=1024, num_gpu_blocks_override=40, max_num_batched_tokens=256)
 
 
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module", params=["draft", "lookup"])
+@pytest.fixture(
+    scope="module", params=["draft", pytest.param("lookup", marks=pytest.mark.thorough)]
+)
 def llm(engines, pair, request):
     keys = triforce(retrieval_budget=192, refresh_interval=3) | {"min_context": MIN_CONTEXT}
     if request.param == "draft":
@@ -39,11 +34,6 @@ def llm(engines, pair, request):
     return engines.get(
         pair["target"], keys, enable_prefix_caching=True, disable_log_stats=False, **SMALL
     )
-
-
-@pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 12000)
 
 
 def greedy(max_tokens: int, **params) -> SamplingParams:
@@ -56,7 +46,7 @@ def metric(llm, name: str) -> int:
 
 def assert_nothing_is_kept(llm) -> None:
     """All blocks are free; the private caches belong to the last batch at most."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
     assert len(built(llm).speculator.level2.cache) <= 8
@@ -108,41 +98,6 @@ def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):
     assert_nothing_is_kept(llm)
 
 
-def counted_run(llm, prompts, params):
-    before = counters_of(llm)
-    outputs = run(llm, prompts, params)
-    return outputs, counters_of(llm).since(before)
-
-
-def test_turns_of_a_conversation(stock, llm, text):
-    """A prompt that continues an answered one finds its blocks, and their means, in the cache: as
-    many as stock vLLM finds, also where accepted tokens of the last step fill a block. Asked again,
-    a turn is answered by the same proposals."""
-    assert llm.reset_prefix_cache() and stock.reset_prefix_cache()
-    found_before = metric(llm, "prefix_cache_hits"), metric(llm, "prefix_cache_queries")
-    prompt, num_hits, num_queries = text[500:1000], 0, 0
-    with means_checked(llm) as checked:
-        for turn, behind_a_block in enumerate((1, 2, 1, 4, 3)):
-            # The answer's last token, which is not computed, is so many behind a block.
-            params = [greedy((behind_a_block - len(prompt)) % 32 + 32, ignore_eos=True)]
-            wanted = run(stock, [prompt], params)
-            found, counted = counted_run(llm, [prompt], params)
-            again, counted_again = counted_run(llm, [prompt], params)
-            assert assert_same_outputs(stock, wanted * 2, found + again) == 2
-            assert found[0].num_cached_tokens == wanted[0].num_cached_tokens
-            assert again[0].num_cached_tokens == (len(prompt) - 1) // 32 * 32
-            assert [getattr(counted_again, name) for name in ACCEPTANCE] == [
-                getattr(counted, name) for name in ACCEPTANCE
-            ]
-            assert counted.num_level2_accepted > 10
-            num_hits += found[0].num_cached_tokens + again[0].num_cached_tokens
-            num_queries += 2 * len(prompt)
-            prompt += [*wanted[0].outputs[0].token_ids, *text[2000 + 40 * turn :][:30]]
-    assert checked
-    assert metric(llm, "prefix_cache_hits") - found_before[0] == num_hits
-    assert metric(llm, "prefix_cache_queries") - found_before[1] == num_queries
-
-
 def test_first_proposal_of_a_prompt_that_fills_its_blocks(llm, text):
     """It needs a block, which the scheduler lends whoever ended before, also where the prompt is
     read in chunks: without it there is no proposal."""
@@ -185,7 +140,7 @@ def test_a_given_min_context_is_reached_while_a_prompt_is_read_in_chunks(engines
             pair["target"], keys, max_model_len=2048, max_num_batched_tokens=num_tokens
         )
         before = counters_of(llm)
-        run(llm, [text[:1500]], [greedy(120, ignore_eos=True)])
+        run(llm, [text[:1500]], [greedy(80, ignore_eos=True)])
         proposals.append(counters_of(llm).since(before).num_proposals)
     assert min(proposals) > 5, proposals
 
@@ -202,18 +157,10 @@ def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock,
         num_gpu_blocks_override=24,
         scheduling_policy="priority",
     )
-    engine = llm.llm_engine
     prompts = {"a": text[:320], "b": text[600:920], "c": text[1200:1240]}
     params = greedy(40, ignore_eos=True)
-    for name in ("a", "b"):
-        engine.add_request(name, {"prompt_token_ids": prompts[name]}, params, priority=1)
-    found = {}
-    for step in range(1000):
-        if step == 5:
-            engine.add_request("c", {"prompt_token_ids": prompts["c"]}, params, priority=0)
-        found |= {o.request_id: o for o in engine.step() if o.finished}
-        if len(found) == 3:
-            break
+    a, b, c = ((name, prompt, params, int(name != "c")) for name, prompt in prompts.items())
+    found = drive(llm, {0: [a, b], 5: [c]})
     wanted = run(stock, list(prompts.values()), [params] * 3)
     assert_same_outputs(stock, wanted, [found[name] for name in prompts])
     assert len(built(llm).speculator.level1.model.cache) <= 2
@@ -224,9 +171,9 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
     """While the batch rests nothing is proposed, and yet nothing is kept for requests that left."""
     llm = engines.get(pair["target"], triforce(retrieval_budget=192, model=pair["draft"]))
     run(llm, [text[:400], text[500:900]], [greedy(20, ignore_eos=True)] * 2)
-    adapter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.triforce
+    adapter = worker_of(llm).triforce
     assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
-    rest = built(llm).speculator.controller.backoff
+    rest = controller_of(llm).backoff
     rest.begin(10**6)
     begun, rest.reset = rest.reset, lambda: None
     try:
@@ -235,3 +182,25 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
         rest.reset = begun
         rest.reset()
     assert not any(adapter.held_requests().values())
+
+
+@pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_nobody_asks_for_drafts(engines, pair, scheduler, text):
+    """A message there and back for each step, where the worker is another process. A scheduler that
+    is not ours knows of nothing, and asks after every step."""
+    stock = engines.get(pair["target"])
+    prompts = [text[:500], text[700:1500], text[:40]]
+    params = [greedy(30, ignore_eos=True)] * 3
+    keys = triforce(retrieval_budget=192, model=pair["draft"])
+    chosen = {} if scheduler is None else {"scheduler_cls": scheduler}
+    llm = engines.get(pair["target"], keys, max_model_len=2048, **chosen)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    original, asked = executor.take_draft_token_ids, []
+    executor.take_draft_token_ids = lambda: asked.append(1) or original()
+    try:
+        with speculating(llm, rejections=False):
+            found = run(llm, prompts, params)
+    finally:
+        del executor.take_draft_token_ids
+    assert_same_outputs(stock, run(stock, prompts, params), found)
+    assert bool(asked) is (scheduler is not None)

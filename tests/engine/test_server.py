@@ -18,7 +18,6 @@ import pytest
 
 from tests import soak
 from tests.generation import assert_same_tokens, generate
-from tests.models import held_out_tokens
 from tests.serving import MODEL, change, serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -38,16 +37,6 @@ def server(pair, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(server):
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 6000)
 
 
 GREEDY = dict(model=MODEL, temperature=0, max_tokens=40)
@@ -79,29 +68,6 @@ def test_chat(client, stock, text):
     assert len(prompt) > 800
     assert answer.choices[0].message.content == stock.get_tokenizer().decode(found)
     assert answer.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_streaming(client, stock, text, chat):
-    """A step's tokens may come in one chunk; together they are the answer, and so is the usage."""
-    arguments = dict(stream=True, stream_options={"include_usage": True}, extra_body=IDS, **GREEDY)
-    prompt = text[:800]
-    if chat:
-        content = stock.get_tokenizer().decode(prompt)
-        messages = [{"role": "user", "content": content}]
-        chunks = list(client.chat.completions.create(messages=messages, **arguments))
-        prompt = next(c.prompt_token_ids for c in chunks if getattr(c, "prompt_token_ids", None))
-    else:
-        chunks = list(client.completions.create(prompt=prompt, **arguments))
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    tokens = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
-    check(stock, [prompt], [tokens])
-    pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
-    assert "".join(pieces) == stock.get_tokenizer().decode(tokens)
-    reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
-    assert reasons == ["length"]
-    assert chunks[-1].usage.completion_tokens == 40
-    assert len(chunks) < 35, "no chunk had more than a token: nothing was speculated"
 
 
 ONE_ANSWER = dict(temperature=1.0, n=2, logprobs=2)
@@ -173,7 +139,7 @@ def run_async(server, work):
 
 
 def test_parallel_clients(server, stock, text):
-    prompts = [text[37 * i : 37 * i + 20 + 90 * i] for i in range(16)]
+    prompts = [text[37 * i : 37 * i + 20 + 90 * i] for i in range(10)]
 
     async def work(client):
         calls = [
@@ -183,12 +149,13 @@ def test_parallel_clients(server, stock, text):
 
     answers = run_async(server, work)
     check(stock, prompts, [answer.choices[0].token_ids for answer in answers])
-    assert len({answer.id for answer in answers}) == 16
+    assert len({answer.id for answer in answers}) == 10
 
 
 def test_clients_that_leave(server, stock, text):
-    """Twelve leave in mid-proposal; those beside them get stock's answer, all memory is free."""
-    before = server.metrics()
+    """Twelve leave in mid-proposal; those beside them get stock's answer, all memory is free. The
+    step that runs when a client leaves is in neither vLLM's figures nor TriForce's."""
+    before = settled(server)
     leaving = [text[i * 50 : i * 50 + 300 + 40 * i] for i in range(12)]
     staying = [text[i * 70 : i * 70 + 400] for i in range(4)]
 
@@ -210,10 +177,14 @@ def test_clients_that_leave(server, stock, text):
     answers = run_async(server, work)
     check(stock, staying, [answer.choices[0].token_ids for answer in answers])
     soak.check_nothing_is_kept(server)
-    counted = change(before, server.metrics())
+    counted = change(before, settled(server))
     # vLLM counts no request that a client left: four, and the one that looks for leaks.
     assert counted["vllm:request_success_total"] == 4 + 1
     assert counted["vllm:triforce_proposals_total"] > 12
+    vllms, ours = figures_of(counted)
+    assert vllms == ours
+    # The tokens that were handed out, and maybe some that nobody read any more.
+    assert counted["vllm:generation_tokens_total"] >= 16 + ours["num_accepted_draft_tokens"]
 
 
 def test_samples_are_reproducible(client):
@@ -300,12 +271,12 @@ def wait_for(server, before, name, value):
 def test_metrics_agree_with_the_worker_and_with_the_answers(server, client, text):
     """Rejections included: the worker's own counters, vLLM's, and each answer's, are one sum."""
     before, worker_before = server.metrics(), server.rpc("triforce_counters")
-    prompts = [text[i * 300 : i * 300 + 700 + 100 * i] for i in range(6)]
+    prompts = [text[i * 300 : i * 300 + 700 + 100 * i] for i in range(4)]
     spec = []
     for prompt in prompts:
         for temperature in (0, 1.0):
             answer = client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=50, temperature=temperature, extra_body=IDS
+                model=MODEL, prompt=prompt, max_tokens=30, temperature=temperature, extra_body=IDS
             )
             spec.append(answer.metrics["speculative_decoding"])
     worker = change(*({k: v for k, v in c.items() if k.startswith("num_")} for c in (
@@ -416,33 +387,6 @@ def test_counters_where_an_answer_ends_inside_an_accepted_run(server, client, st
     )
 
 
-def test_counters_of_clients_that_leave(server, text):
-    """The step that runs when a client leaves is in neither vLLM's figures nor TriForce's."""
-    before = settled(server)
-
-    async def leave(client, place):
-        stream = await client.completions.create(
-            prompt=text[place : place + 300],
-            stream=True,
-            extra_body=IDS,
-            **(GREEDY | {"max_tokens": 1000}),
-        )
-        for _ in range(3):
-            await anext(stream)
-        await stream.close()
-
-    async def work(client):
-        for place in range(0, 2400, 300):
-            await leave(client, place)
-
-    run_async(server, work)
-    counted = change(before, settled(server))
-    vllms, ours = figures_of(counted)
-    assert vllms == ours and ours["num_spec_steps"] >= 16
-    # The tokens that were handed out, and maybe some that nobody read any more.
-    assert counted["vllm:generation_tokens_total"] >= 8 + ours["num_accepted_draft_tokens"]
-
-
 def test_metrics_have_vllms_labels_and_types(server):
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=30) as response:
         page = response.read().decode()
@@ -476,10 +420,7 @@ def test_killed_worker_ends_every_request(server, text):
             for i in range(3)
         ]
         stream = await client.completions.create(
-            prompt=text[:500],
-            stream=True,
-            extra_body=IDS,
-            **(GREEDY | {"max_tokens": 2000}),
+            prompt=text[:500], stream=True, extra_body=IDS, **(GREEDY | {"max_tokens": 2000})
         )
         tasks = [asyncio.create_task(call) for call in calls]
         for _ in range(3):

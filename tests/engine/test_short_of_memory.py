@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
-from tests.models import held_out_tokens
+from tests.inside import scheduler_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
@@ -24,17 +24,8 @@ def stock(engines, pair):
 
 
 @pytest.fixture(scope="module")
-def text(stock):
-    return held_out_tokens(stock.get_tokenizer(), 3000)
-
-
-@pytest.fixture(scope="module")
 def loop(text):
     return text[40:64] * 40
-
-
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def answers(llm, prompts, params):
@@ -83,6 +74,7 @@ def test_a_kv_cache_that_exactly_fits(engines, pair, stock, text, loop):
     fits_exactly(stock, llm, text, loop, FULL["max_model_len"])
 
 
+@pytest.mark.thorough
 def test_a_context_smaller_than_a_block(engines, pair, text, loop):
     """A budget of thousands of tokens in a context of 100, and one request at a time."""
     stock = engines.get(pair["target"])

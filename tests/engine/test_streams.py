@@ -4,8 +4,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.conftest import triforce
-from tests.models import held_out_tokens
 from tests.outputs import assert_same_outputs, run, speculating
 
 pytestmark = pytest.mark.engine
@@ -17,18 +15,8 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
-def stock(engines, pair):
-    return engines.get(pair["target"])
-
-
-@pytest.fixture(scope="module")
-def llm(engines, pair):
-    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-
-
-@pytest.fixture(scope="module")
-def prompt(stock):
-    return held_out_tokens(stock.get_tokenizer(), 2000)[1000:]
+def prompt(text):
+    return text[1000:2000]
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
 import pytest
 
 from tests.models import PAIR
+from tests.parity.cases import CASES
 from tests.parity.checks import By
+from tests.parity.device import Device
 from tests.parity.models import Exact, make_models
+from tests.parity.running import make_job
 from tests.parity.stock import Stock
 
 
@@ -23,3 +26,21 @@ def parity_models(tmp_path_factory, gqa_pair):
 @pytest.fixture(scope="session")
 def by(engines) -> By:
     return By(Stock(engines), Exact())
+
+
+@pytest.fixture(scope="module")
+def jobs(request, parity_models, by) -> dict:
+    """The selected cases of this file, by name."""
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and not any(item.iter_markers("skip"))
+    ]
+    return {name: make_job(CASES[name], parity_models, by.stock) for name in names}
+
+
+@pytest.fixture(scope="module")
+def device(jobs, tmp_path_factory):
+    device = Device(list(jobs.values()), tmp_path_factory.mktemp("device"))
+    yield device
+    device.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
@@ -169,8 +170,6 @@ class _Inside:
     def engine(self, job: Job):
         from vllm.v1.sample.ops import topk_topp_sampler
 
-        from tests.v2.engine import worker_of
-
         # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
         topk_topp_sampler.HAS_TRITON = False
         llm = self._engines.get(job.target, job.triforce, **job.engine)
@@ -188,7 +187,7 @@ class _Inside:
             self._guard = HostMemoryGuard(worker._offload._memory._memory)
             self._watching.enter_context(self._guard.watching())
             if not worker.triforce.config.is_plain:
-                _check_pool(self._built(llm).proposer.level2._pool)
+                _check_pool(built(llm).proposer.level2._pool)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
@@ -206,14 +205,14 @@ class _Inside:
     def policy(self, llm) -> str:
         if self._speculator(llm).config.is_plain:
             return ""
-        return self._built(llm).proposer.level2.selections._policy.name
+        return built(llm).proposer.level2.selections._policy.name
 
     def held(self, llm) -> dict[str, int]:
         if self._speculator(llm).config.is_plain:
             return llm.collective_rpc("triforce_held_requests")[0]
-        built = self._built(llm)
+        parts = built(llm)
         held = llm.collective_rpc("triforce_held_requests")[0]
-        return {**held, "slots that are not free": built.num_slots - built.slots.num_free}
+        return {**held, "slots that are not free": parts.num_slots - parts.slots.num_free}
 
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
@@ -239,8 +238,7 @@ class _Inside:
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
         from vllm_triforce.core.eligibility import logger
 
-        built = self._built(llm)
-        proposer, rows = built.proposer, built.rows
+        proposer, rows = built(llm).proposer, built(llm).rows
         owner = proposer.level2._pass if level == 2 else proposer.level1._step_pass
         layer = owner._model.model.layers[2 if level == 2 else 0]
 
@@ -252,7 +250,7 @@ class _Inside:
         poison = Poison(owner._model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = scheduler_of(llm)
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "_model", poison),
@@ -277,9 +275,6 @@ class _Inside:
         from tests.v2.engine import speculator_of
 
         return speculator_of(llm)
-
-    def _built(self, llm):
-        return self._speculator(llm)._built
 
 
 def _plan_by_dice(speculator, seed: int) -> None:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.inside import worker_of
+
 
 @contextmanager
 def replaced(owner, name: str, value) -> Iterator:
@@ -72,7 +74,7 @@ class Poison:
 
 def are_finite(llm) -> bool:
     """Whether no layer's KV cache holds a NaN or an infinity."""
-    config = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.vllm_config
+    config = worker_of(llm).vllm_config
     layers = config.compilation_config.static_forward_context.values()
     caches = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
     assert caches

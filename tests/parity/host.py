@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tests.engine.test_level2 import built
+from tests.inside import built
 from tests.parity.disturbing import Poison, are_finite, replaced
 from tests.parity.running import Job, Seen, run
 

@@ -51,7 +51,6 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     )
     return {
         "pair": Model(*pair, held_out, has_tokenizer=True, adapters=of_pair),
-        "random": Model(*pair, _random(4096), has_tokenizer=True),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
         "eight": Model(eight, draft_of_eight, _random(8, least=0), adapters=of_eight),

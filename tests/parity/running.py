@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tests.inside import scheduler_of
 from tests.parity.cases import Case, Request
 from tests.parity.disturbing import watch
 from vllm_triforce.config.draft_sources import SOURCES
@@ -81,7 +82,7 @@ class Driver(Protocol):
 
 def run(job: Job, driver: Driver) -> Seen:
     llm = driver.engine(job)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     batches = []
     for number, requests in enumerate(job.rounds):
         kind = job.disturbance if number == 0 else ()
@@ -146,7 +147,7 @@ def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
 @contextmanager
 def _resetting(llm, *steps: int) -> Iterator[dict]:
     """Take the KV cache from all running requests before these steps, as for new weights."""
-    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
     original, said, number = engine.step, {"running": []}, 0
 
     def step():

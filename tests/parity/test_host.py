@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.cases import CASES, THOROUGH
+from tests.parity.cases import CASES, cases_of
 from tests.parity.checks import check_all
 from tests.parity.host import Host
 from tests.parity.running import make_job
@@ -10,15 +10,7 @@ from tests.parity.running import make_job
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH["host"]))
-        for name, case in CASES.items()
-        if "host" not in case.skip
-    ],
-)
+@pytest.mark.parametrize("name", cases_of("host"))
 def test_promise(engines, parity_models, by, name):
-    case = CASES[name]
-    job = make_job(case, parity_models, by.stock)
-    check_all(case, job, Host(engines).outcome(job), by)
+    job = make_job(CASES[name], parity_models, by.stock)
+    check_all(CASES[name], job, Host(engines).outcome(job), by)

@@ -128,9 +128,7 @@ class Worker:
             state.num_passes += state.num_passes > 0
             start = state.computed - accepted  # where the first new token stands
             stop = self.stops.get(name)
-            sampled.append(
-                [STOP if start + n == stop else TOKEN for n in range(accepted + 1)],
-            )
+            sampled.append([STOP if start + n == stop else TOKEN for n in range(accepted + 1)])
         full = machine.full_pass(tokens, contexts, num_prompt) + machine.beside
         full += machine.verifying * (num_drafts > 0)
         routes = self._propose(plan, set(emitting), step)

@@ -1,17 +1,24 @@
-"""What Model Runner V2 does in its own way; run by run_case.py, judged by test_runner_v2.py."""
+"""What Model Runner V2 does in its own way, judged by test_runner_v2.py.
+
+``python -m tests.v2.cases`` in ``v2_environment()``, with the models and prompts on stdin, prints
+what it saw as JSON.
+"""
 
 import dataclasses
 import gc
+import json
 import sys
 
 import torch
 
 from tests.generation import generate
-from tests.parity.cases import DRAFT, EIGHT, LOOKUP
+from tests.inside import built, scheduler_of, worker_of
+from tests.parity.cases import DRAFT, EIGHT
 from tests.parity.disturbing import watch
-from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler, worker_of
+from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
 
-NUM_TOKENS = 14
+NUM_TOKENS = 12
+MARKER = "RESULTS "
 
 
 def run(asked: dict) -> dict:
@@ -29,14 +36,10 @@ def run(asked: dict) -> dict:
     results["invented"] = _invented(llm, asked["third"][0][:321])
     del llm
     gc.collect()
-    llm = make_engine(target, LOOKUP)
-    results["lookup"] = _verified(llm, asked["mixed"])
-    del llm
-    gc.collect()
     llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
     at_start = llm.collective_rpc("triforce_measured")[0]
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
-    assert len(speculator_of(llm)._built.slots), "requests that have left still have slots"
+    assert len(built(llm).slots), "requests that have left still have slots"
     anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
     results["measured"] = {"at start": at_start, "anew": anew}
     del llm
@@ -78,20 +81,19 @@ def _verified(llm, prompts) -> dict:
 
 def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
-    speculator, (parts, share) = speculator_of(llm), worker_of(llm).extra_memory()
-    built = speculator._built
-    selections, draft = built.proposer.level2.selections, built.proposer.sources["draft_model"]
+    speculator, parts = speculator_of(llm), built(llm)
+    selections, draft = parts.proposer.level2.selections, parts.proposer.sources["draft_model"]
     layers = speculator.vllm_config.compilation_config.static_forward_context
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
     kept = {
-        "proposals' distributions": built.proposer.draft_logits.logits.nbytes,
+        "proposals' distributions": parts.proposer.draft_logits.logits.nbytes,
         "selections": selections.num_bytes - summaries,
-        "queries": built.recorder.queries.nbytes,
+        "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
         "the draft's distributions": draft._logits.nbytes,
     }
-    return {"reserved": [parts, share], "kept": [kept, summaries / kv_bytes]}
+    return {"reserved": list(worker_of(llm).extra_memory()), "kept": [kept, summaries / kv_bytes]}
 
 
 def _draft_layers(llm) -> dict:
@@ -109,7 +111,7 @@ def _sampled_beside_padding(llm, prompts) -> dict:
     """Most requests pass min_context on the way: what comes before is all padding."""
     limited = dataclasses.replace(speculator_of(llm).config, min_context=400)
     speculator_of(llm).config = limited
-    params = [dict(temperature=t, max_tokens=45) for t in (1.0, 1.0, 0.6, 1.0)]
+    params = [dict(temperature=t, max_tokens=36) for t in (1.0, 1.0, 0.6, 1.0)]
     with uninformed_scheduler(llm):
         outputs = _outputs(llm, prompts, params)
     return {
@@ -143,9 +145,9 @@ def _grammar(llm, prompts) -> dict:
         tokens = original(input_batch, *args, **kwargs)
         for row, name in enumerate(input_batch.req_ids):
             state = input_batch.idx_mapping_np[row]
-            length = int(speculator._built.proposer.num_proposed[state])
+            length = int(built(llm).proposer.num_proposed[state])
             if length and runner.sampler.sampling_states.temperature.np[state] > 0:
-                table = speculator._built.proposer.draft_logits
+                table = built(llm).proposer.draft_logits
                 probs = table.logits[table.slot_of_state[state], :length].float().softmax(-1)
                 own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
                 handed_up.setdefault(int(name.split("-")[0]), []).extend(own)
@@ -179,7 +181,7 @@ def _invented(llm, prompt) -> list[int]:
         return original(self, logits, draft_logits, draft_sampled, *rest)
 
     sampler._verify = verify
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     lookup, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, None
     try:
         _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=2, seed=1)])
@@ -187,3 +189,7 @@ def _invented(llm, prompt) -> list[int]:
         sampler._verify = original
         scheduler.dynamic_sd_lookup = lookup
     return steps[0]
+
+
+if __name__ == "__main__":
+    print(MARKER + json.dumps(run(json.load(sys.stdin))), flush=True)

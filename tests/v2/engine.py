@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+from tests.inside import worker_of
+
 
 def make_engine(model: str, triforce: dict | None = None, **arguments):
     """An engine in this process, small enough for Triton's interpreter."""
@@ -26,10 +28,6 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
     llm = LLM(model, speculative_config=keys or None, **{**defaults, **arguments})
     assert worker_of(llm).use_v2_model_runner
     return llm
-
-
-def worker_of(llm):
-    return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def speculator_of(llm):

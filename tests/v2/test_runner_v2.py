@@ -1,7 +1,7 @@
 """Promise: what Model Runner V2 does in its own way keeps what both runners promise.
 
 That promise itself is tests/parity's. Triton's interpreter must be in place before vLLM is
-imported, so the cases run in a process of their own (``run_case.py``), which reports JSON.
+imported, so the cases run in a process of their own (``cases.py``), which reports JSON.
 """
 
 import json
@@ -15,9 +15,8 @@ from tests.generation import generate
 from tests.models import PAIR, ROOT, held_out_tokens, make_llama
 from tests.parity.checks import LEAST_P_VALUE, p_values
 from tests.parity.models import Exact
-from tests.v2.cases import NUM_TOKENS
+from tests.v2.cases import MARKER, NUM_TOKENS
 from tests.v2.environment import needs_interpreter, v2_environment
-from tests.v2.run_case import MARKER
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_interpreter]
 
@@ -45,7 +44,7 @@ def asked(pair, tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def found(asked) -> dict:
     child = subprocess.run(
-        [sys.executable, "-m", "tests.v2.run_case"],
+        [sys.executable, "-m", "tests.v2.cases"],
         cwd=ROOT,
         env=v2_environment(),
         input=json.dumps(asked),
@@ -58,21 +57,19 @@ def found(asked) -> dict:
     return json.loads(line.removeprefix(MARKER))
 
 
-@pytest.mark.parametrize("level1", ["draft", "lookup"])
-def test_only_long_requests_are_verified(found, level1):
+def test_only_long_requests_are_verified(found):
     """What the scheduler is told after each step, for requests of 520, 90 and 400 tokens."""
-    long, short, middle = found[level1]["announced"]
+    long, short, middle = found["draft"]["announced"]
     assert 0 < long[0] <= 6 and 0 < middle[0] <= 6
     assert len(long) < NUM_TOKENS and len(middle) < NUM_TOKENS
     assert short == [0] * NUM_TOKENS
 
 
-@pytest.mark.parametrize("level1", ["draft", "lookup"])
-def test_padding_changes_no_greedy_token(engines, pair, asked, found, level1):
+def test_padding_changes_no_greedy_token(engines, pair, asked, found):
     """The full pass verifies six tokens of every request, proposed or not."""
     wanted = generate(engines.get(pair["target"]), asked["mixed"], max_tokens=NUM_TOKENS)
-    assert found[level1]["informed"] == wanted
-    assert found[level1]["padded"] == wanted
+    assert found["draft"]["informed"] == wanted
+    assert found["draft"]["padded"] == wanted
 
 
 def test_padding_changes_no_distribution(asked, found):

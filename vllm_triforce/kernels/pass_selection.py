@@ -56,8 +56,10 @@ class PassSelectionV2:
         device = block_tables.device
         self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
         """Greatest score, and sum of the exponentials, of each query and tile."""
-        shape = (rows.max_rows, self._num_kv_heads, self._num_tiles * _CHUNKS.value)
-        self._votes = torch.zeros(shape, dtype=torch.float32, device=device)
+        max_chunks = self._num_tiles * _CHUNKS.value
+        self._votes = torch.zeros(
+            rows.max_rows, self._num_kv_heads, max_chunks, dtype=torch.float32, device=device
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -250,7 +250,8 @@ def outer_test_rows(
     num_owners = num_slots + len(temperature)
     owners_and_places = torch.empty(2, num_logits, dtype=states.dtype, device=states.device)
     rows = OuterTestRows(
-        *owners_and_places,
+        owners_and_places[0],
+        owners_and_places[1],
         torch.empty_like(draft_tokens),
         torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
         torch.empty(num_owners, dtype=seeds.dtype, device=states.device),

@@ -63,15 +63,14 @@ class SelectionsV2:
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
         }
-        shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._selected: torch.Tensor | None = None
+        num_slots = 0 if config.selects_in_pass else rows.max_rows
+        shape = (num_slots, num_layers, num_kv_heads, self.max_selected)
+        self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
+        tables_shape = (num_layers, rows.max_rows * num_kv_heads, self.width)
+        self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
         self.in_pass: PassSelectionV2 | None = None
         """Set where the layers select inside level 2's passes."""
-        if not config.selects_in_pass:
-            shape = (rows.max_rows, num_layers, num_kv_heads, self.max_selected)
-            self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
-        else:
+        if config.selects_in_pass:
             self.in_pass = PassSelectionV2(
                 self.summaries[Summary.MEAN],
                 rows,
@@ -85,8 +84,8 @@ class SelectionsV2:
     @property
     def num_bytes(self) -> int:
         summary_bytes = sum(summaries.num_bytes for summaries in self.summaries.values())
-        own = self._selected.nbytes if self.in_pass is None else self.in_pass.num_bytes
-        return summary_bytes + own + self.tables.nbytes
+        pass_bytes = 0 if self.in_pass is None else self.in_pass.num_bytes
+        return summary_bytes + self._selected.nbytes + pass_bytes + self.tables.nbytes
 
     def schedule_refresh(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """Age the slots' selections by a proposal, and say which are due.
@@ -126,7 +125,8 @@ class SelectionsV2:
             if due_rows:
                 self._refresh_rows(batch, table, slots, due_rows, kind)
         head_strides = self._attention.head_strides()
-        build_sparse_tables(self.tables, self._selected, self._rows, table, head_strides)
+        selected = self._selected if self.in_pass is None else None
+        build_sparse_tables(self.tables, selected, self._rows, table, head_strides)
 
     def _refresh_rows(
         self, batch: BatchV2, table, slots: list[Slot], due_rows: list[int], kind: Refresh
@@ -152,7 +152,7 @@ class SelectionsV2:
                     self._rows.last_newly_full[rows],
                     max(self._max_newly_full(slots[row], kind) for row in part),
                 )
-            if self._selected is not None:
+            if self.in_pass is None:
                 self._selected[slot_indices] = self._select(batch, tables, rows, max_chunks)
 
     def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:

@@ -1,12 +1,13 @@
-"""Engines of the hunt, stock and with TriForce, in this process."""
+"""Engines of the fuzzer, stock and with TriForce, in this process."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tests.hunt.models import adapter_of, draft_of, target_of
-from tests.hunt.settings import MAX_MODEL_LEN
+from tests.fuzz.models import adapter_of, draft_of, target_of
+from tests.fuzz.settings import MAX_MODEL_LEN
+from tests.inside import scheduler_of
 from tests.one_process import allow_many_engines
 from tests.parity.disturbing import replaced
 
@@ -89,11 +90,3 @@ def grammars_by(llm, backend: str) -> Iterator[None]:
         yield
     finally:
         config.backend, manager.backend = before, None
-
-
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def worker_of(llm):
-    return llm.llm_engine.model_executor.driver_worker.worker

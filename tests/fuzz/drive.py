@@ -3,8 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from tests.hunt.engines import adapters, scheduler_of
-from tests.hunt.models import tokens_of
+from tests.fuzz.engines import adapters
+from tests.fuzz.models import tokens_of
+from tests.inside import scheduler_of
 
 MAX_STEPS = 4000
 # As long as nothing can run, as while a grammar is compiled, steps are empty and take no time.

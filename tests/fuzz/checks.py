@@ -1,9 +1,9 @@
 """What must hold of every stream, whatever came out."""
 
-from tests.hunt.drive import Answer, drive
-from tests.hunt.engines import scheduler_of, worker_of
-from tests.hunt.models import tokens_of
-from tests.hunt.settings import MAX_MODEL_LEN
+from tests.fuzz.drive import Answer, drive
+from tests.fuzz.models import tokens_of
+from tests.fuzz.settings import MAX_MODEL_LEN
+from tests.inside import scheduler_of, worker_of
 
 
 def badly_answered(model: str, stream: list[dict], answers: list[Answer]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A short hunt finds nothing, and would have found a fault that was there once.
+"""A short run of the fuzzer finds nothing, and would have found a fault that was there once.
 
 Power, measured with the fault of ``power.py`` put back: what is handed to the rejection sampler
 gives it away in the first stream; the tokens alone, of about 200 sampled ones a stream, in the
@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from tests.hunt.__main__ import ROOT, v2_environment
-from tests.hunt.distribution import Distribution
-from tests.models import PAIR
+from tests.fuzz.distribution import Distribution
+from tests.models import PAIR, ROOT
+from tests.v2.environment import needs_interpreter, v2_environment
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,8 +30,8 @@ LEAST_P_VALUE = 1e-5
 
 @pytest.fixture(scope="module")
 def running():
-    from tests.hunt.hunt import Running
-    from tests.hunt.power import SETTINGS
+    from tests.fuzz.judge import Running
+    from tests.fuzz.power import SETTINGS
 
     started = Running(SETTINGS)
     yield started
@@ -39,7 +39,7 @@ def running():
 
 
 def test_the_fault_is_caught_at_the_boundary(running):
-    from tests.hunt.power import fault, streams_until_caught
+    from tests.fuzz.power import fault, streams_until_caught
 
     with fault(True):
         caught, _ = streams_until_caught(running, 0, 3, LEAST_P_VALUE, watches_boundary=True)
@@ -48,28 +48,28 @@ def test_the_fault_is_caught_at_the_boundary(running):
 
 @pytest.mark.thorough
 def test_the_fault_is_caught_by_the_distribution(running):
-    from tests.hunt.power import fault, streams_until_caught
+    from tests.fuzz.power import fault, streams_until_caught
 
     with fault(True, memory_behind=True):
-        caught, hunt = streams_until_caught(
+        caught, judge = streams_until_caught(
             running, 0, MOST_STREAMS, LEAST_P_VALUE, watches_boundary=False
         )
-    assert caught, hunt.distribution.pools["without seed"].p_values()
+    assert caught, judge.distribution.pools["without seed"].p_values()
 
 
 def test_without_the_fault_nothing_is_caught(running):
-    from tests.hunt.power import fault, streams_until_caught
+    from tests.fuzz.power import fault, streams_until_caught
 
     with fault(False):
-        caught, hunt = streams_until_caught(running, 1, 8, LEAST_P_VALUE, watches_boundary=True)
-    assert caught is None, hunt.distribution.pools["without seed"].p_values()
+        caught, judge = streams_until_caught(running, 1, 5, LEAST_P_VALUE, watches_boundary=True)
+    assert caught is None, judge.distribution.pools["without seed"].p_values()
 
 
 def test_a_grammar_that_takes_its_time_is_no_fault(running, monkeypatch):
     """Until it is compiled, in a thread, thousands of steps may pass in which nothing runs."""
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from tests.hunt.drive import drive
+    from tests.fuzz.drive import drive
 
     compile_grammar = StructuredOutputManager._create_grammar
 
@@ -84,10 +84,10 @@ def test_a_grammar_that_takes_its_time_is_no_fault(running, monkeypatch):
     assert answer.num_finished == 1
 
 
-def hunted(runner: str, num_streams: int) -> dict:
-    """The report of a short hunt with one engine in a process of its own."""
+def fuzzed(runner: str, num_streams: int) -> dict:
+    """The report of a short run with one engine in a process of its own."""
     environment = v2_environment() if runner == "v2" else {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.hunt", "--runner", runner, "--shrink-seconds", "0"]
+    command = [sys.executable, "-m", "tests.fuzz", "--runner", runner, "--shrink-seconds", "0"]
     command += ["--minutes", "9", "--most-engines", "1", "--per-engine", str(num_streams)]
     child = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
@@ -100,21 +100,20 @@ def hunted(runner: str, num_streams: int) -> dict:
     return report
 
 
-def test_short_hunt():
-    assert hunted("v1", 6)["streams driven"] == 6
+def test_short_run():
+    assert fuzzed("v1", 5)["streams driven"] == 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter runs on Linux")
-def test_short_hunt_on_runner_v2():
-    pytest.importorskip("triton")
-    assert hunted("v2", 1)["streams driven"] == 1
+@needs_interpreter
+def test_short_run_on_runner_v2():
+    assert fuzzed("v2", 1)["streams driven"] == 1
 
 
 def test_an_excluded_token_is_found():
     """The distribution's own check: a token that top-k leaves out, and one that it does not."""
-    from tests.hunt.distribution import target_logits
-    from tests.hunt.drive import Answer, Choice
-    from tests.hunt.models import tokens_of
+    from tests.fuzz.distribution import target_logits
+    from tests.fuzz.drive import Answer, Choice
+    from tests.fuzz.models import tokens_of
 
     prompt = {"kind": "text", "start": 3, "length": 40}
     logits = target_logits("small", tokens_of("small", prompt), [5])[0]

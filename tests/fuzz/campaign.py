@@ -1,4 +1,4 @@
-"""The hunt itself: hypothesis draws settings, then streams for an engine with them."""
+"""Run random streams through random engines, both drawn by hypothesis."""
 
 import copy
 import json
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 
-from tests.hunt.hunt import Fault, Hunt, Running
-from tests.hunt.replay import script
-from tests.hunt.settings import settings as settings_strategy
-from tests.hunt.shrink import shrink
-from tests.hunt.streams import streams as streams_strategy
+from tests.fuzz.judge import Fault, Judge, Running
+from tests.fuzz.replay import script
+from tests.fuzz.settings import settings as settings_strategy
+from tests.fuzz.shrink import shrink
+from tests.fuzz.streams import streams as streams_strategy
 
 STREAMS_PER_ENGINE = 25
 SHRINK_SECONDS = 60
@@ -29,13 +29,13 @@ class Found:
 
     fault: Fault
     first_stream: int
-    remaining_setup_s: float
+    after_s: float
     script: str
     times: int = 1
 
 
 class Campaign:
-    """Hunts until a deadline, or until so many engines.
+    """Fuzz until a deadline or a number of engines.
 
     Args:
         runner: "v1" or "v2"; for v2 this process must have been started for it.
@@ -52,16 +52,16 @@ class Campaign:
         log=sys.stderr.write,
     ) -> None:
         self.runner, self.number, self._is_control = runner, number, is_control
-        self.hunt = Hunt()
+        self.judge = Judge()
         self.found: dict[str, Found] = {}
         self.engines: list[dict] = []
         self.refused: list[str] = []
         self._shrink_seconds, self._log = shrink_seconds, log
         self._begun = time.monotonic()
-        self._hunted = 0.0
+        self._checked_s = 0.0
 
     def run(self, seconds: float, per_engine: int = STREAMS_PER_ENGINE, most: int = 10**6) -> None:
-        """Hunts; shrinking what is found counts."""
+        """Fuzz; the time includes shrinking."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(self.engines) < most:
             for chosen in self._drawn(settings_strategy(self.runner), 8):
@@ -76,17 +76,17 @@ class Campaign:
         running = self._start(chosen)
         if running is None:
             return
-        before = copy.deepcopy(self.hunt.distribution.pools)
+        before = copy.deepcopy(self.judge.distribution.pools)
         for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
-            if self.hunt.counts["driven"] and time.monotonic() > deadline:
+            if self.judge.counts["driven"] and time.monotonic() > deadline:
                 break
             if running is None:
                 running = self._start(chosen)
-            stream_seed = self.number * 1_000_000 + self.hunt.counts["driven"]
-            self.hunt.counts["driven"] += 1
+            stream_seed = self.number * 1_000_000 + self.judge.counts["driven"]
+            self.judge.counts["driven"] += 1
             begun = time.monotonic()
-            faults = self.hunt.judge(running, stream, stream_seed)
-            self._hunted += time.monotonic() - begun
+            faults = self.judge.check(running, stream, stream_seed)
+            self._checked_s += time.monotonic() - begun
             is_new = any(fault.kind not in self.found for fault in faults)
             if any(fault.ends_engine for fault in faults) or (is_new and self._shrink_seconds):
                 # Shrinking starts engines, and ending those takes the process groups from others.
@@ -96,14 +96,14 @@ class Campaign:
                 self._keep(chosen, stream, stream_seed, fault)
         if running is not None:
             running.end()
-        for name, pool in self.hunt.distribution.pools.items():
+        for name, pool in self.judge.distribution.pools.items():
             if pool.p_value() < LEAST_P_VALUE:
                 fault = Fault("distribution", f"{name}: {pool.p_values()}")
                 self._keep(chosen, [], 0, fault)
             own = pool.since(before[name])
             if own.p_value() < UNUSUAL_P_VALUE:
                 self._log(f"unusual, {name}: {own.p_values()} with {json.dumps(chosen)}\n")
-        self._log(f"{len(self.engines)} engines, {self.hunt.counts['driven']} streams\n")
+        self._log(f"{len(self.engines)} engines, {self.judge.counts['driven']} streams\n")
 
     def _start(self, chosen: dict) -> Running | None:
         try:
@@ -117,7 +117,7 @@ class Campaign:
         if fault.kind in self.found:
             self.found[fault.kind].times += 1
             return
-        number, seconds = self.hunt.counts["driven"], time.monotonic() - self._begun
+        number, seconds = self.judge.counts["driven"], time.monotonic() - self._begun
         self._log(f"stream {number}: {fault.check}: {fault.what}\n")
         self.found[fault.kind] = entry = Found(fault, number, seconds, "")
         if stream and self._shrink_seconds:
@@ -131,7 +131,7 @@ class Campaign:
         def fails(candidate: list[dict]) -> bool:
             if not held:
                 held.append(Running(chosen))
-            faults = self.hunt.judge(held[0], candidate, stream_seed, pools=False)
+            faults = self.judge.check(held[0], candidate, stream_seed, pools=False)
             if any(f.ends_engine for f in faults):
                 held.pop().end()
             return any(f.kind == fault.kind for f in faults)
@@ -162,22 +162,22 @@ class Campaign:
 
     def report(self) -> dict:
         """What was tried, and what was found."""
-        hunt, seconds = self.hunt, time.monotonic() - self._begun
-        pools = hunt.distribution.pools
+        judge, seconds = self.judge, time.monotonic() - self._begun
+        pools = judge.distribution.pools
         return {
             "runner": self.runner,
             "seconds": round(seconds),
             "engines": len(self.engines),
             "engines that did not start": self.refused,
-            "streams driven": hunt.counts["driven"],
+            "streams driven": judge.counts["driven"],
             "streams a minute, engine starts and shrinking left out": round(
-                60 * hunt.counts["driven"] / max(self._hunted, 1e-9)
+                60 * judge.counts["driven"] / max(self._checked_s, 1e-9)
             ),
-            "requests": hunt.counts["requests"],
-            "left by the client": hunt.counts["aborted"],
-            "tokens": hunt.counts["tokens"],
-            "greedy answers compared": hunt.stock.num_compared,
-            "of which part at a tie": hunt.stock.num_ties,
+            "requests": judge.counts["requests"],
+            "left by the client": judge.counts["aborted"],
+            "tokens": judge.counts["tokens"],
+            "greedy answers compared": judge.stock.num_compared,
+            "of which part at a tie": judge.stock.num_ties,
             "sampled tokens pooled": {name: pool.num_tokens for name, pool in pools.items()},
             "p-values": {name: pool.p_values() for name, pool in pools.items()},
             "settings tried": _tally(self.engines),
@@ -185,7 +185,7 @@ class Campaign:
                 kind: {
                     "streams": found.times,
                     "first after streams": found.first_stream,
-                    "first after seconds": round(found.remaining_setup_s),
+                    "first after seconds": round(found.after_s),
                     "what": found.fault.what,
                 }
                 for kind, found in self.found.items()

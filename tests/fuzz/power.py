@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from tests.hunt.hunt import Hunt, Running
+from tests.fuzz.judge import Judge, Running
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 
 SETTINGS = {
@@ -90,12 +90,12 @@ def fault(is_there: bool, memory_behind: bool = False):
 
 def streams_until_caught(
     running: Running, number: int, most: int, least_p_value: float, watches_boundary: bool
-) -> tuple[int | None, Hunt]:
+) -> tuple[int | None, Judge]:
     """Streams until a check other than greedy ones says that something is wrong."""
-    hunt = Hunt(watches_boundary=watches_boundary, compares_greedy=False)
+    judge = Judge(watches_boundary=watches_boundary, compares_greedy=False)
     for i in range(most):
-        faults = hunt.judge(running, mixed_stream(number * most + i), number * most + i)
-        unseeded = hunt.distribution.pools["without seed"]
+        faults = judge.check(running, mixed_stream(number * most + i), number * most + i)
+        unseeded = judge.distribution.pools["without seed"]
         if faults or unseeded.p_value() < least_p_value:
-            return i + 1, hunt
-    return None, hunt
+            return i + 1, judge
+    return None, judge

@@ -1,6 +1,6 @@
-"""A hunt for faults: random engines, random streams of requests, stock vLLM beside them.
+"""A fuzzer: random engines, random streams of requests, stock vLLM beside them.
 
-``python -m tests.hunt --minutes 10``; CONTRIBUTING.md says what it checks and what it prints.
+``python -m tests.fuzz --minutes 10``; CONTRIBUTING.md says what it checks and what it prints.
 """
 
 import os

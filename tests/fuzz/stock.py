@@ -3,10 +3,10 @@
 import math
 from contextlib import nullcontext
 
+from tests.fuzz.drive import Answer, sampling_params
+from tests.fuzz.engines import adapters, grammars_by, start_stock
+from tests.fuzz.models import tokens_of
 from tests.generation import NOISE
-from tests.hunt.drive import Answer, sampling_params
-from tests.hunt.engines import adapters, grammars_by, start_stock
-from tests.hunt.models import tokens_of
 from tests.outputs import assert_close_tables
 
 

@@ -1,4 +1,4 @@
-"""The two pairs of models that are hunted with, and prompts for them.
+"""The fuzzer's two pairs of models and prompts for them.
 
 ``pair`` is the embedded one: real text, real acceptance. ``small`` is random with a vocabulary of
 one token per character, so that what should come out is cheap to know, grammars included.
@@ -23,7 +23,7 @@ ECHO_TOKENS = 23
 
 @functools.cache
 def _folder() -> Path:
-    holder = tempfile.TemporaryDirectory(prefix="hunt-models-")
+    holder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
     _folder.holder = holder  # removed when the process ends
     return Path(holder.name)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.calibration import chi_square_tail
-from tests.hunt.drive import Answer
-from tests.hunt.models import target_of, token_of_character, tokens_of
-from tests.hunt.streams import END
+from tests.fuzz.drive import Answer
+from tests.fuzz.models import target_of, token_of_character, tokens_of
+from tests.fuzz.streams import END
 from tests.penalties import penalized
 
 # How far rounding may move a probability that a parameter cuts at.

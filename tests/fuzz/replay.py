@@ -1,23 +1,23 @@
-"""Runs a stream that was found, from the script that the hunt printed."""
+"""Runs a stream that was found, from the script that the fuzzer printed."""
 
 import pprint
 
-from tests.hunt.hunt import Fault, Hunt, Running
+from tests.fuzz.judge import Fault, Judge, Running
 
 
 def replay(settings: dict, stream: list[dict], seed: int = 0, times: int = 1) -> list[Fault]:
     """Drives a stream through a fresh engine and prints what is wrong with it.
 
     Args:
-        settings: of the engine, as tests/hunt/settings.py makes them.
-        stream: requests, as tests/hunt/streams.py makes them.
+        settings: of the engine, as tests/fuzz/settings.py makes them.
+        stream: requests, as tests/fuzz/streams.py makes them.
         times: how often, on the same engine; a chooser that goes by measured times may need more.
     """
-    running, hunt = Running(settings), Hunt()
+    running, judge = Running(settings), Judge()
     faults: list[Fault] = []
     for number in range(times):
         if not any(fault.ends_engine for fault in faults):
-            faults += hunt.judge(running, stream, seed + number)
+            faults += judge.check(running, stream, seed + number)
     running.end()
     for fault in faults or ["nothing is wrong"]:
         print(fault)
@@ -31,7 +31,7 @@ def script(settings: dict, stream: list[dict], seed: int, fault: Fault, runner: 
         run = f"{V2_ENVIRONMENT} python SCRIPT"
     return (
         f'"""{fault.kind}; from the repository: {run}"""\n\n'
-        "from tests.hunt.replay import replay\n\n"
+        "from tests.fuzz.replay import replay\n\n"
         f"settings = {pprint.pformat(settings, sort_dicts=False)}\n"
         f"stream = {pprint.pformat(stream, sort_dicts=False, width=100)}\n"
         f"replay(settings, stream, seed={seed}, times=3)\n"

@@ -1,25 +1,13 @@
-"""``python -m tests.hunt --minutes 10``: hunts, prints what it finds and then what it tried."""
+"""``python -m tests.fuzz --minutes 10``: print each fault, then a summary."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-def v2_environment() -> dict[str, str]:
-    """Model Runner V2 under Triton's interpreter, which must be there before vLLM is imported."""
-    support = [str(ROOT / "tests" / "v2" / "support"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, support)),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+from tests.models import ROOT
+from tests.v2.environment import v2_environment
 
 
 def main() -> int:
@@ -35,9 +23,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.runner == "v2" and os.environ.get("TRITON_INTERPRET") != "1":
-        again = [sys.executable, "-m", "tests.hunt", *sys.argv[1:]]
+        again = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
         return subprocess.call(again, env=v2_environment(), cwd=ROOT)
-    from tests.hunt.campaign import STREAMS_PER_ENGINE, Campaign
+    from tests.fuzz.campaign import STREAMS_PER_ENGINE, Campaign
 
     campaign = Campaign(args.runner, args.seed, args.shrink_seconds, args.control)
     per_engine = args.per_engine or STREAMS_PER_ENGINE

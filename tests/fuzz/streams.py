@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from tests.hunt.models import CHARACTERS, CORPUS_TOKENS, EOS, VOCAB_SIZE
-from tests.hunt.settings import MAX_MODEL_LEN, MAX_TOKENS, may_have_seeds
+from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, EOS, VOCAB_SIZE
+from tests.fuzz.settings import MAX_MODEL_LEN, MAX_TOKENS, may_have_seeds
 
 VOCAB = {"pair": 4096, "small": VOCAB_SIZE}
 END = {"pair": 2, "small": EOS}

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.hunt import engines
-from tests.hunt.boundary import BoundaryWatch
-from tests.hunt.checks import badly_answered, kept
-from tests.hunt.distribution import Distribution
-from tests.hunt.drive import drive
-from tests.hunt.stock import Stock
+from tests.fuzz import engines
+from tests.fuzz.boundary import BoundaryWatch
+from tests.fuzz.checks import badly_answered, kept
+from tests.fuzz.distribution import Distribution
+from tests.fuzz.drive import drive
+from tests.fuzz.stock import Stock
+from tests.inside import worker_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Running:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.llm = engines.start(settings)
-        runner = engines.worker_of(self.llm).model_runner
+        runner = worker_of(self.llm).model_runner
         # Model Runner V2 has no such boundary: it reads draft logits from a buffer of its own.
         is_v1 = hasattr(runner, "drafter")
         self.watch = BoundaryWatch(runner) if is_v1 else None
@@ -49,7 +50,7 @@ class Running:
 
 
 @dataclass
-class Hunt:
+class Judge:
     """Figures and pools of a whole run."""
 
     stock: Stock = field(default_factory=Stock)
@@ -58,7 +59,7 @@ class Hunt:
     watches_boundary: bool = True
     compares_greedy: bool = True
 
-    def judge(self, running: Running, stream: list[dict], seed: int, pools: bool = True):
+    def check(self, running: Running, stream: list[dict], seed: int, pools: bool = True):
         """Drives one stream and checks it.
 
         Args:

@@ -1,0 +1,25 @@
+"""Fixtures of most files here; a file with settings of its own defines its own ``llm``."""
+
+import pytest
+
+from tests.conftest import triforce
+from tests.models import PAIR, held_out_tokens
+
+
+@pytest.fixture(scope="module")
+def stock(engines, pair):
+    return engines.get(pair["target"])
+
+
+@pytest.fixture(scope="module")
+def llm(engines, pair):
+    return engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
+
+
+@pytest.fixture(scope="session")
+def text() -> list[int]:
+    from transformers import AutoTokenizer
+
+    if not (PAIR / "target").exists():
+        pytest.skip(f"no model pair in {PAIR}")
+    return held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 12000)

@@ -1,0 +1,44 @@
+"""Insides of an engine in this process, for tests that look at them or change them."""
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def built(llm):
+    """What our worker has put together once the models are loaded."""
+    return worker_of(llm).triforce._built
+
+
+def controller_of(llm):
+    return built(llm).speculator.controller
+
+
+def attention_layers_of(llm) -> list:
+    """The target's layers that level 2 of Runner V1 retrieves for."""
+    return built(llm).speculator.level2._attention._layers
+
+
+def drive(llm, arrivals: dict[int, list]) -> dict:
+    """Step an engine until all requests have ended.
+
+    Args:
+        arrivals: by step, (name, prompt, parameters) of the requests that come, or with a priority.
+
+    Returns:
+        The last output of each request, by name.
+    """
+    engine, found, count = llm.llm_engine, {}, sum(map(len, arrivals.values()))
+    for step in range(3000):
+        for name, prompt, params, *priority in arrivals.get(step, ()):
+            engine.add_request(
+                name, {"prompt_token_ids": prompt}, params, priority=priority[0] if priority else 0
+            )
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+        if len(found) == count:
+            return found
+    raise AssertionError(f"unfinished after 3,000 steps: {count - len(found)} requests")
