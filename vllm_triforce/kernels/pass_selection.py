@@ -152,10 +152,9 @@ def _tile_scores(
     query_mask = votes[:, None] & (dims[None, :] < HEAD_DIM)
     query_ptrs = query_ptr + place[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(query_ptrs, mask=query_mask, other=0.0)
-    if query.dtype.primitive_bitwidth == 8:
-        query = query.to(tl.float32)
-    # int8 numbers are exact in bfloat16 and float16.
-    scores = tl.dot(query, means.to(query.dtype), input_precision="ieee")
+    # int8 numbers are exact in float16. A query beyond its range has no vote.
+    dtype: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.float16
+    scores = tl.dot(query.to(dtype), means.to(dtype), input_precision="ieee")
     scales = tl.load(scales_ptr + places, mask=is_candidate, other=0.0)
     scores = scores * (scales * HEAD_DIM**-0.5)[None, :]
     return tl.where(is_candidate[None, :], scores, float("-inf")), votes

@@ -1,0 +1,99 @@
+"""Selection inside level 2's pass equals the votes of each row's own queries, spelled out."""
+
+import pytest
+import torch
+
+from tests.kernels.device import DEVICE, needs_triton
+
+if needs_triton.mark.args[0]:
+    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
+
+from tests.kernels.tensors import some_rows
+from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.kernels.pass_selection import PassSelectionV2
+
+LAYERS, BLOCKS, WIDTH = 2, 300, 9
+# Chunks before the tail: more than a tile, one more than is selected, as many, and none.
+TAILS, NUM_SELECTED = [150, 6, 5, 0], [5, 5, 5, 0]
+STRIDES = (8, 1)
+
+
+def votes_of(queries: torch.Tensor, means: torch.Tensor) -> torch.Tensor:  # [num_chunks]
+    """Votes of queries [num_queries, head_dim] for means [num_chunks, head_dim]."""
+    scores = queries.float() @ means.t() * queries.shape[-1] ** -0.5
+    return scores.softmax(-1).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "group", "dim", "dtype"),
+    [
+        (1, 1, 64, torch.float32),
+        (3, 4, 80, torch.float32),
+        (5, 3, 64, torch.float32),
+        (3, 8, 128, torch.bfloat16),
+    ],
+)
+def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim, dtype):
+    torch.manual_seed(0)
+    kv_heads, num_rows = 2, len(TAILS)
+    means = QuantizedSummaries.allocate((LAYERS, kv_heads, BLOCKS, dim), DEVICE)
+    for layer in range(LAYERS):
+        vectors = torch.randn(kv_heads, BLOCKS, dim, device=DEVICE)
+        means.write(layer, torch.arange(BLOCKS, device=DEVICE), vectors)
+    num_drafted = [query_len - 1, 0, query_len - 1, 0]
+    rows = some_rows(
+        num_rows,
+        gamma=query_len,
+        tail=TAILS,
+        num_selected=NUM_SELECTED,
+        num_drafted=num_drafted,
+    )
+    # The last row is not in use.
+    tables = torch.stack([torch.randperm(BLOCKS)[:155] for _ in range(rows.max_rows)])
+    shape = (LAYERS, rows.max_rows * kv_heads, WIDTH)
+    sparse_tables = torch.full(shape, -1, dtype=torch.int32, device=DEVICE)
+    block_tables = tables.to(torch.int32).to(DEVICE)
+    selection = PassSelectionV2(
+        means, rows, block_tables, sparse_tables, kv_heads * group, query_len, STRIDES
+    )
+    per_block, per_head = STRIDES
+    for turn in range(2):  # buffers are used again
+        for layer in range(LAYERS):
+            shape = (num_rows * query_len, kv_heads * group, dim)
+            query = torch.randn(shape, device=DEVICE).to(dtype)
+            selection.select(layer, query)
+            by_row = query.cpu().view(num_rows, query_len, kv_heads, group, dim)
+            for row, (tail, num_selected) in enumerate(zip(TAILS, NUM_SELECTED)):
+                for head in range(kv_heads):
+                    own = sparse_tables[layer, row * kv_heads + head].cpu()
+                    if tail <= num_selected:
+                        assert (own == -1).all(), "level 2 reads all of its context"
+                        continue
+                    candidates = tables[row, 1:tail]
+                    queries = by_row[row, : num_drafted[row] + 1, head].flatten(0, 1)
+                    keys = means.dequantize(candidates.to(DEVICE))[layer, head].cpu()
+                    votes = votes_of(queries, keys)
+                    written = own[1:num_selected] - head * per_head
+                    blocks = written // per_block
+                    assert torch.equal(blocks * per_block, written)
+                    index = {int(block): i for i, block in enumerate(candidates)}
+                    chosen = [index[int(block)] for block in blocks]
+                    assert len(set(chosen)) == num_selected - 1
+                    left_out = votes.clone()
+                    left_out[chosen] = -1
+                    assert votes[chosen].min() >= left_out.max() * (1 - 2e-3)
+                    assert own[0] == -1 and (own[num_selected:] == -1).all()
+    assert (sparse_tables[:, num_rows * kv_heads :] == -1).all()
+
+
+def test_equal_votes_and_nan_select_as_many_blocks_as_there_is_room_for():
+    kv_heads, dim = 1, 64
+    means = QuantizedSummaries.allocate((1, kv_heads, BLOCKS, dim), DEVICE)
+    rows = some_rows(2, gamma=1, tail=[100, 100], num_selected=[5, 5], num_drafted=[0, 0])
+    tables = torch.arange(BLOCKS, dtype=torch.int32, device=DEVICE).expand(3, -1).contiguous()
+    sparse = torch.full((1, 3, WIDTH), -1, dtype=torch.int32, device=DEVICE)
+    selection = PassSelectionV2(means, rows, tables, sparse, 2, 1, (1, 0))
+    query = torch.ones(2, 2, dim, device=DEVICE)
+    query[1] = torch.nan
+    selection.select(0, query)
+    assert sparse[0, :2, 1:5].tolist() == [[1, 2, 3, 4]] * 2
