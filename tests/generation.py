@@ -19,11 +19,7 @@ NOISE = 2e-4
 
 
 def assert_same_tokens(
-    stock,
-    prompt: list[int],
-    wanted: list[int],
-    found: list[int],
-    noise: float = NOISE,
+    stock, prompt: list[int], wanted: list[int], found: list[int], noise: float = NOISE
 ) -> bool:
     """Token identity, or proof that stock vLLM itself is undecided where they part.
 

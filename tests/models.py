@@ -177,10 +177,7 @@ _TINY = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
-_WINDOWS = dict(
-    sliding_window=64,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-)
+_WINDOWS = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),

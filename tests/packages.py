@@ -24,11 +24,7 @@ BROKEN = {
 
 
 def put_project(
-    parent: Path,
-    name: str,
-    entry_points: dict[str, str],
-    module: str = POLICY,
-    group: str = GROUP,
+    parent: Path, name: str, entry_points: dict[str, str], module: str = POLICY, group: str = GROUP
 ) -> Path:
     """The folder that has to be on the path."""
     folder = parent / name

@@ -3,11 +3,7 @@
 import torch
 
 from tests.kernels.device import DEVICE
-from vllm_triforce.kernels.distributions import (
-    Distributions,
-    LevelLogits,
-    SamplingParameters,
-)
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits, SamplingParameters
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounter

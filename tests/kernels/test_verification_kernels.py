@@ -168,10 +168,7 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         seeds=seeds,
     )
     draw_drafts(
-        rows,
-        1,
-        level_logits(logits, temperature),
-        ExponentialSampler(num_rows, vocab_size, DEVICE),
+        rows, 1, level_logits(logits, temperature), ExponentialSampler(num_rows, vocab_size, DEVICE)
     )
     own, begins = token_positions.to(DEVICE, torch.int32), rows.computed[:num_rows]
     _, _, delays = probe(seeds.to(DEVICE), begins, own, vocab_size)
@@ -292,14 +289,7 @@ def test_a_proposal_ends_with_its_last_round():
     """The first has two more rounds, the second none behind this one."""
     target = torch.full((2, 3, 9), -50.0)
     target[..., 4] = 50
-    rows = some_rows(
-        2,
-        gamma=2,
-        room=6,
-        rounds_left=[3, 1],
-        drafted=4,
-        num_drafted=1,
-    )
+    rows = some_rows(2, gamma=2, room=6, rounds_left=[3, 1], drafted=4, num_drafted=1)
     arguments = (
         rows,
         level_logits(target, None),

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller import (
-    PLAIN,
-    Candidate,
-    Choice,
-    Controller,
-    CostModel,
-    StepTime,
-)
+from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.acceptance import Acceptance, Rate, expected_by_length
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
@@ -38,10 +31,7 @@ SOURCES = [
 # A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
 LONG_PAYS = Measurements(
     full_by_rows=[(1, 0.010), (16, 0.0105), (128, 0.014)],
-    full_by_tokens=[
-        (1, [(16, 0.010), (100_000, 0.040)]),
-        (17, [(16, 0.011), (100_000, 0.048)]),
-    ],
+    full_by_tokens=[(1, [(16, 0.010), (100_000, 0.040)]), (17, [(16, 0.011), (100_000, 0.048)])],
     level2_by_tokens=[(1, 0.0105), (17, 0.012)],
     level2_per_row=0.0005,
     draft=0.0005,
@@ -679,10 +669,7 @@ def test_as_fast_as_the_best_fixed_setting(level2, draft):
 # An 8B model whose KV lies in host memory: 12 GB cross PCIe for each full pass at 100,000 tokens.
 OVER_HOST = Measurements(
     full_by_rows=[(1, 0.018), (16, 0.019), (128, 0.025)],
-    full_by_tokens=[
-        (1, [(16, 0.018), (100_000, 0.470)]),
-        (33, [(16, 0.020), (100_000, 0.480)]),
-    ],
+    full_by_tokens=[(1, [(16, 0.018), (100_000, 0.470)]), (33, [(16, 0.020), (100_000, 0.480)])],
     level2_by_tokens=[(1, 0.019), (5, 0.0195)],
     level2_per_row=0.0005,
     draft=0.001,

@@ -185,11 +185,7 @@ def test_what_is_wrong_is_said():
         f"level {which}round, {kind}": 1 for which in ("1 ", "2 ") for kind in ("greedy", "any")
     }
     good = dict(
-        token_ids=tokens,
-        not_compiled={},
-        graphs=[3, 9],
-        counters=counters,
-        replayed_rounds=rounds,
+        token_ids=tokens, not_compiled={}, graphs=[3, 9], counters=counters, replayed_rounds=rounds
     )
     results = {case.reference: good, case.eager: good}
 

@@ -107,12 +107,7 @@ def test_each_place_is_shaped_behind_its_requests_own_tokens():
     logits = torch.zeros(4, 6, dtype=torch.bfloat16)
     shaped = process_logits(logits, asked, proposal, [(0, []), (0, [3]), (1, [2]), (2, [6])])
     assert shaped.dtype == torch.float32
-    assert shaped.tolist() == [
-        [7, 8, 0, 0, 0, 0],
-        [7, 8, 3, 0, 0, 0],
-        [0] * 6,
-        [5, 6, 0, 0, 0, 0],
-    ]
+    assert shaped.tolist() == [[7, 8, 0, 0, 0, 0], [7, 8, 3, 0, 0, 0], [0] * 6, [5, 6, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("shaping", [[], [None, None]])

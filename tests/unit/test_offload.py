@@ -18,12 +18,7 @@ PAGE = 16 * 2 * 8 * 128 * 2
 SHARE = 1 / 32
 
 
-def placed(
-    host: float,
-    device: float,
-    pool_blocks: int = 320,
-    max_blocks: int = 1 << 62,
-):
+def placed(host: float, device: float, pool_blocks: int = 320, max_blocks: int = 1 << 62):
     return place_layers(
         num_layers=32,
         page_bytes=PAGE,

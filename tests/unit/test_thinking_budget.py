@@ -78,9 +78,7 @@ def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[i
 
 
 @pytest.mark.parametrize(
-    ("start", "end"),
-    [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])],
-    ids=str,
+    ("start", "end"), [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])], ids=str
 )
 def test_forces_what_stock_forces_without_speculation(start, end):
     """All budgets up to 33, in every row of batches of one to four; requests without beside."""

@@ -68,9 +68,7 @@ def emitted_distribution(
 
 
 def marginal_of_token(
-    emitted: dict[tuple[int, ...], float],
-    prefix: tuple[int, ...],
-    vocab_size: int,
+    emitted: dict[tuple[int, ...], float], prefix: tuple[int, ...], vocab_size: int
 ) -> torch.Tensor:  # [vocab_size]
     """Distribution of the token after ``prefix``, given that one is emitted there."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
