@@ -195,25 +195,3 @@ def help_of(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["frobnicate", "--all"],
-        ["vllm-triforce", "bench", "--no-such-option"],
-        ["make", "no-such-target"],
-        ["python", "-m", "tests.soak", "--no-such-option"],
-        ["pytest", "tests/no_such_file.py"],
-        ["pip", "install", ".[no-such-extra]"],
-    ],
-)
-def test_what_does_not_work_is_noticed(words):
-    with pytest.raises(AssertionError):
-        check(words)
-
-
-def test_a_key_that_does_not_exist_is_noticed():
-    keys = json.dumps({"method": "triforce", "no_such_key": 1})
-    with pytest.raises(ValueError, match="no_such_key"):
-        check(["vllm", "serve", PLACES["TARGET"], "--speculative-config", keys])

@@ -33,22 +33,6 @@ def test_every_metric_of_ours_is_shown():
     assert metrics_of_ours() - asked == left_out
 
 
-def test_panels_have_places_of_their_own():
-    taken = set()
-    for panel in dashboard()["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
-    ids = [panel["id"] for panel in dashboard()["panels"]]
-    assert len(ids) == len(set(ids))
-
-
 def test_compose_mounts_what_is_there():
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     assert set(services) == {"vllm", "prometheus", "grafana"}

@@ -1,7 +1,6 @@
 """Level 2's attention equals attention over the selected tokens, spelled out, for every kernel,
 layout and geometry; other libraries' kernels serve as oracles where they are installed."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -243,40 +242,3 @@ def test_fp8_kv_cache(layout):
     case.impl.kv_cache_dtype = "fp8_e4m3"
     found = case.attend(triton_attention, cache=stored)
     torch.testing.assert_close(found, case.expected(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(
-    not ON_GPU or importlib.util.find_spec("flash_attn") is None,
-    reason="an oracle only where a GPU and flash-attn are",
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_against_flash_attn(kernel):
-    from flash_attn import flash_attn_func
-
-    case = Case("head-major", 4, 2, 64, 16, 3)
-    found = case.attend(kernel)
-    for request in range(3):
-        heads = [case.gathered(request, head) for head in range(2)]
-        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
-        query = case.query[request * 3 : request * 3 + 3][None]
-        expected = flash_attn_func(query, key, value, causal=True)[0]
-        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)
-
-
-@pytest.mark.skipif(
-    not ON_GPU or importlib.util.find_spec("xformers") is None,
-    reason="an oracle only where a GPU and xformers are",
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_against_xformers(kernel):
-    from xformers.ops import fmha
-
-    case = Case("head-major", 1, 2, 64, 16, 3)
-    found = case.attend(kernel)
-    for request in range(3):
-        heads = [case.gathered(request, head) for head in range(2)]
-        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
-        query = case.query[request * 3 : request * 3 + 3][None]
-        mask = fmha.attn_bias.LowerTriangularFromBottomRightMask()
-        expected = fmha.memory_efficient_attention(query, key, value, attn_bias=mask)[0]
-        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)

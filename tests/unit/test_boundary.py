@@ -116,25 +116,6 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
         DraftProbsStore()
 
 
-def test_a_cut_at_a_forbidden_token_is_exact_for_certain_tokens_only():
-    """The scheduler cuts a proposal at its first token that a grammar forbids, and the token in its
-    place is drawn from p: enumerated, for p = (.5, .5) and a draft that draws from q."""
-    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.4, 0.1, 0.5])
-
-    def outcome(drafted: int, q_row: torch.Tensor) -> torch.Tensor:
-        if p[drafted] == 0:  # cut
-            return p
-        accepted = min(1.0, float(p[drafted] / q_row[drafted]))
-        residual = (p - q_row).clamp(min=0)
-        recovered = residual / residual.sum() if residual.sum() > 0 else p
-        return accepted * torch.eye(3)[drafted] + (1 - accepted) * recovered
-
-    by_q = sum(float(q[x]) * outcome(x, q) for x in range(3))
-    assert torch.allclose(by_q, torch.tensor([0.65, 0.35, 0.0])), "this is the fault"
-    for certain in range(3):
-        assert torch.allclose(outcome(certain, torch.eye(3)[certain]), p)
-
-
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Those that were before go first; the others decode plainly."""
     from types import SimpleNamespace

@@ -197,42 +197,6 @@ def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     assert "has no side" not in found
 
 
-COLLECTED = "all are collected"
-# One process: what takes long is to import vLLM.
-COLLECTS_ALL = f"""
-import sys
-import pytest
-if failed := pytest.main(["--collect-only", "tests", "-p", "no:cacheprovider"]):
-    sys.exit(failed)
-print("{COLLECTED}")
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.thorough
-def test_without_its_files_a_source_is_nowhere(copy):
-    """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
-    package = copy / "vllm_triforce"
-    for side in ("runner_v1", "runner_v2"):
-        (package / side / "sources" / "prompt_lookup.py").unlink()
-    refused = (
-        "from vllm_triforce.config import TriForceConfig as C; C().with_defaults(can_adapt=True)"
-    )
-    with pytest.raises(AssertionError, match="Give 'model', or name one of"):
-        run(copy, "-c", refused)
-    named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
-    with pytest.raises(AssertionError, match="Use 'draft_model'"):
-        run(copy, "-c", named)
-    controller = "tests/unit/test_controller.py::test_as_fast_as_the_best_fixed_setting"
-    tests = [controller, "tests/unit/test_prompt_lookup.py", ON_HOST]
-    chosen = "-k", "not test_host or greedy-draft_model"
-    found = run(copy, "-c", COLLECTS_ALL, "-rA", *tests, *NO_CACHE, *chosen)
-    collected, found = found.split(COLLECTED)
-    assert "draft_model" in collected and "prompt_lookup]" not in collected
-    assert re.search(r"PASSED .*greedy-draft_model\]", found)
-    assert re.search(r"SKIPPED .*test_prompt_lookup", found)
-
-
 @pytest.mark.thorough
 def test_an_attention_backend_is_one_file(copy):
     """It takes the CPU's place, level 2 of an engine asks it, and the tests of all backends run on
@@ -247,26 +211,3 @@ def test_an_attention_backend_is_one_file(copy):
     file.write_text(BACKEND.lstrip() + FITS)
     with pytest.raises(AssertionError, match=r"chosen: cpu abacus[^$]*, a CPU or an abacus, or"):
         run(copy, "-c", CHOSEN)
-
-
-def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
-    """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
-    batch = copy / "vllm_triforce" / "runner_v1" / "batch.py"
-    before = batch.read_text()
-    forbids = ["-m", "pytest", "tests/unit/test_patches.py", "-p", "no:cacheprovider", "-k"]
-    line = "        self._runner = runner\n"
-    swapped = line + "        swaps.ANOTHER.set(runner, 3)\n"
-    batch.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
-    swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
-    new = 'ANOTHER = Swap("GPUModelRunner (V1)", "another", "an example", "never", is_new=True)\n'
-    swaps.write_text(swaps.read_text().replace("\nSWAPS: ", f"\n{new}\nSWAPS: "))
-    with pytest.raises(AssertionError) as both:
-        run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "runner.one" in str(both.value) and "runner.another" not in str(both.value)
-    assert "run python tools/ledger.py" in str(both.value) and "2 failed" in str(both.value)
-    batch.write_text(before.replace(line, swapped))
-    run(copy, "tools/ledger.py")
-    run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "| `GPUModelRunner (V1).another` | `runner_v1/batch.py` | an example" in (
-        (copy / "patches" / "README.md").read_text()
-    )

@@ -103,13 +103,6 @@ def test_every_folder_is_in_a_layer():
     assert folders == {name for name in drawn if not (PACKAGE / f"{name}.py").is_file()}
 
 
-def test_unit_tests_need_no_engine():
-    for path in (ROOT / "tests" / "unit").glob("*.py"):
-        if path.name != "test_layout.py":
-            assert not re.search(r"def \w+\([^)]*\bengines\b", path.read_text()), path
-            assert "mark.engine" not in path.read_text(), path
-
-
 def test_no_file_is_long():
     long = {
         str(path.relative_to(ROOT)): count
