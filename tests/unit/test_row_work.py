@@ -16,7 +16,7 @@ CAPTURED, PRESENT = SamplingV2(False, has_masks=True, has_processors=True), Samp
 
 
 class Pass:
-    """A model's pass, which says when it is asked to run within another graph."""
+    """A model's pass that notes when it is captured within another graph."""
 
     def __init__(self) -> None:
         from contextlib import contextmanager
@@ -83,7 +83,6 @@ def test_large_batches_launch_pass_by_pass(made):
 
 
 def test_rounds_of_every_kind_are_captured():
-    """And what is captured does whatever a batch of its kind asks for."""
     captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
     assert list(captured) == ["greedy", "any"]
     for asked in itertools.product((False, True), repeat=3):
