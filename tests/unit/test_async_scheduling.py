@@ -1,10 +1,11 @@
 """Promises: under asynchronous scheduling a grammar sees everything that the full pass will
 verify; what accepted tokens fill is cached."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
 
 def test_the_scheduler_is_chosen_by_runner_and_scheduling():
@@ -25,21 +26,37 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
         assert scheduler_config.scheduler_cls == expected
 
 
+@pytest.fixture
+def handler(monkeypatch):
+    """Make handlers of proposals that copy on the host."""
+    from vllm_triforce.runner_v2 import speculator
+
+    nothing = SimpleNamespace(
+        synchronize=lambda: None, record=lambda: None, wait_stream=lambda stream: None
+    )
+
+    def init(self, device) -> None:
+        self.device, self.copy_stream, self.copy_event = device, nothing, nothing
+
+    monkeypatch.setattr(speculator.DraftTokensHandler, "__init__", init)
+    monkeypatch.setattr(speculator, "async_copy_to_np", lambda tensor: tensor.numpy())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return lambda is_asynchronous: speculator.ProposedTokensHandler(None, is_asynchronous)
+
+
 @pytest.mark.parametrize(
     ("is_asynchronous", "expected"), [(False, [[5, 6], []]), (True, [[5, 6, 0], [0, 0, 0]])]
 )
-def test_what_a_grammar_sees(is_asynchronous, expected):
+def test_what_a_grammar_sees(handler, is_asynchronous, expected):
     """A scheduler that waits gets the proposals; one that does not verifies padding as well."""
-    from vllm_triforce.runner_v2.speculator import ProposedTokensHandler
-
-    handler = object.__new__(ProposedTokensHandler)
-    handler._is_asynchronous, handler.req_ids, handler._max_tokens = is_asynchronous, ["a", "b"], 3
-    handler.copy_event = SimpleNamespace(synchronize=lambda: None)
-    handler._host_arrays = np.array([[5, 6, 0], [0, 0, 0]]), np.array([2, 0])
-    assert handler.get_draft_tokens().draft_token_ids == expected
-    handler._host_arrays = None
+    its, tokens = handler(is_asynchronous), torch.tensor([[5, 6, 0], [0, 0, 0]])
+    batch = SimpleNamespace(req_ids=["a", "b"], has_structured_output_reqs=True)
     nothing = [[0, 0, 0]] * 2 if is_asynchronous else [[], []]
-    assert handler.get_draft_tokens().draft_token_ids == nothing
+    for lengths, drafts in ((torch.tensor([2, 0]), expected), (None, nothing)):
+        its.set_proposals(tokens, lengths)
+        its.set_draft_tokens(batch, None)
+        assert its.get_draft_tokens().draft_token_ids == drafts
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,7 @@ def test_what_a_grammar_sees(is_asynchronous, expected):
     ids=["accepted", "stopped", "one token", "preempted"],
 )
 def test_blocks_that_accepted_tokens_fill_are_cached(accepted, computed, is_stale, cached):
-    """Of a request that had a hundred tokens, all but the last of which were computed."""
+    """The request had a hundred tokens, all but the last computed."""
     from vllm_triforce.scheduler.lookahead import PrefixCacheMixin
 
     class Base:

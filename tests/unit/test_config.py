@@ -24,7 +24,7 @@ def test_is_frozen_and_survives_json():
 
 
 def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
-    """The controller chooses what the user left open, and nothing else; off, it is the paper's."""
+    """Without the controller open values are the paper's."""
     open_ = TriForceConfig().with_defaults(can_adapt=True)
     assert open_.adaptive_keys == {"context", "gamma", "length"}
     assert (open_.num_speculative_tokens, open_.gamma) == (32, 4)
@@ -48,8 +48,7 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
 
 
 def test_where_shapes_are_fixed_gamma_is_not_chosen():
-    """Model Runner V2: level 1 drafts as much for every pass, and every place that a proposal may
-    have costs memory; sources and lengths are chosen all the same."""
+    """On Model Runner V2 every place of a proposal costs memory."""
     filled = TriForceConfig().with_defaults(can_adapt=True, model="draft", has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
     assert filled.adaptive_keys == {"context", "gamma", "length"}

@@ -12,9 +12,9 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
-from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from tests.unit.vllm_stubs import sampling_metadata
 from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
 
 VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
@@ -37,8 +37,8 @@ ASKED: list[dict] = [
 ]
 
 
-def metadata(params, prompts, outputs, drafts) -> SamplingMetadata:
-    """As the runner makes it of a batch."""
+def metadata(params, prompts, outputs, drafts):
+    """Make the metadata of a batch as the runner does."""
     count = len(params)
     processors = [kind(None, DEVICE, False) for kind in PROCESSORS]
     added = [(i, params[i], prompts[i], outputs[i]) for i in range(count)]
@@ -55,14 +55,10 @@ def metadata(params, prompts, outputs, drafts) -> SamplingMetadata:
 
     penalties = [numbers(f"{kind}_penalty") for kind in ("frequency", "presence", "repetition")]
     none = torch.tensor([0.0, 0.0, 1.0]).expand(count, 3)
-    return SamplingMetadata(
+    return sampling_metadata(
         temperature=torch.ones(count),
         all_greedy=False,
         all_random=True,
-        top_p=None,
-        top_k=None,
-        generators={},
-        max_num_logprobs=None,
         no_penalties=torch.equal(torch.stack(penalties).T, none),
         prompt_token_ids=torch.tensor([p + [VOCAB_SIZE] * (longest - len(p)) for p in prompts]),
         frequency_penalties=penalties[0],
@@ -93,9 +89,7 @@ def test_drafts_and_what_follows_are_judged_as_the_plain_sampler_would():
         outputs = [tokens(0, 6) for _ in params]
         drafts = [tokens(0, 4) for _ in params]
         for its, output, own in zip(params, outputs, drafts):
-            if (
-                len(output) < its.min_tokens
-            ):  # no proposal reaches past them: RunnerBatch.max_proposal_len()
+            if len(output) < its.min_tokens:  # as RunnerBatch.max_proposal_len() cuts it
                 del own[max(0, its.min_tokens - len(output) - 1) :]
         if not any(drafts):
             continue

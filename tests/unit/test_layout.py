@@ -36,7 +36,7 @@ WITHOUT_VLLM = [
 
 
 def imports(path) -> set[str]:
-    """Modules imported anywhere in a file."""
+    """Return the modules imported anywhere in a file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -120,7 +120,7 @@ def module_of(path: Path) -> str:
 
 
 def test_files_import_in_no_circle():
-    """Not even inside functions."""
+    """Imports inside functions count."""
     modules = {module_of(path): path for path in SHIPPED}
     graph = {}
     for module, path in modules.items():
@@ -146,8 +146,7 @@ _PATH = re.compile(r"(?<![\w./<-])((?:[\w.]+/)*\w+\.(?:py|md))\b")
 
 @pytest.mark.parametrize("folder", [PACKAGE, BENCHMARKS], ids=lambda folder: folder.name)
 def test_files_named_in_docstrings_and_comments_exist(folder):
-    """Of this project, by their path from its root, the package or the file's own folder; of vLLM
-    by their path from ``vllm/`` or within it."""
+    """Paths are relative to the root, the package, the file's folder, or vLLM."""
     installed = Path(vllm.__file__).parent
     missing = []
     for path in folder.rglob("*.py"):
@@ -171,7 +170,6 @@ NUM_UNTYPED = 31
 
 
 def test_what_mypy_lets_pass_only_shrinks():
-    """And nothing is let pass for a module that is gone."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     pairs = [
         (module, code)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-source = pytest.importorskip("vllm_triforce.runner_v1.sources.prompt_lookup")
+from vllm_triforce.runner_v1.sources.prompt_lookup import PromptLookup
 
 
 def on_host(token_ids: np.ndarray, max_ngram: int, count: int) -> list[int]:
-    lookup = source.PromptLookup(max_ngram)
+    lookup = PromptLookup(max_ngram)
     match = lookup.find(token_ids)
     return [] if match is None else lookup.continue_from(token_ids, match, count)
 

@@ -8,14 +8,14 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from tests.unit.vllm_stubs import wrap
 from vllm_triforce.config.tag import mark
-from vllm_triforce.vllm_patches.stock_behavior import _keep_session_tokens
 
 PROMPT, ANSWER, PIECE = list(range(100)), [7, 8, 9], [1, 2]
 
 
 def session(num_computed: int, in_flight: int) -> Request:
-    """A turn that has just ended.
+    """Make a request whose turn has just ended.
 
     Args:
         num_computed: tokens as the scheduler counts them, those in flight among them.
@@ -31,7 +31,7 @@ def session(num_computed: int, in_flight: int) -> Request:
 
 
 def go_on(request: Request, handle) -> tuple[int, list[int]]:
-    """With the next piece, which is there already; gives what is computed, and the prompt."""
+    """Continue with the next piece; return the number of computed tokens and the prompt."""
     speculative_config = SimpleNamespace()
     mark(speculative_config)
     scheduler = Scheduler.__new__(Scheduler)
@@ -53,13 +53,13 @@ def go_on(request: Request, handle) -> tuple[int, list[int]]:
     ],
 )
 def test_a_turn_that_ends_inside_a_run_leaves_nothing_behind(behind, in_flight):
-    """As without speculation: the KV of all tokens but the last, which is dropped."""
+    """Stock without speculation keeps the KV of all tokens but the last."""
     stock = getattr(Scheduler._handle_stopped_request, "__wrapped__", None)
     stock = stock or Scheduler._handle_stopped_request
     own = len(PROMPT) + len(ANSWER) - 1
     wanted = own, [*PROMPT, *ANSWER[:-1], *PIECE]
     assert go_on(session(own, 0), stock) == wanted, "what stock vLLM does without speculation"
-    its = go_on(session(own + behind, in_flight), _keep_session_tokens(stock))
+    its = go_on(session(own + behind, in_flight), wrap("Scheduler._handle_stopped_request", stock))
     assert its == wanted
     is_right = go_on(session(own + behind, in_flight), stock) == wanted
     assert is_right == (behind == in_flight), "vLLM has changed: is the patch still needed?"
