@@ -6,14 +6,9 @@ requests are 0.095, which 97 in 100 sets of draws would show. The draws are seed
 
 import pytest
 import torch
-
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import RowColumn
@@ -24,8 +19,7 @@ FORBIDDEN = 2
 
 
 def share_of_first_token(is_one_hot: bool, is_marked: bool) -> float:
-    """Requests draft one token from q = (.4, .1, .5), of which the last is forbidden; the target
-    says (.5, .5, 0).
+    """Return how often the first token comes.
 
     Args:
         is_marked: a forbidden draft is verified as -1, as with an asynchronous scheduler; otherwise

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from tests.kernels.device import needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from tests.kernels.tensors import counted, distributions, new_counters, some_rows
 from vllm_triforce.kernels.proposals import extend_proposals
 from vllm_triforce.metrics.counters import DeviceCounter
 
 
 def extended(num_drafted, room, faults=(0, 0, 0), logits=None):
-    """Three rows, of which the second has two tokens already."""
+    """Extend three rows, of which the second has two tokens already."""
     rows = some_rows(
         3,
         gamma=3,
@@ -48,7 +43,7 @@ def test_a_source_that_drafts_less_has_no_more():
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_nan_ends_the_proposal_before_what_it_touched(wrong):
-    """What was drawn before it stays, or a token would be dropped for what came of it."""
+    """Drafts before the NaN stay: dropping a token for what followed would bias it."""
     logits = torch.zeros(3, 3, 11)
     logits[1, wrong:, 5] = torch.nan
     rows, proposals, counters = extended([3] * 3, [6] * 3, (0, 1, 0), logits)

@@ -2,14 +2,9 @@
 
 import pytest
 import torch
-
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+from tests.kernels.device import DEVICE
 from tests.kernels.tensors import integers
 from vllm_triforce.kernels.proposals import DraftLogits, outer_test_rows
 
@@ -19,9 +14,7 @@ MAX_REQS, NUM_SLOTS, PLACES, VOCAB = 12, 4, 3, 50
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
-    """Of a batch with proposals of all lengths, some of whose slots have a new owner, with greedy
-    requests and without drafts: vLLM's own test of a table by state, with -1 for what was not
-    proposed, draws the same."""
+    """Compare with vLLM's own test of a table by state, and -1 for missing drafts."""
     draw = torch.Generator().manual_seed(seed)
 
     def some(*shape):
