@@ -4,7 +4,6 @@ Source alone is read, so vLLM 0.33.0 is checked without being installed: the fac
 are kept in vllm-0.33.0.json (``tools/vllm_facts.py``).
 """
 
-
 from tests.contract import contract
 
 NEXT_RELEASE = "0.33.0"
@@ -20,7 +19,6 @@ def test_next_release_keeps_the_contract():
 
 
 def test_every_file_that_imports_vllm_is_in_the_table():
-    """Imports alone say little: signatures, attributes and order are the table's."""
     users = {surface.user for surface in contract.TABLE}
     loners = contract.users_of_more_than_a_name() - users
     assert not loners, f"{loners} import vLLM: add what they lean on to tests/contract/table_*.py"

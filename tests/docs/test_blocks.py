@@ -19,6 +19,7 @@ import yaml
 
 from tests.docs.blocks import PLACES, Block, blocks
 from tests.models import ROOT
+from tools.docs_tables import stale
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ NOT_RUN = {
 
 
 def of(language: str) -> list:
-    """Once each: a page may show what another does."""
+    """List the blocks of a language, each code once."""
     once = {b.filled: b for b in reversed(BLOCKS) if b.language == language}
     return [pytest.param(b, id=str(b)) for b in reversed(once.values())]
 
@@ -55,13 +56,17 @@ def test_yaml(block: Block):
     assert yaml.safe_load(block.filled) is not None
 
 
+def test_tables_of_the_pages_are_current():
+    assert not stale(), "run python tools/docs_tables.py"
+
+
 EAGER = "import functools, vllm; vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)\n"
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("block", of("python"))
 def test_python(block: Block, tmp_path):
-    """In a process of its own, as a reader would; compilation apart, which is vLLM's."""
+    """Run the block in a process of its own, without vLLM's compilation."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -70,7 +75,11 @@ def test_python(block: Block, tmp_path):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", EAGER + block.filled], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-c", EAGER + block.filled],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -112,7 +121,7 @@ def check(words: list[str]) -> None:
 
 
 def check_serve(arguments: list[str]) -> None:
-    """The server's own options are read, the engine is configured."""
+    """Parse the server's options and make the engine's configuration."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -152,7 +161,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What is installed is here, with the extras that are named; or another project."""
+    """Check that local projects and named extras exist."""
     setup = (ROOT / "setup.cfg").read_text()
     for name in (a for a in arguments if a not in ("pip", "-m") and not a.startswith("-")):
         found = re.fullmatch(r"(\.|\S*\.whl|vllm-triforce)(?:\[([\w,-]+)\])?", name)
@@ -180,7 +189,7 @@ def check_script(arguments: list[str]) -> None:
 
 
 def check_other(program: str, arguments: list[str]) -> None:
-    """Paths that are named exist."""
+    """Check that named paths exist."""
     for path in (a.split("::")[0] for a in arguments):
         if path.startswith(("tests/", "docs/", "examples/", "tools/", "vllm_triforce")):
             assert (ROOT / path).exists(), f"{program} {path}"

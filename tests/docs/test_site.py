@@ -38,7 +38,7 @@ LOADED = {
 
 
 class Page(HTMLParser):
-    """What a page refers to, and what of it can be referred to."""
+    """Links, loaded files and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_links(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Those within the site that lead to no file, or to no anchor of a page."""
+    """List the links within the site that lead to no file, or to no anchor of a page."""
     broken = []
     for path, page in pages.items():
         # The server shows it in the place of any page, so its links begin at the root.
@@ -113,7 +113,6 @@ def test_nothing_is_loaded_from_elsewhere(pages, site):
 
 
 def test_sources_that_are_not_pages_are_no_links(pages, site):
-    """The site knows no address of the repository."""
     for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
@@ -123,7 +122,6 @@ def test_sources_that_are_not_pages_are_no_links(pages, site):
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_of_the_root_lead_somewhere(page):
-    """As they stand in the repository, where nothing rewrites them."""
     for address in re.findall(r"\]\(([^)\s#]+)", (ROOT / page).read_text()):
         if not urlsplit(address).scheme:
             assert (ROOT / address).exists(), f"{page}: {address}"
