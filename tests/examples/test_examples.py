@@ -107,6 +107,7 @@ def test_offload_is_refused_where_it_cannot_run():
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_offload():
     """Run under Triton's interpreter."""
@@ -119,6 +120,7 @@ def test_offload():
     assert re.search(FIGURES, said), said
 
 
+@pytest.mark.thorough
 def test_benchmark_of_ones_own_model(tmp_path):
     """Run the first of three measurements, which take the same options."""
     env = {"SMALL": "1", "STEPS": "lab", "OUTPUT": str(tmp_path)}

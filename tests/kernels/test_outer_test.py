@@ -12,7 +12,7 @@ MAX_REQS, NUM_SLOTS, PLACES, VOCAB = 12, 4, 3, 50
 
 
 @pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
     """Compare with vLLM's own test of a table by state, and -1 for missing drafts."""
     draw = torch.Generator().manual_seed(seed)

@@ -33,9 +33,7 @@ def some_logits(*shape: int, seed: int) -> torch.Tensor:
     return logits.masked_fill(excluded, -torch.inf)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "gamma"), [(3, 1), (3, 5), (19, 2), (19, 5), (1177, 1), (1177, 2), (5000, 2)]
-)
+@pytest.mark.parametrize(("vocab_size", "gamma"), [(3, 1), (19, 5), (1177, 2), (5000, 2)])
 @pytest.mark.parametrize("certain", [False, True])
 def test_verification(vocab_size, gamma, certain):
     """Rows are sampled and greedy, with fewer drafts than gamma, or full."""
@@ -146,7 +144,7 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
     ]
 
 
-@pytest.mark.parametrize("vocab_size", [3, 1177, 5000])
+@pytest.mark.parametrize("vocab_size", [3, 5000])
 def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
     num_rows, gamma = 12, 2
     temperature = torch.tensor([0.0, 1.0, 0.6] * 4)

@@ -31,6 +31,7 @@ def test_contents_and_metadata(dist):
     assert wheel.name == f"vllm_triforce-{release.package_version()}-py3-none-any.whl"
 
 
+@pytest.mark.thorough
 def test_the_wheel_serves_and_its_commands_answer(dist, tmp_path):
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)

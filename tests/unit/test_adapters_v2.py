@@ -110,15 +110,6 @@ def test_plain_batches_pay_nothing(runner):
     assert runner.told == [((0,) * 3, (0,) * 3, set())], "the step had one"
 
 
-def test_on_the_cpu_rows_of_logits_are_counted():
-    runner = Runner("cpu")
-    runner.add("1", 1, 0)
-    adapters = adapters_of(runner)
-    runner.step("1")
-    adapters.begin_proposal(["1"], 1, 3)
-    assert len(runner.told) == 1
-
-
 def test_each_row_of_logits_has_its_requests_adapter(runner):
     """A request has a row of logits for each draft, and one more."""
     names, states, tokens = ["2", "0", "1"], np.array([2, 0, 1]), np.array([3, 4, 2])

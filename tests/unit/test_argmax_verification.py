@@ -1,23 +1,14 @@
-"""Promise: the short greedy test accepts what vLLM's rejection sampler accepts, and is taken only
-where nothing but the largest logit counts."""
-
-from dataclasses import replace
-from types import SimpleNamespace
+"""Promise: the short greedy test accepts what vLLM's rejection sampler accepts."""
 
 import pytest
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from tests.unit.vllm_stubs import sampling_metadata
-from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, needs_only_argmax
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
 
 CPU = torch.device("cpu")
 
@@ -31,6 +22,28 @@ def vllms_kernels():
 
     fix_kernel_rebinding()
     current_platform.register_triton_kernel_overrides()
+
+
+def sampling_metadata() -> SamplingMetadata:
+    """Return the metadata of a greedy batch that asks for nothing else."""
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(0),
+        presence_penalties=torch.zeros(0),
+        repetition_penalties=torch.zeros(0),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,36 +70,6 @@ def test_accepts_what_vllm_accepts(seed, dtype):
     wanted = RejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
     found = CompleteRejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
-
-
-def processor(kind, **attributes):
-    made = object.__new__(kind)
-    made.__dict__.update(attributes)
-    return made
-
-
-def test_taken_only_where_the_largest_logit_decides():
-    idle = LogitsProcessors(
-        [
-            processor(LogitBiasLogitsProcessor, biases={}),
-            processor(MinTokensLogitsProcessor, min_toks={}),
-            processor(MinPLogitsProcessor, min_p_count=1),
-        ]
-    )
-    assert needs_only_argmax(sampling_metadata(logitsprocs=idle))
-    holder = SimpleNamespace(has_tracked_requests=lambda: True)
-    for changes in (
-        dict(all_greedy=False),
-        dict(no_penalties=False),
-        dict(max_num_logprobs=0),
-        dict(logprob_token_ids={0: [1]}),
-        dict(allowed_token_ids_mask=torch.zeros(1, 50, dtype=torch.bool)),
-        dict(bad_words_token_ids={0: [[3]]}),
-        dict(thinking_budget_state_holder=holder),
-        dict(logitsprocs=LogitsProcessors([processor(LogitBiasLogitsProcessor, biases={0: {}})])),
-        dict(logitsprocs=LogitsProcessors([processor(MinTokensLogitsProcessor, min_toks={0: 1})])),
-    ):
-        assert not needs_only_argmax(replace(sampling_metadata(), **changes)), changes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -83,11 +83,8 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
     passes = interpolate(by_rows, 20) + 10.0 + 4.0
     assert model.full_pass([13] + [1] * 7, [8000] * 8) == pytest.approx(passes)
     assert model.full_pass([13], [8000]) == pytest.approx(7.0)
-    # Beyond what was measured the machine is full; and noise makes nothing cheaper.
-    assert model.attention_scales(64, 64) == (
-        model.attention_scales(8, 8)[0],
-        model.attention_scales(8, 8)[1],
-    )
+    # Beyond the measurements the machine is full; and noise makes nothing cheaper.
+    assert [*model.attention_scales(64, 64)] == [*model.attention_scales(8, 8)]
     falling = dataclasses.replace(measured, full_by_num_reqs=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
     sums = [n * CostModel(falling).attention_scales(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
     assert sums == sorted(sums) and sums[0] == 1
@@ -397,10 +394,10 @@ def test_plain_steps_that_became_faster_are_noticed():
 )
 def test_as_fast_as_the_best_fixed_setting(level2, draft):
     world, fixed = World(LONG_PAYS, level2, draft), {}
-    for length, gamma in itertools.product((4, 6, 10, 16), (1, 2, 4)):
+    for length, gamma in itertools.product((4, 8, 16), (1, 2, 4)):
         keys = dict(num_speculative_tokens=length, gamma=gamma, min_context=0)
-        fixed[length, gamma] = world.decode(controller(LONG_PAYS, **keys), 500, 100_000)
-    chosen = world.decode(controller(LONG_PAYS), 800, 100_000)
+        fixed[length, gamma] = world.decode(controller(LONG_PAYS, **keys), 300, 100_000)
+    chosen = world.decode(controller(LONG_PAYS), 600, 100_000)
     assert chosen >= 0.92 * max(fixed.values()), fixed
 
 
@@ -504,6 +501,9 @@ def test_measured_times_replace_the_prediction():
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
     assert model.overhead(1) > 0.015
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
+    for _ in range(40):  # and plain steps stay slower
+        model.observe_step(StepTime(True, [1], [4000], 0.2))
+    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 6])
@@ -522,13 +522,6 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     model.observe_step(StepTime(True, tokens, contexts, 60.0 + usual, num_drafts))
     assert model.overhead(1) < before + 0.2 * usual if is_known else model.overhead(1) <= 3 * usual
     assert model.speculating_seconds(1, True) < 0.2 * usual
-
-
-def test_a_machine_that_stays_slower_is_believed():
-    model = CostModel(LONG_PAYS)
-    for _ in range(40):
-        model.observe_step(StepTime(True, [1], [4000], 0.2))
-    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
 
 
 def test_a_trial_bears_what_speculating_takes_besides():

@@ -228,7 +228,7 @@ FIXED = [
 ]
 
 
-def best_fixed(device: Device, size: int, context: int, fixed=FIXED, num_steps: int = 400) -> float:
+def best_fixed(device: Device, size: int, context: int, fixed=FIXED, num_steps: int = 200) -> float:
     """Return the speed of the best fixed choice, which learns nothing and so needs no warm-up."""
     return max(device.decode(FixedDecisions(*its), size, num_steps, context) for its in fixed)
 

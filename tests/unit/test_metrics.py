@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
-from tests.unit.vllm_stubs import wrap
+from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
 from vllm_triforce.metrics.prometheus import TriForcePrometheus

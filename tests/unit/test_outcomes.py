@@ -4,17 +4,14 @@ own figures, however it ends."""
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
-from tests.unit.vllm_stubs import wrap
+from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
-from vllm_triforce.scheduler.v1 import TriForceScheduler
-from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
 
 
 class VLLMs:
@@ -82,15 +79,3 @@ def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
     assert (sent.num_draft_tokens, sum(sent.histogram)) == (0, 0) != (live.num_draft_tokens, 1)
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(a=(6, 2)).outputs[0].spec_decode_metrics is None
-
-
-@pytest.mark.parametrize(
-    "scheduler", [TriForceScheduler, TriForceSchedulerV2, TriForceAsyncSchedulerV2]
-)
-def test_what_is_counted_is_what_is_left_of_the_padding(scheduler):
-    """Outcomes are counted last."""
-    order = scheduler.__mro__
-    behind = order[order.index(OutcomeStatsMixin) + 1 :]
-    counted = ("update_from_output", "make_spec_decoding_stats")
-    ours = [c for c in behind if c.__module__.startswith("vllm_triforce")]
-    assert Scheduler in behind and not any(name in vars(c) for c in ours for name in counted)

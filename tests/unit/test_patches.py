@@ -192,31 +192,6 @@ def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
         assert handed.pop() == signature.bind(*args, **kwargs).arguments and not handed
 
 
-def test_statistics_of_stock_engines_beside_one_with_triforce():
-    from vllm.v1.metrics.loggers import StatLoggerManager
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    from vllm_triforce.metrics import carrier
-
-    for patch in PATCHES:
-        patch.apply()
-    manager, seen = object.__new__(StatLoggerManager), []
-    manager.stat_loggers = [SimpleNamespace(record=lambda *a, **k: seen.append((a, k)))]
-    stats = SchedulerStats()
-    for record in (
-        lambda: manager.record(stats, None, None, 3),
-        lambda: manager.record(stats, None, mm_cache_stats=None, engine_idx=3),
-        lambda: manager.record(scheduler_stats=stats, iteration_stats=None, engine_idx=3),
-    ):
-        record()
-        assert seen.pop() == ((stats, None), {"mm_cache_stats": None, "engine_idx": 3})
-    observed = []
-    manager.triforce_prometheus = SimpleNamespace(observe=lambda *a: observed.append(a))
-    carrier.put({0: SimpleNamespace(scheduler_stats=stats)}, {"num_proposals": 2})
-    manager.record(stats, None, None, 3)
-    assert observed == [({"num_proposals": 2}, 3)] and not stats.num_kv_fetch_reqs_by_stage
-
-
 def test_a_swap_that_nobody_would_read_is_refused():
     swap = Swap("Host", "drafter", "why", "until")
     with pytest.raises(AttributeError, match=r"sets 'drafter'.*drop method='triforce'"):

@@ -107,12 +107,3 @@ def test_speculates_where_it_pays(machine, model, context, size, level2, draft):
     best = best_fixed(device, size, context, num_steps=200)
     found = device.decode(decisions(measured), size, 800, context, skip=WARM_UP)
     assert best > 1.3 and found >= 0.93 * best, (found, best)
-
-
-def test_what_is_measured_is_what_is_predicted():
-    costs = PredictedCosts("H200", "llama-3.1-8b")
-    model = decisions(costs.measured()).controller.model
-    for q, context in ((1, 8192), (13, 32_768), (7, 20_000)):
-        expected = costs.predictor.full_pass([q], [context]).seconds
-        assert model.full_pass([q], [context]) == pytest.approx(expected, rel=0.02)
-    assert model.level2(4, GAMMA + 1) == pytest.approx(costs.level2(4, GAMMA + 1))

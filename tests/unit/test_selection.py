@@ -38,16 +38,6 @@ def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected
         assert len(set(row)) == num_selected
 
 
-def test_retrieval_takes_the_largest_products():
-    means, query = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 16)
-    chosen = RetrievalPolicy().select(query, {Summary.MEAN: means}, 3, 40, 7)
-    for layer in range(2):
-        for head in range(3):
-            products = [float(query[layer, head] @ means[layer, head, c]) for c in range(40)]
-            wanted = sorted(range(40), key=lambda c: -products[c])[:7]
-            assert set(chosen[layer, head].tolist()) == set(wanted)
-
-
 @pytest.mark.parametrize("group", [1, 3])
 def test_quest_bounds_the_product_of_every_key(group):
     """The bound is reached by a key of each dimension's better end."""
@@ -249,20 +239,6 @@ def test_known_blocks_bring_their_means_along():
     cache.invalidate_summaries([3, 7])
     cache.selection("c", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
     assert updated == [list(range(40)), [40, 41], [3, 7]]
-
-
-def test_requests_of_unequal_size_share_a_table():
-    cache, _ = retrieval_cache()
-    long, short = np.arange(63, 13, -1, dtype=np.int32), np.arange(5, dtype=np.int32)
-    lengths = [45 * BLOCK + 3, 2 * BLOCK + 1]
-    selections = [
-        cache.selection(name, blocks, n, lambda: torch.randn(2, 2, 16))
-        for name, blocks, n in zip("ab", (long, short), lengths)
-    ]
-    tables, skipped = cache.block_table(selections, [long, short], lengths)
-    assert blocks_read(tables, skipped, cache, lengths[1], row=1) == [0, 1, 2]
-    read = blocks_read(tables, skipped, cache, lengths[0], row=0)
-    assert read[0] == 63 and read[-3:] == long[43:46].tolist()
 
 
 @pytest.mark.parametrize("order", ["plain", "transposed", "pairs", "shuffled"])

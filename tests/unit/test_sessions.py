@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from tests.unit.vllm_stubs import wrap
+from tests.unit.wrapping import wrap
 from vllm_triforce.config.tag import mark
 
 PROMPT, ANSWER, PIECE = list(range(100)), [7, 8, 9], [1, 2]
