@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.blocks import PLACES, Block, blocks
+from tests.docs.blocks import Block, blocks
 from tests.models import ROOT
 from tools.docs_tables import stale
 
