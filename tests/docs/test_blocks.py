@@ -40,7 +40,7 @@ def of(language: str) -> list:
     return [pytest.param(b, id=str(b)) for b in reversed(once.values())]
 
 
-def test_every_block_says_what_it_is():
+def test_every_block_has_a_language():
     assert len(BLOCKS) > 20
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block} has language {block.language!r}"

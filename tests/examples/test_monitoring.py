@@ -45,7 +45,7 @@ def metrics_of_vllm() -> set[str]:
 
 
 @pytest.mark.parametrize("title, metrics", list(queries()))
-def test_a_panel_asks_for_what_is_there(title, metrics):
+def test_a_panel_queries_existing_metrics(title, metrics):
     assert metrics and metrics <= metrics_of_ours() | metrics_of_vllm(), title
 
 
@@ -55,7 +55,7 @@ def test_every_metric_of_ours_is_shown():
     assert metrics_of_ours() - shown == left_out
 
 
-def test_compose_mounts_what_is_there():
+def test_compose_mounts_existing_files():
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     assert set(services) == {"vllm", "prometheus", "grafana"}
     for service in services.values():

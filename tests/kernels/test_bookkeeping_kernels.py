@@ -116,7 +116,7 @@ def test_the_row_table_has_no_gaps():
     assert [*RowColumn, *StateColumn] == list(range(row_table.NUM_ROW_COLUMNS))
 
 
-def test_rows_begin_with_what_the_full_pass_left():
+def test_rows_begin_after_the_full_pass():
     rows = begun()
     assert rows.computed.tolist() == [603, 107, 99, 0, 0]
     assert rows.last_token.tolist()[:3] == [105, 101, 103]
@@ -239,7 +239,7 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     assert inputs.seq_lens[3] == query_len
 
 
-def test_drafts_follow_what_was_fed():
+def test_drafts_follow_the_fed_tokens():
     rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
     rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
     inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))

@@ -42,7 +42,7 @@ def test_a_source_that_drafts_less_has_no_more():
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_a_nan_ends_the_proposal_before_what_it_touched(wrong):
+def test_a_nan_ends_the_proposal(wrong):
     """Drafts before the NaN stay: dropping a token for what followed would bias it."""
     logits = torch.zeros(3, 3, 11)
     logits[1, wrong:, 5] = torch.nan

@@ -126,7 +126,7 @@ def world(request) -> World:
     return World(request.param)
 
 
-def test_the_pool_has_what_is_selected_and_the_tail_as_far_as_it_is_exact(world):
+def test_the_pool_has_selected_blocks_and_the_exact_tail(world):
     rows = some_rows(2, gamma=2, computed=[16 * 10 + 3, 16 * 6], tail=[8, 4], num_selected=[3, 2])
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
     rows.row_metadata[:2, RowColumn.REFRESH] = Refresh.NEW_OWNER
@@ -156,7 +156,7 @@ def brought(world: World) -> list[list[list[bool]]]:
     ]
 
 
-def test_only_what_changed_is_brought_again(world):
+def test_only_changed_blocks_are_brought_again(world):
     """The tail that level 2 wrote, newly selected blocks, and all of a new owner's."""
     rows = some_rows(1, gamma=2, computed=[16 * 10 + 3], tail=[8], num_selected=[3])
     rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
@@ -185,7 +185,7 @@ def test_only_what_changed_is_brought_again(world):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chunks_that_stay_selected_are_not_brought_again_wherever_they_stand(world, seed):
+def test_chunks_that_stay_selected_are_not_brought_again(world, seed):
     """Change the selection at random while the context grows and level 2 overwrites."""
     draw = random.Random(seed)
     rows = some_rows(1, gamma=2, tail=[0], num_selected=[0])
@@ -215,7 +215,7 @@ def test_chunks_that_stay_selected_are_not_brought_again_wherever_they_stand(wor
         before, computed = set(selected), min(computed + draw.randrange(1, 40), 25 * BLOCK)
 
 
-def test_level_2_writes_behind_what_its_slot_has():
+def test_level_2_writes_behind_its_slots_blocks():
     rows = some_rows(
         3,
         gamma=2,

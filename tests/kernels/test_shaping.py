@@ -207,7 +207,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(
     assert torch.equal(shaped[of_nothing], before[of_nothing].float()), "who asked for nothing"
 
 
-def test_words_end_behind_what_is_known_proposed_and_drafted(made):
+def test_words_end_behind_known_proposed_and_drafted_tokens(made):
     """The words that the test above needs are found."""
     _, shaping, _ = made
     shaping.begin()
@@ -247,7 +247,7 @@ def test_rows_of_a_larger_graph_that_are_nobodys_are_left_alone(made):
     assert torch.equal(shaped[5], before[5]), "it has penalties and words, and is not counted"
 
 
-def test_what_is_asked_is_read_anew_for_each_proposal(made):
+def test_parameters_are_read_anew_for_each_proposal(made):
     """vLLM writes parameters to another buffer at every step."""
     _, shaping, (_, penalties, *_) = made
     shaping.begin()

@@ -301,7 +301,7 @@ def test_a_proposal_ends_with_its_last_round():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_a_nan_reached_is_made_finite(dtype, whole):
+def test_blocks_of_a_row_with_nan_are_scrubbed(dtype, whole):
     """Only written blocks of the row with the NaN, in interleaved caches."""
     memory = torch.ones(8, 3, 2, 5, dtype=torch.float32)
     memory[:, :, 1, 2], memory[:, :, 0, 4] = torch.nan, torch.inf
@@ -355,7 +355,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
 
 
-def test_what_nobody_drew_is_handed_up_as_certain():
+def test_looked_up_tokens_are_exported_as_one_hot():
     """Rows of prompt lookup have no logits."""
     handed_up = DraftLogits.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])

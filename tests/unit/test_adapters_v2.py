@@ -81,7 +81,7 @@ def test_every_token_has_its_requests_adapter_and_padding_none(runner):
     assert runner.told == [(rows, rows + (0,) * 3, {2, 5})]
 
 
-def test_what_is_loaded_anew_at_each_use_is_not_once_more(runner):
+def test_adapters_loaded_in_place_load_once_a_step(runner):
     runner.add("3", 3, 1, load_inplace=True)
     adapters_of(runner).begin_proposal(["3", "0"], num_rows=2, query_len=1)
     assert runner.told == [((1, 2), (1, 2), {2})]

@@ -48,7 +48,7 @@ def sampling_metadata() -> SamplingMetadata:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(8))
-def test_accepts_what_vllm_accepts(seed, dtype):
+def test_accepts_the_tokens_that_vllm_accepts(seed, dtype):
     """Batches have no, right and wrong drafts, and equally large logits."""
     draw = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 6, (5,), generator=draw).tolist()

@@ -48,7 +48,7 @@ def handler(monkeypatch):
 @pytest.mark.parametrize(
     ("is_asynchronous", "expected"), [(False, [[5, 6], []]), (True, [[5, 6, 0], [0, 0, 0]])]
 )
-def test_what_a_grammar_sees(handler, is_asynchronous, expected):
+def test_tokens_reported_to_a_grammar(handler, is_asynchronous, expected):
     """A scheduler that waits gets the proposals; one that does not verifies padding as well."""
     its, tokens = handler(is_asynchronous), torch.tensor([[5, 6, 0], [0, 0, 0]])
     batch = SimpleNamespace(req_ids=["a", "b"], has_structured_output_reqs=True)

@@ -61,7 +61,7 @@ def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_has_what_the_runners_ask_for(name):
+def test_a_backend_implements_both_attentions(name):
     backend = BACKENDS[name]
     assert backend.platforms
     retrieval, draft = backend.retrieval(), backend.draft()

@@ -40,7 +40,7 @@ def test_few_steps_at_rest_are_timed():
     assert timed == 1 + 200
 
 
-def test_what_a_reevaluation_takes_is_learnt_apart():
+def test_reevaluations_are_timed_apart():
     model = CostModel(NOTHING_PAYS)
     plain = model.full_pass([1, 1], [50, 60])
     model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.004))
@@ -109,7 +109,7 @@ def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
-def test_who_must_not_wait_does_not(has_seed, keys):
+def test_seeds_and_a_given_min_context_end_a_rest(has_seed, keys):
     found = controller(NOTHING_PAYS, **keys)
     found.backoff.begin(50)
     found.backoff.begin_step()

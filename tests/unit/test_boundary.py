@@ -21,7 +21,7 @@ def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[Draft
     return boundary, probs
 
 
-def test_one_row_for_each_token_whatever_else_is_in_the_batch():
+def test_each_token_has_one_row_in_any_batch():
     """A greedy request before a sampled one once shifted the rows."""
     boundary, probs = handed_up(sampled=[1, 2, 3], other=[4])
     rows = boundary.take(
@@ -83,7 +83,7 @@ def test_a_fault_is_found_named_and_harmless(fault):
 
 
 @pytest.mark.parametrize("check", [Check.SHAPES, Check.VALUES, Check.RAISE])
-def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
+def test_other_tokens_than_drafted_are_found_by_every_check(check):
     boundary, _ = handed_up(check, bad=[1, 2], good=[3])
     if check is Check.RAISE:
         with pytest.raises(ContractViolation, match="request bad"):

@@ -43,7 +43,7 @@ def test_interpolation():
     assert interpolate([(4, 7.0)], 100) == 7
 
 
-def test_a_context_costs_what_was_measured_between_measurements_too():
+def test_attention_is_interpolated_between_measurements():
     """Compare with interpolation by hand, one pass at a time."""
     model = CostModel(LONG_PAYS, speed=0.5)
     contexts = [5, 16, 700, 50_000, 100_000, 200_000]
@@ -142,7 +142,7 @@ def test_a_gain_below_the_margin_is_not_taken():
     assert plan(options, 1.0, margin=5.0).is_plain
 
 
-def test_options_are_what_the_parts_come_to():
+def test_options_add_up_their_passes():
     """Compare a proposal's tokens and seconds with the sum of its passes."""
     model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
     found = controller(LONG_PAYS)
@@ -232,7 +232,7 @@ def test_never_slower_in_a_simulated_world(measured, level2, draft, context):
         (16, 60_000, 0.8, 0.5, 1.6),
     ],
 )
-def test_a_new_engine_learns_soon_what_pays(size, context, level2, draft, wanted):
+def test_a_new_engine_soon_finds_the_proposals_that_pay(size, context, level2, draft, wanted):
     """Measure the first 400 steps, while requests come and go."""
     world = dataclasses.replace(ON_CPU, level2=level2, draft=draft)
     speeds = [
@@ -262,7 +262,7 @@ def scarce_trials(least: float = 0.01) -> Controller:
 
 
 @pytest.mark.parametrize("is_verified", [True, False], ids=["in vain", "cut by a grammar"])
-def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified):
+def test_hopeless_requests_take_turns(is_verified):
     """Each of four hopeless requests gets as many trials, verified or not."""
     found, trials = scarce_trials(), [0] * 4
     candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
@@ -278,7 +278,7 @@ def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified)
     assert min(trials) > 0 and max(trials) - min(trials) <= 2, trials
 
 
-def test_those_who_come_anew_do_not_keep_one_that_stays_from_its_turn():
+def test_new_requests_do_not_delay_the_trial_of_an_old_one():
     """Three of four requests are replaced every ten decisions."""
     found, trials, num_decisions = scarce_trials(), 0, 0
     for _ in range(12_000):
@@ -357,14 +357,14 @@ def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
     assert share > 0.8 if is_better else 0 < share < 0.02, share
 
 
-def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
+def test_a_trial_is_charged_the_tokens_of_the_present_route():
     """Wrong matches take no time, but cost the tokens of the present route."""
     found = controller(LONG_PAYS, has_draft=False)
     late = routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 8, 20_000)
     assert late.count(LEVELS) > 0.97 * len(late), Counter(late)
 
 
-def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():
+def test_reading_a_window_again_is_part_of_the_plan():
     found = controller(LONG_PAYS)
     found.planned = Planned(num_drafts=4, seconds=0.01)
     found.reads_window(200)
@@ -421,7 +421,7 @@ def test_a_text_that_changes_is_noticed():
     assert good.decode(found, 600, 100_000) > 1.4
 
 
-def test_what_was_given_is_not_chosen():
+def test_given_values_are_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
     assert found.choose([Candidate("a", 10, 5)]) == [Choice(LEVELS, 5)]
     assert found.choose_draft("a", False, matched(4), 1, 4) == (DRAFT, 3)
@@ -524,7 +524,7 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     assert model.speculating_seconds(1, True) < 0.2 * usual
 
 
-def test_a_trial_bears_what_speculating_takes_besides():
+def test_a_trial_pays_for_verification_and_reevaluation():
     """Where nobody speculates, a trial pays for verification and re-evaluation too."""
     found = controller(LONG_PAYS, has_draft=False)
     contexts = [500] * 4

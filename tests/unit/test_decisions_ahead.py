@@ -322,7 +322,7 @@ def test_proposals_are_longer_than_their_rounds_on_average(most):
     assert choice.num_tokens > mean or choice.num_tokens == most
 
 
-def test_nothing_is_proposed_before_it_is_known_what_passes_take():
+def test_nothing_is_proposed_before_passes_are_measured():
     made = decisions(None)
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})
@@ -332,14 +332,14 @@ def test_nothing_is_proposed_before_it_is_known_what_passes_take():
     assert set(made.decide(["a"], lambda name: only)[1]) == {"a"}
 
 
-def test_nothing_is_kept_of_those_who_left():
+def test_nothing_is_kept_of_finished_requests():
     made = decisions(MHA_ON_GPU)
     Device(MHA_ON_GPU, 0.9, 0.6, length=50).decode(made, 4, 300, 100_000)
     assert made.controller.num_requests <= 4
 
 
 @pytest.mark.parametrize("level2", [0.1, 0.99])
-def test_what_a_seeded_request_proposes_depends_on_nothing_learnt(level2):
+def test_seeded_proposals_depend_on_nothing_learned(level2):
     made = decisions(MHA_ON_GPU)
     Device(MHA_ON_GPU, level2, 0.5).decode(made, 2, 200, 100_000)
     seeded = Candidate("seeded", 100_000, 12, has_seed=True, is_greedy=False)

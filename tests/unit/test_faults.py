@@ -94,7 +94,7 @@ def test_failed_allocation_names_size_and_remedy():
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
 @pytest.mark.parametrize("entry", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, entry, place):
+def test_a_row_with_nan_gets_no_tokens_and_the_others_keep_theirs(temperatures, entry, place):
     """An infinity that leaves no distribution counts too."""
     torch.manual_seed(0)
     logits = torch.randn(9, 7)

@@ -99,14 +99,14 @@ def test_nothing_is_counted_where_all_was_padding(scheduler):
     assert scheduler.steps_of("a") == []
 
 
-def test_what_a_grammar_forbids_is_not_drafted(scheduler):
+def test_forbidden_tokens_are_not_drafted(scheduler):
     """Of five proposed tokens one is forbidden, beside one of padding."""
     stats = scheduler.step(4, {"a": 1}, (3, {"a": 5}), invalid={"a": 2})
     assert stats.num_draft_tokens == 4
     assert scheduler.steps_of("a") == [(4, 1)]
 
 
-def test_who_had_to_wait_is_counted_when_it_is_verified(scheduler):
+def test_a_waiting_proposal_is_counted_when_verified(scheduler):
     scheduler.step(4, {"a": 1}, (3, {"a": 2, "b": 3}), waiting=("b",))
     scheduler.step(5, {"b": 3}, (4, {}))
     assert scheduler.steps_of("b") == [(3, 3)]
@@ -121,7 +121,7 @@ def test_without_the_report_of_the_step_before_vllms_figures_stand(scheduler):
     assert scheduler.steps_of("a") == [(NUM_PLANNED, 2)] * 2
 
 
-def test_what_is_not_asked_for_is_not_touched(scheduler):
+def test_levels_of_metrics(scheduler):
     scheduler.spec_decode_metrics_level = "summary"
     scheduler.step(4, {"a": 5}, (3, {"a": 3}))
     figures = scheduler.requests["a"].spec_decode_metrics

@@ -44,7 +44,7 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
 GIB = 2**30
 
 
-def test_memory_is_left_for_what_grows_with_the_kv_cache():
+def test_memory_is_left_for_buffers_and_summaries():
     """A mean has a byte a number, for 16 keys and 16 values of two bytes."""
     left = room(100 * GIB)
     share = (128 + 4) / (32 * 128 * 2)
@@ -110,7 +110,7 @@ def test_every_mix_of_lengths_has_a_graph(manager):
     assert serve_any_mix(manager) and full_graphs(manager) is captured
 
 
-def test_plain_graphs_record_nothing_and_are_not_taken_where_somebody_selects(manager, monkeypatch):
+def test_plain_graphs_record_nothing_and_serve_no_selection(manager, monkeypatch):
     """Recording would slow plain decoding down; a selection needs the step's own queries."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
@@ -223,7 +223,7 @@ def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
         ({"seqs": 16, "tokens": 80}, None),
     ],
 )
-def test_what_a_gpu_cannot_do_is_refused_before_weights_load(changed, named, monkeypatch):
+def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
     from vllm_triforce.config import checks
 
     monkeypatch.setattr(checks, "is_cpu", lambda: False)
@@ -301,7 +301,7 @@ def test_memory_is_at_most_three_hundredths_of_the_kv_cache():
 
 
 @pytest.mark.parametrize("any_mix", [True, False])
-def test_fewer_graphs_hold_what_all_held(any_mix):
+def test_fewer_graphs_serve_the_same_batches(any_mix):
     manager = manager_of(256, 12)
     if any_mix:
         serve_any_mix(manager)

@@ -61,7 +61,7 @@ def test_samples_follow_level2(gamma, is_lookup):
             assert stats.chisquare(found, found.sum() * wanted / wanted.sum()).pvalue > 1e-4, prefix
 
 
-def test_token_distribution_is_what_vllm_samples_from():
+def test_token_distribution_is_vllms():
     """Compare with a readable computation, row by row."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(6, 40)

@@ -32,7 +32,7 @@ class Careless(TokenSource):
     "given, drafted",
     [([1, 2, 3, 4, 5], [1, 2, 3]), ([1, -1, 3], [1]), ([7, 8, 1], [7]), ([], []), ([0, 7], [0, 7])],
 )
-def test_drafts_are_cut_to_what_can_be_verified(given, drafted):
+def test_drafts_are_cut_to_verifiable_tokens(given, drafted):
     level1 = Level1([Careless(given)], SimpleNamespace(chooses=frozenset()), vocab_size=8)
     batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
     proposal = Proposal.empty(1, greedy=True)

@@ -75,7 +75,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
             torch.testing.assert_close(logits, right)
 
 
-def test_who_asks_for_nothing_has_none():
+def test_requests_without_parameters_have_no_processing():
     tokens = np.array([1, 2], dtype=np.int32)
     for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
         assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE, DEVICE) is None

@@ -42,7 +42,7 @@ def device_bytes(placement) -> float:
 
 @pytest.mark.parametrize("host", [0.31, 1, 16, 30.5])
 @pytest.mark.parametrize("device", [2.1, 4, 10])
-def test_no_placement_has_more_blocks_nor_as_many_and_more_layers_on_the_device(host, device):
+def test_no_placement_has_more_blocks_or_device_layers(host, device):
     found = placed(host, device)
     assert found.host_bytes <= host * GIB and device_bytes(found) <= device * GIB
     assert found.num_host_layers + found.num_device_layers == 32
@@ -65,7 +65,7 @@ def test_more_host_memory_than_the_device_can_serve_is_left():
     assert 2.99 * GIB < device_bytes(found) <= 3 * GIB
 
 
-def test_host_memory_for_which_there_is_no_use_is_left_and_layers_stay_on_the_device():
+def test_layers_stay_on_the_device_where_host_memory_is_of_no_use():
     """All layers of 131,072 tokens take 16 GiB."""
     assert placed(90, 8).num_device_layers == 0
     found = placed(90, 8, max_blocks=8193)
@@ -73,7 +73,7 @@ def test_host_memory_for_which_there_is_no_use_is_left_and_layers_stay_on_the_de
     assert device_bytes(found) <= 8 * GIB and found.host_bytes < 10 * GIB
 
 
-def test_what_leaves_nothing_is_refused():
+def test_too_little_memory_is_refused():
     with pytest.raises(ValueError, match=r"kv_offload_gib=8: .* takes 0\.62 GiB; lower max_spec"):
         placed(8, 0.01)
     with pytest.raises(ValueError, match="kv_offload_gib"):
@@ -130,7 +130,7 @@ def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
         ("model", "some/draft"),
     ],
 )
-def test_what_plain_decoding_has_no_use_for_is_refused(key, value):
+def test_unused_keys_of_plain_decoding_are_refused(key, value):
     keys = {"levels": "3", "kv_offload_gib": 8} | ({} if key == "model" else {key: value})
     model = value if key == "model" else None
     with pytest.raises(ValueError, match=f"{key}={value!r} is not supported with levels='3'"):
@@ -188,7 +188,7 @@ def engine(**changes) -> SimpleNamespace:
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(changes, said):
+def test_unsupported_settings_are_refused(changes, said):
     config = TriForceConfig(kv_offload_gib=0.5).resolve(16)
     check_offload(engine(), config)
     with pytest.raises(ValueError, match=f"kv_offload_gib=0.5.*{said}"):
@@ -237,7 +237,7 @@ def a_plan(host_gib: float, device_gib: float, *, length=131_072, auto=False, **
     return plan_offload(specs, config, vllm_config, int(device_gib * GIB), SHARE).placement
 
 
-def test_too_little_for_the_longest_request_is_refused_with_what_would_do():
+def test_too_little_for_the_longest_request_is_refused_with_a_value():
     """The suggested value works."""
     assert a_plan(16, 5).num_blocks * 16 > 131_072
     with pytest.raises(ValueError, match=r"kv_offload_gib=8: .*; kv_offload_gib=16\.\d would do"):
@@ -273,7 +273,7 @@ def test_a_number_of_blocks_that_is_asked_for_is_given_or_refused():
         a_plan(64, 8, num_gpu_blocks_override=9_000_000)
 
 
-def test_host_memory_that_is_not_what_the_device_sees_is_refused():
+def test_host_memory_that_the_device_does_not_see_is_refused():
     """Unregistered memory can come back as a copy."""
     from vllm_triforce.offload.host_memory import HostMemory, _check_alias
 

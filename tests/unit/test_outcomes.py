@@ -69,7 +69,7 @@ def test_a_step_of_a_request_that_has_left_is_counted_by_nobody():
     assert carrier.take(stats).keys() == {"num_proposals", "num_proposed"}
 
 
-def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
+def test_requests_with_stop_strings_send_figures_with_every_output():
     """Figures are copied: a later step may be over before they are encoded."""
     scheduler = Ours(a=["."], b=[])
     by_name = {o.request_id: o for o in scheduler.step(a=(6, 2), b=(6, 2)).outputs}

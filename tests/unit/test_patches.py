@@ -83,7 +83,7 @@ def test_expand_kernel_is_mended_once(fresh_host):
     assert expand_batch_to_tokens(torch.tensor([0.6]), torch.tensor([0]), 0).shape == (0,)
 
 
-def test_ledger_is_what_the_patches_say():
+def test_ledger_is_current():
     from tools.ledger import LEDGER, written
 
     ledger = LEDGER.read_text()
@@ -92,7 +92,7 @@ def test_ledger_is_what_the_patches_say():
         assert path.name in ledger
 
 
-def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatch):
+def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     host = ModuleType("a_host")
 
     class Host:

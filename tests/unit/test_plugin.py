@@ -112,7 +112,7 @@ assert everything() == before
 """
 
 
-def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
+def test_a_vllm_without_a_wrapped_name_is_left_alone():
     """Each process says so once, and goes on."""
     names = [
         "EngineArgs.add_cli_args",
@@ -429,7 +429,7 @@ def logged(monkeypatch) -> list[tuple[str, str]]:
         (None, None),
     ],
 )
-def test_the_start_says_what_level_2_reads(gqa_pair, logged, keys, line):
+def test_the_start_logs_level_2(gqa_pair, logged, keys, line):
     if keys is not None:
         keys = triforce(**keys | ({"model": gqa_pair["draft"]} if "model" in keys else {}))
     engine_config(gqa_pair["target"], keys)

@@ -44,7 +44,7 @@ def test_a_policy_of_another_package_is_known_and_loaded_when_asked_for(install)
     "module, says",
     [("import no_such_module", "no_such_mod"), ("class Newest(", "SyntaxError"), ("1 / 0", "Zero")],
 )
-def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
+def test_a_broken_policy_fails_only_when_used(install, module, says):
     install("mine", {"newest": "mine_module:Newest"}, module)
     found = policies()
     assert found["quest"].name == "quest"
@@ -61,13 +61,13 @@ def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
         ({"open": "mine_module:Open"}, "open", r"Open lacks \['score'\]"),
     ],
 )
-def test_what_is_no_policy_is_refused(install, entry_points, asked, says):
+def test_wrong_classes_are_refused(install, entry_points, asked, says):
     install("mine", entry_points)
     with pytest.raises(ValueError, match=says):
         policies()[asked]
 
 
-def test_a_name_that_is_taken_is_refused_whatever_is_asked_for(install):
+def test_a_taken_name_is_refused(install):
     install("mine", {"quest": "mine_module:Newest"})
     with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* Rename"):
         policies()["retrieval"]
@@ -95,7 +95,7 @@ def test_configuration_knows_it(install, monkeypatch):
     assert not {"mine_module", "source_module"} & {*sys.modules}
 
 
-def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
+def test_a_broken_policy_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
     """The message names the fault before a model is loaded."""
     from tests.conftest import triforce
     from tests.unit.test_plugin import engine_config

@@ -53,7 +53,7 @@ def made(monkeypatch):
     return make
 
 
-def test_what_is_not_captured_is_done_for_the_rows_that_there_are(made):
+def test_uncaptured_rounds_run_for_the_present_rows(made):
     work, rows, calls, replayed = made()
     rows.num_rows = 3
     assert work(PRESENT) == (3,) and calls == [(3, False)] and not replayed
@@ -95,7 +95,7 @@ def test_rounds_of_every_kind_are_captured():
     assert SamplingV2(True, has_masks=True).kind == "greedy", "which draws nothing"
 
 
-def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):
+def test_scratch_of_vllms_mask_kernels_lives_as_long_as_the_graphs(made, monkeypatch):
     from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
 
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)

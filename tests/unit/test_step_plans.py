@@ -100,13 +100,13 @@ def scheduler():
     return Ours(config, 8)
 
 
-def test_who_is_too_short_or_reads_its_prompt_proposes_nothing(scheduler):
+def test_short_contexts_and_prefills_propose_nothing(scheduler):
     reading = Running("reading")
     reading.is_prefill_chunk = True
     assert scheduler.step(Running("short", computed=999), reading, Running("long")) == {"long": ALL}
 
 
-def test_who_decodes_plainly_proposes_nothing(scheduler):
+def test_named_log_probabilities_propose_nothing(scheduler):
     named = Running("named", logprob_token_ids=[1, 2])
     assert scheduler.step(named, Running("usual")) == {"usual": ALL}
     allowed = Running("allowed", allowed_token_ids=[1, 2])
@@ -143,7 +143,7 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
         ("2,3", 4, RequestPlan(LEVELS, 4, 4)),
     ],
 )
-def test_what_is_always_proposed(levels, most, expected):
+def test_fixed_plans(levels, most, expected):
     config = resolved(levels=levels)
     assert config.gamma == 2
     assert fixed_plan(config, most) == expected
@@ -198,7 +198,7 @@ def _disabling(scheduler: Ours, *names: str) -> None:
     scheduler.update_from_output(step, output)
 
 
-def test_nothing_is_planned_for_who_is_disabled(scheduler):
+def test_nothing_is_planned_for_disabled_requests(scheduler):
     first, second, third = (Running(name) for name in "abc")
     assert set(scheduler.step(first, second, third)) == {"a", "b"}
     _disabling(scheduler, "a", "gone")
@@ -220,9 +220,7 @@ def choosing():
 
 
 @pytest.mark.parametrize("accepted", [2, 20], ids=["rejected", "padding too"])
-def test_nothing_is_chosen_before_passes_were_measured_and_then_it_is_learnt_from(
-    choosing, monkeypatch, accepted
-):
+def test_decisions_begin_with_measurements(choosing, monkeypatch, accepted):
     """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
     seen = []
     monkeypatch.setattr(AsyncController, "ended", lambda self, step: seen.append(step))

@@ -80,7 +80,7 @@ def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[i
 @pytest.mark.parametrize(
     ("start", "end"), [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])], ids=str
 )
-def test_forces_what_stock_forces_without_speculation(start, end):
+def test_forces_the_tokens_that_stock_forces(start, end):
     """Budgets up to 33 in every row of batches of one to four, beside requests without."""
     reasoning, draw = config(start, end), random.Random(len(start) + 10 * len(end))
     num_forced = 0
@@ -141,7 +141,7 @@ def test_rows_move_with_their_requests():
     assert forced_tokens(logits) == [END]
 
 
-def test_a_row_forgets_who_has_left():
+def test_a_row_forgets_its_former_request():
     reasoning = config([START], [END])
     holder = PlainThinkingBudget(reasoning, 2, CPU)
     holder, outputs = with_requests(holder, [[4, START], [4, START]], [3, None])

@@ -105,7 +105,7 @@ def test_most_rows_need_no_sort(sorted_rows):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_distribution_is_left_to_vllm(value):
+def test_nan_and_infinity_are_left_to_vllm(value):
     logits = torch.randn(3, 5000)
     logits[1, 7] = value
     p = torch.full((3,), 0.9)
