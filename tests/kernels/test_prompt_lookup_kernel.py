@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, integers
-from tests.unit.test_prompt_lookup import on_host
+from tests.unit.test_sources import on_host
 from vllm_triforce.kernels import prompt_lookup as on_device
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows

@@ -1,5 +1,4 @@
-"""Promise: whatever a source of drafts says, no proposal has more tokens than there are slots for,
-and none that is no token."""
+"""Promise: no proposal of a source has more tokens than there are slots for, or an invalid one."""
 
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import pytest
 from vllm_triforce.controller.routes import SourceTraits
 from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.drafting import Level1
+from vllm_triforce.runner_v1.sources.prompt_lookup import PromptLookup
 from vllm_triforce.runner_v1.sources.source import Match, TokenSource
 
 
@@ -53,3 +53,24 @@ def test_prior_acceptance_is_a_share(prior_acceptance):
         ValueError, match=r"draft source 'bad' has prior_acceptance=.*share from 0 to 1"
     ):
         SourceTraits("bad", prior_acceptance)
+
+
+def on_host(token_ids: np.ndarray, max_ngram: int, count: int) -> list[int]:
+    lookup = PromptLookup(max_ngram)
+    match = lookup.find(token_ids)
+    return [] if match is None else lookup.continue_from(token_ids, match, count)
+
+
+@pytest.mark.parametrize(
+    "tokens, drafted",
+    [
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
+        ([5, 1, 2, 7, 7, 2, 8, 8, 1, 2], [7, 7, 2]),  # the longer match beats the newer one
+        ([1, 2, 1, 2], [1, 2, 1]),  # the match reaches the end: the loop goes on
+        ([4, 4], [4, 4, 4]),
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_prompt_lookup(tokens, drafted):
+    assert on_host(np.array(tokens, np.int32), 4, 3) == drafted
