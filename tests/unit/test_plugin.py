@@ -272,7 +272,7 @@ def parsed(model: str, *flags: str):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    assert "TriForce:" in parser.format_help()
+    assert "  TriForce  " in parser.format_help()
     return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
 
 
