@@ -8,12 +8,12 @@ import torch
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """Probability that a chi-square variable is larger."""
+    """Return the probability that a chi-square variable is larger."""
     return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
 
 
 def frequency_p_value(probs: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Compares how often each token came with how often it should have.
+    """Compare how often each token came with how often it should have.
 
     Args:
         probs: [num_tokens, vocab_size], float64.
@@ -58,7 +58,7 @@ def processed(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:  # [num_tokens, vocab_size]
-    """What vLLM samples from: temperature, top-k, top-p, written for reading."""
+    """Return the probabilities that vLLM samples from: temperature, top-k, top-p."""
     probs = (logits / temperature).softmax(-1)
     ordered, order = probs.sort(-1, descending=True)
     if top_k:

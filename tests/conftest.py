@@ -31,13 +31,13 @@ ENGINE = dict(
 
 @pytest.fixture(scope="session")
 def pair() -> dict[str, str]:
-    """The embedded target/draft pair (MHA)."""
+    """Return the embedded target/draft pair (MHA)."""
     return {"target": str(PAIR / "target"), "draft": str(PAIR / "draft")}
 
 
 @pytest.fixture(scope="session")
 def gqa_pair(tmp_path_factory) -> dict[str, str]:
-    """A random target with four query heads to a KV head, and a random draft."""
+    """Make a random target with four query heads to a KV head, and a random draft."""
     folder = tmp_path_factory.mktemp("gqa")
     target = make_llama(folder / "target", num_heads=8, num_kv_heads=2, std=0.05, query_scale=4)
     draft = make_llama(
@@ -47,20 +47,20 @@ def gqa_pair(tmp_path_factory) -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Files with slow tests go first: none is left to one process while the others have ended."""
+    """Run files with slow tests first, so that all processes end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 class Engines:
-    """At most ``keep`` live engines, by their arguments; the oldest gives way."""
+    """Keep at most ``keep`` live engines, by their arguments; the oldest gives way."""
 
     def __init__(self, keep: int = 4) -> None:
         self._keep = keep
         self._live: dict[str, object] = {}
 
     def clear(self) -> None:
-        """Ends all live engines, and then vLLM's process groups."""
+        """End all live engines, and then vLLM's process groups."""
         self._live.clear()
         gc.unfreeze()
         gc.collect()
@@ -91,13 +91,13 @@ def engines():
 
 
 def triforce(**keys) -> dict:
-    """Speculates on everything, by fixed lengths: what a test counts must not depend on times."""
+    """Return a config that speculates on everything by fixed lengths, independent of times."""
     return {"method": "triforce", "min_context": 0, "adaptive": False, **keys}
 
 
 @pytest.fixture(scope="module")
 def ranks_without_compiler():
-    """vLLM compiles the ranks of log-probabilities, which takes 20 s and changes nothing."""
+    """Leave the ranks of log-probabilities uncompiled: compiling takes 20 s."""
     from vllm.v1.sample import sampler
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,7 @@ from vllm import SamplingParams
 
 
 def generate(llm, prompts: list[list[int]], **params) -> list[list[int]]:
-    """Token ids of the completions; greedy and past EOS unless told otherwise."""
+    """Return token ids of the completions; by default greedy and past EOS."""
     params = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "detokenize": False, **params}
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -19,13 +19,9 @@ NOISE = 2e-4
 
 
 def assert_same_tokens(
-    stock,
-    prompt: list[int],
-    wanted: list[int],
-    found: list[int],
-    noise: float = NOISE,
+    stock, prompt: list[int], wanted: list[int], found: list[int], noise: float = NOISE
 ) -> bool:
-    """Token identity, or proof that stock vLLM itself is undecided where they part.
+    """Assert equal tokens, or a tie of stock vLLM's where they part.
 
     Args:
         noise: between stock's two best log-probabilities, up to which it is undecided.

@@ -37,7 +37,7 @@ def make_prompt() -> list[int]:
 
 
 def exact_logits(target: str, prompt: list[int]) -> dict[tuple[int, ...], np.ndarray]:
-    """Of the target after the prompt and after every continuation, by transformers."""
+    """Compute the target's logits after the prompt and every continuation, by transformers."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -68,7 +68,7 @@ def exact(models, prompt):
 
 
 def exact_joint(exact, temperature, top_p=1.0) -> np.ndarray:
-    """[VOCAB, VOCAB], distribution of the second and third token (which are speculated)."""
+    """Return the distribution of the second and third token, [VOCAB, VOCAB]."""
 
     def after(prefix):
         return readable_distribution(exact[prefix], temperature, VOCAB, top_p, 0.0)
@@ -77,7 +77,7 @@ def exact_joint(exact, temperature, top_p=1.0) -> np.ndarray:
 
 
 def asked_joint(exact, prompt: list[int], asked: Mapping) -> np.ndarray:
-    """The same, of any request: see ``readable_request``."""
+    """Return the same for any request: see ``readable_request``."""
     return _joint(lambda prefix: readable_request(exact[prefix], prompt, list(prefix), asked))
 
 
@@ -91,7 +91,7 @@ def _joint(after) -> np.ndarray:
 
 
 def readable_request(logits: np.ndarray, prompt, sampled: list[int], asked: Mapping) -> np.ndarray:
-    """The distribution that a request asks for, written down as vLLM documents it."""
+    """Return the distribution that a request asks for, as vLLM documents it."""
     logits = logits.copy()
     for token, bias in asked.get("logit_bias", {}).items():
         logits[token] += bias
@@ -111,7 +111,7 @@ def readable_request(logits: np.ndarray, prompt, sampled: list[int], asked: Mapp
 
 
 def sample(llm, prompt, count=NUM_SAMPLES, **params) -> np.ndarray:
-    """[count, NUM_TOKENS] completions of one prompt."""
+    """Return completions of one prompt, [count, NUM_TOKENS]."""
     from vllm import SamplingParams
 
     outputs = llm.generate(

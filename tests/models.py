@@ -24,7 +24,7 @@ def make_llama(
     seed: int = 0,
     max_position_embeddings: int = 16384,
 ) -> str:
-    """Saves a randomly initialised Llama in float32; returns its folder.
+    """Save a randomly initialized Llama in float32; return its folder.
 
     Args:
         std: of the initial weights; larger is more peaked.
@@ -55,7 +55,7 @@ def make_llama(
 
 
 def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
-    """Token ids of real text that the embedded pair has not seen."""
+    """Return token ids of real text that the embedded pair has not seen."""
     text = (PROMPTS / "held_out.txt").read_text()
     ids = tokenizer(text[: 8 * num_tokens])["input_ids"]
     assert len(ids) >= num_tokens, "the held-out text is too short"
@@ -63,7 +63,7 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
 
 
 def make_int8(folder: Path, model: str) -> str:
-    """Saves a model with 8-bit weights and activations, in compressed-tensors' form."""
+    """Save a model with 8-bit weights and activations, in compressed-tensors' form."""
     import json
     import shutil
 
@@ -105,7 +105,7 @@ def make_adapter(
     rank: int = 4,
     with_head: bool = False,
 ) -> str:
-    """Saves a random LoRA adapter of a Llama's attention and MLP, in PEFT's form.
+    """Save a random LoRA adapter of a Llama's attention and MLP, in PEFT's form.
 
     Args:
         with_head: of ``lm_head`` as well, which must not be tied to the embeddings.
@@ -147,7 +147,7 @@ def make_adapter(
 
 
 def with_adapter(model: torch.nn.Module, folder: str) -> torch.nn.Module:
-    """A model of transformers with an adapter of ``make_adapter`` added to its weights."""
+    """Add an adapter of ``make_adapter`` to the weights of a model of transformers."""
     from safetensors.torch import load_file
 
     weights = load_file(Path(folder) / "adapter_model.safetensors")
@@ -177,10 +177,7 @@ _TINY = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
-_WINDOWS = dict(
-    sliding_window=64,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-)
+_WINDOWS = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -193,7 +190,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 
 
 def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0, **changes) -> str:
-    """Saves a tiny randomly initialised model of one of ``ARCHITECTURES`` in float32.
+    """Save a tiny randomly initialized model of one of ``ARCHITECTURES`` in float32.
 
     Args:
         changes: further keys of its config.

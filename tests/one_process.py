@@ -21,7 +21,7 @@ def allow_many_engines() -> None:
 
 
 def end_process_groups() -> None:
-    """When no engine is left: the next one makes its own."""
+    """End vLLM's process groups when no engine is left; the next one makes its own."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()

@@ -11,7 +11,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def run(llm, prompts: list[list[int]], params: list, **kwargs):
-    """Outputs of prompts with a ``SamplingParams`` each."""
+    """Generate outputs of prompts with a ``SamplingParams`` each."""
     return llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False, **kwargs
     )
@@ -19,7 +19,7 @@ def run(llm, prompts: list[list[int]], params: list, **kwargs):
 
 @contextmanager
 def speculating(llm, rejections: bool = True):
-    """Fails unless proposals were accepted, and rejected, meanwhile: or nothing was tested."""
+    """Fail unless proposals were accepted, and rejected, meanwhile."""
     before = counters_of(llm)
     yield
     counted = counters_of(llm).since(before)
@@ -29,7 +29,7 @@ def speculating(llm, rejections: bool = True):
 
 
 def assert_same_outputs(stock, wanted, found) -> int:
-    """Tokens, text, finish and stop reason, usage and log-probabilities of greedy requests.
+    """Compare tokens, text, finish reason, usage and log-probabilities of greedy requests.
 
     Returns:
         The number of completions that were token-identical; the others are proven ties.
@@ -86,7 +86,7 @@ def _is_close(wanted: float, found: float) -> bool:
 
 
 def _is_close_rank(token: int, table, found: int | None) -> bool:
-    """True if a rank is the table's, or noise may have exchanged it with neighbours."""
+    """True if a rank is the table's, or noise may have exchanged it with neighbors."""
     wanted, logprob = table[token].rank, table[token].logprob
     if wanted == found or wanted is None or found is None:
         return wanted == found

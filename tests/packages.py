@@ -24,13 +24,9 @@ BROKEN = {
 
 
 def put_project(
-    parent: Path,
-    name: str,
-    entry_points: dict[str, str],
-    module: str = POLICY,
-    group: str = GROUP,
+    parent: Path, name: str, entry_points: dict[str, str], module: str = POLICY, group: str = GROUP
 ) -> Path:
-    """The folder that has to be on the path."""
+    """Write a project with entry points; return the folder for the path."""
     folder = parent / name
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)

@@ -11,7 +11,7 @@ def penalized(
     new: Sequence[int],
     params: Mapping,
 ) -> torch.Tensor:
-    """What a request's penalties make of its logits, [len(new), vocab_size].
+    """Apply a request's penalties to its logits, [len(new), vocab_size].
 
     Args:
         new: tokens of its output, of which the last counts for nothing.

@@ -19,5 +19,5 @@ class PythonReasoningParser(BaseThinkingReasoningParser):
 
 
 def forcing(end: str) -> ReasoningConfig:
-    """Of an engine that forces this where a budget is spent; vLLM takes no dictionary for it."""
+    """Return the configuration of an engine that forces ``end`` where a budget is spent."""
     return ReasoningConfig(reasoning_parser=NAME, reasoning_end_str=end)

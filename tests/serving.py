@@ -28,7 +28,7 @@ class Server:
     log: Path
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name; those of one name (labels apart) are added up, and ``name{labels}``."""
+        """Return samples by name, added up over labels, and by ``name{labels}``."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
         found: dict[str, float] = {}
@@ -42,7 +42,7 @@ class Server:
         return found
 
     def rpc(self, method: str):
-        """The first worker's answer (vLLM's development endpoint)."""
+        """Return the first worker's answer (vLLM's development endpoint)."""
         return self.post("/collective_rpc", {"method": method})["results"][0]
 
     def post(self, path: str, body: dict, timeout: float = 120) -> dict:
@@ -53,7 +53,7 @@ class Server:
             return json.load(response)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """API server, engine core and worker, by the names that vLLM gives them."""
+        """Return API server, engine core and worker, by the names that vLLM gives them."""
         found = {"api_server": psutil.Process(self.process.pid)}
         for child in found["api_server"].children(recursive=True):
             if match := re.match(r"VLLM::(\w+)", child.name()):
@@ -70,7 +70,7 @@ def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 @contextmanager
 def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server]:
-    """Runs a server until the block ends."""
+    """Run a server until the block ends."""
     port = _free_port()
     template = log.with_suffix(".jinja")
     template.write_text(_CHAT_TEMPLATE)

@@ -21,12 +21,12 @@ def kept_facts(version: str) -> Path:
 
 
 def installed() -> Path:
-    """The folder of the installed vLLM, which is not imported."""
+    """Return the folder of the installed vLLM, without importing it."""
     return Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 
 
 def imports() -> dict[tuple[str, str], set[str]]:
-    """(module below vllm, name) that our package imports, and the files that do."""
+    """Map (module below vllm, name) to the files of ours that import it."""
     found: dict[tuple[str, str], set[str]] = {}
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -38,7 +38,7 @@ def imports() -> dict[tuple[str, str], set[str]]:
 
 
 def users_of_more_than_a_name() -> set[str]:
-    """Our files that import more from vLLM than what is used as it stands."""
+    """Return our files whose imports from vLLM need an entry in the table."""
     plain = {"logger", "platforms", "triton_utils", "config.compilation"}
     return {
         user for (module, _), users in imports().items() if module not in plain for user in users
@@ -46,7 +46,7 @@ def users_of_more_than_a_name() -> set[str]:
 
 
 def files_needed() -> list[str]:
-    """Files that may say something about the table or the imports; not all need exist."""
+    """Return the files that the table or the imports may need; not all need exist."""
     files = {surface.file for surface in TABLE}
     for module, name in imports():
         for dotted in (module, f"{module}.{name}".strip(".")):
@@ -55,7 +55,7 @@ def files_needed() -> list[str]:
 
 
 def facts_of(root: Path, version: str) -> dict:
-    """What a vLLM's source says about everything that the table and our imports name."""
+    """Collect the facts of a vLLM's source that the table and our imports need."""
     facts: dict = {"version": version, "files": {}, "modules": {}}
     for file in sorted({surface.file for surface in TABLE}):
         text = source.read(root, file)
@@ -77,7 +77,7 @@ def _candidates(module: str) -> list[str]:
 
 
 def _told(file: str, text: str) -> dict:
-    """Facts of a file about what the table names in it."""
+    """Collect the facts of a file that the table needs."""
     everything = source.file_facts(text)
     asked = [surface for surface in TABLE if surface.file == file]
     wanted = {surface.name for surface in asked}
@@ -96,7 +96,7 @@ def _told(file: str, text: str) -> dict:
 
 
 def complaints(facts: dict) -> list[str]:
-    """What moved: a line each, with the place, what changed, and who of ours needs it."""
+    """Describe what moved, one line each: the place, the change, our file that needs it."""
     found = []
     for surface in TABLE:
         told = facts["files"].get(surface.file, {})

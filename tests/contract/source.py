@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def file_facts(source: str) -> dict:
-    """Names, signatures and members of one module.
+    """Collect names, signatures and members of one module.
 
     Returns:
         ``names``: everything that can be imported from it;
@@ -25,8 +25,7 @@ def file_facts(source: str) -> dict:
 
 
 def events(source: str, function: str) -> list[str] | None:
-    """What a function does, in the order of the source: ``f(`` for a call, ``x =`` for an
-    assignment, ``isinstance(x, C)`` for a test; None if there is no such function."""
+    """List the actions of a function in the order of the source, None without such a function."""
     node = next((n for name, n in _functions(ast.parse(source).body) if name == function), None)
     if node is None:
         return None
@@ -46,7 +45,7 @@ def events(source: str, function: str) -> list[str] | None:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """``self, a, b=, *, c=, **kwargs``: names and what has a default, no types."""
+    """Write a signature as ``self, a, b=, *, c=, **kwargs``: names and defaults, no types."""
     a = node.args
     positional = [*a.posonlyargs, *a.args]
     without = len(positional) - len(a.defaults)
@@ -62,13 +61,13 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def read(root: Path, file: str) -> str | None:
-    """Source of a file below the folder ``vllm``; None if it is gone."""
+    """Read a file below the folder ``vllm``; None if it is gone."""
     path = root / file
     return path.read_text() if path.is_file() else None
 
 
 def _blocks(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class, also inside if, try and with."""
+    """Yield the statements of a module or class, also inside if, try and with."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody"):

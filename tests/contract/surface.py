@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Surface:
-    """One thing that we lean on. ``user`` is the file of ours that would break."""
+    """An interface of vLLM; ``user`` is the file of ours that would break."""
 
     file: str  # below the folder vllm
     name: str  # class, function or method
@@ -21,12 +21,12 @@ class Surface:
 
     @property
     def steps(self) -> list[str]:
-        """What a function is to do, for ``does``."""
+        """Return the actions of ``does``."""
         return self.wanted.split(" < ")
 
 
 def overrides(file: str, name: str, signature: str, user: str) -> Surface:
-    """A method that we override or wrap: its signature is exactly this one."""
+    """Require an exact signature of a method that we override or wrap."""
     return Surface(file, name, signature, user, _judge_signature)
 
 
@@ -37,12 +37,12 @@ def calls(file: str, name: str, arguments: str, user: str) -> Surface:
 
 
 def has(file: str, name: str, members: str, user: str) -> Surface:
-    """A class that itself defines these attributes, methods or fields (``a b c``)."""
+    """Require a class that itself defines these attributes, methods or fields (``a b c``)."""
     return Surface(file, name, members, user, _judge_members)
 
 
 def derives(file: str, name: str, base: str, user: str) -> Surface:
-    """A class with this direct base."""
+    """Require a class with this direct base."""
     return Surface(file, name, base, user, _judge_base)
 
 

@@ -35,12 +35,12 @@ class Block:
 
     @property
     def filled(self) -> str:
-        """With the embedded pair for what a reader fills in."""
+        """Return the code with the embedded pair for the names that a reader fills in."""
         return re.sub(rf"\b({'|'.join(PLACES)})\b(?!=)", lambda found: PLACES[found[0]], self.code)
 
     @property
     def commands(self) -> list[list[str]]:
-        """Of a ``bash`` block: words of each command, without comments and variables set for it."""
+        """Split a ``bash`` block into commands, without comments and variables."""
         text = self.filled.replace("\\\n", " ")
         found = []
         for line in _lines(text):
@@ -53,7 +53,7 @@ class Block:
 
 
 def _lines(text: str) -> list[str]:
-    """Commands; one goes on where a quote is open."""
+    """Split commands; one goes on where a quote is open."""
     found, open_line = [], ""
     for line in text.splitlines():
         open_line = f"{open_line}\n{line}" if open_line else line
@@ -76,7 +76,6 @@ def pages() -> list[Path]:
 
 
 def blocks() -> list[Block]:
-    """Of all pages."""
     found = []
     for path in pages():
         text, page = path.read_text(), str(path.relative_to(ROOT))

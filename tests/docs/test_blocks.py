@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.blocks import PLACES, Block, blocks
+from tests.docs.blocks import Block, blocks
 from tests.models import ROOT
+from tools.docs_tables import stale
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +35,12 @@ NOT_RUN = {
 
 
 def of(language: str) -> list:
-    """Once each: a page may show what another does."""
+    """List the blocks of a language, each code once."""
     once = {b.filled: b for b in reversed(BLOCKS) if b.language == language}
     return [pytest.param(b, id=str(b)) for b in reversed(once.values())]
 
 
-def test_every_block_says_what_it_is():
+def test_every_block_has_a_language():
     assert len(BLOCKS) > 20
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block} has language {block.language!r}"
@@ -55,13 +56,17 @@ def test_yaml(block: Block):
     assert yaml.safe_load(block.filled) is not None
 
 
+def test_tables_of_the_pages_are_current():
+    assert not stale(), "run python tools/docs_tables.py"
+
+
 EAGER = "import functools, vllm; vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)\n"
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("block", of("python"))
 def test_python(block: Block, tmp_path):
-    """In a process of its own, as a reader would; compilation apart, which is vLLM's."""
+    """Run the block in a process of its own, without vLLM's compilation."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -70,7 +75,11 @@ def test_python(block: Block, tmp_path):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", EAGER + block.filled], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-c", EAGER + block.filled],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -112,7 +121,7 @@ def check(words: list[str]) -> None:
 
 
 def check_serve(arguments: list[str]) -> None:
-    """The server's own options are read, the engine is configured."""
+    """Parse the server's options and make the engine's configuration."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -152,7 +161,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What is installed is here, with the extras that are named; or another project."""
+    """Check that local projects and named extras exist."""
     setup = (ROOT / "setup.cfg").read_text()
     for name in (a for a in arguments if a not in ("pip", "-m") and not a.startswith("-")):
         found = re.fullmatch(r"(\.|\S*\.whl|vllm-triforce)(?:\[([\w,-]+)\])?", name)
@@ -180,7 +189,7 @@ def check_script(arguments: list[str]) -> None:
 
 
 def check_other(program: str, arguments: list[str]) -> None:
-    """Paths that are named exist."""
+    """Check that named paths exist."""
     for path in (a.split("::")[0] for a in arguments):
         if path.startswith(("tests/", "docs/", "examples/", "tools/", "vllm_triforce")):
             assert (ROOT / path).exists(), f"{program} {path}"
@@ -195,25 +204,3 @@ def help_of(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["frobnicate", "--all"],
-        ["vllm-triforce", "bench", "--no-such-option"],
-        ["make", "no-such-target"],
-        ["python", "-m", "tests.soak", "--no-such-option"],
-        ["pytest", "tests/no_such_file.py"],
-        ["pip", "install", ".[no-such-extra]"],
-    ],
-)
-def test_what_does_not_work_is_noticed(words):
-    with pytest.raises(AssertionError):
-        check(words)
-
-
-def test_a_key_that_does_not_exist_is_noticed():
-    keys = json.dumps({"method": "triforce", "no_such_key": 1})
-    with pytest.raises(ValueError, match="no_such_key"):
-        check(["vllm", "serve", PLACES["TARGET"], "--speculative-config", keys])

@@ -1,8 +1,6 @@
-"""Promise: the documentation site builds, from what is here alone, and says all that it should.
+"""Promise: the documentation site builds, from what is here alone.
 
-It is built as ``make site`` builds it, with warnings as errors. Then every page is read: each link
-within the site has its page and its anchor, nothing is loaded from another host, every key that a
-user may give is on the page of keys, with its default, and every counter on the page of metrics.
+``mkdocs build --strict`` turns warnings of broken links and anchors into errors (mkdocs.yml).
 """
 
 import importlib.util
@@ -10,15 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.models import ROOT
-from vllm_triforce.config.keys import KEYS
-from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS
 
 NEEDED = ("mkdocs", "material", "mkdocstrings")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -26,33 +21,10 @@ pytestmark = pytest.mark.skipif(
     bool(missing), reason=f"{', '.join(missing)} not installed; pip install '.[dev]'"
 )
 
-# What a browser loads by itself, by element.
-LOADED = {
-    "script": ("src",),
-    "img": ("src", "srcset"),
-    "source": ("src", "srcset"),
-    "iframe": ("src",),
-    "link": ("href",),
-    "use": ("href", "xlink:href"),
-}
-
-
-class Page(HTMLParser):
-    """What a page refers to, and what of it can be referred to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        values = {name: value or "" for name, value in attrs}
-        self.anchors |= {values[name] for name in ("id", "name") if name in values}
-        if tag == "a" and "href" in values:
-            self.links.append(values["href"])
-        self.loaded += [values[name] for name in LOADED.get(tag, ()) if name in values]
+# Files that a browser loads by itself, in HTML and CSS; and links.
+LOADED = re.compile(r"""<(?:script|img|source|iframe|link|use)\b[^>]*?\b(?:src|href)="([^"]*)\"""")
+LOADED_BY_CSS = re.compile(r"""url\(['"]?([^'")]+)""")
+LINK = re.compile(r'<a\b[^>]*?\bhref="([^"]*)"')
 
 
 @pytest.fixture(scope="module")
@@ -69,99 +41,21 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def pages(site) -> dict[Path, Page]:
-    found = read_pages(site)
-    assert len(found) > 30
-    return found
+def test_nothing_is_loaded_from_elsewhere(site):
+    for pattern, name in ((LOADED, "*.html"), (LOADED_BY_CSS, "*.css")):
+        addresses = {a for path in site.rglob(name) for a in pattern.findall(path.read_text())}
+        assert addresses and not [a for a in addresses if urlsplit(a).netloc]
 
 
-def read_pages(site: Path) -> dict[Path, Page]:
-    return {path.resolve(): Page(path.read_text()) for path in site.rglob("*.html")}
-
-
-def broken_links(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Those within the site that lead to no file, or to no anchor of a page."""
-    broken = []
-    for path, page in pages.items():
-        # The server shows it in the place of any page, so its links begin at the root.
-        base = site if path.name == "404.html" else path.parent
-        for link in [*page.links, *page.loaded]:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
-            if target.is_dir():
-                target /= "index.html"
-            anchor = unquote(parts.fragment)
-            has_anchor = target not in pages or not anchor or anchor in pages[target].anchors
-            if not target.is_file() or not has_anchor:
-                broken.append(f"{path.name}: {link}")
-    return broken
-
-
-def test_every_link_has_its_page_and_anchor(pages, site):
-    assert broken_links(site, pages) == []
-
-
-def test_a_broken_link_is_noticed(tmp_path):
-    links = ("b.html", "b.html#here", "b.html#there", "c.html", "https://arxiv.org", "#up")
-    (tmp_path / "a.html").write_text("".join(f'<a href="{link}">x</a>' for link in links))
-    (tmp_path / "b.html").write_text('<h1 id="here">x</h1>')
-    broken = ["a.html: b.html#there", "a.html: c.html", "a.html: #up"]
-    assert broken_links(tmp_path, read_pages(tmp_path)) == broken
-
-
-def test_nothing_is_loaded_from_elsewhere(pages, site):
-    asked = [link for page in pages.values() for link in page.loaded if urlsplit(link).netloc]
-    assert not asked
-    for path in site.rglob("*.css"):
-        for address in re.findall(r"url\(['\"]?([^'\")]+)", path.read_text()):
-            assert not urlsplit(address).netloc, f"{path.name}: {address}"
-
-
-def test_sources_that_are_not_pages_are_no_links(pages, site):
-    """The site knows no address of the repository."""
-    for path, page in pages.items():
-        for link in page.links:
-            parts = urlsplit(link)
-            if not parts.scheme:
-                assert not parts.path.endswith((".py", ".md", ".cfg", ".sh")), f"{path}: {link}"
-
-
-def test_every_key_is_on_its_page():
-    """With its default, where that is a value."""
-    rows = _rows("keys.md")
-    for name, (field, _) in KEYS.items():
-        assert name in rows, f"docs/keys.md lacks {name}"
-        default = field.default
-        if default is not None:
-            said = str(default).lower() if isinstance(default, bool) else str(default)
-            assert said in rows[name][1].replace("`", ""), f"docs/keys.md: default of {name}"
-
-
-def test_every_counter_is_on_its_page():
-    rows = _rows("metrics.md")
-    ours = {f"vllm:triforce_{c.metric}_total" for c in [*COUNTERS.values(), PROPOSE_SECONDS]}
-    assert ours - rows.keys() == set(), "docs/metrics.md lacks these"
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    known = set(re.findall(r"vllm:triforce_\w+", page)) - {"vllm:triforce_"}
-    assert known <= ours, "docs/metrics.md has counters that are not there"
-
-
-def _rows(page: str) -> dict[str, list[str]]:
-    """Of its tables, by the name in the first cell."""
-    found = {}
-    for line in (ROOT / "docs" / page).read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        for name in re.findall(r"`([^`]+)`", cells[0]) if line.startswith("|") else ():
-            found[name] = cells
-    return found
+def test_sources_that_are_not_pages_are_no_links(site):
+    links = {link for path in site.rglob("*.html") for link in LINK.findall(path.read_text())}
+    inner = [parts.path for link in links if not (parts := urlsplit(link)).scheme]
+    assert len(inner) > 30
+    assert not [path for path in inner if path.endswith((".py", ".md", ".cfg", ".sh"))]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_of_the_root_lead_somewhere(page):
-    """As they stand in the repository, where nothing rewrites them."""
     for address in re.findall(r"\]\(([^)\s#]+)", (ROOT / page).read_text()):
         if not urlsplit(address).scheme:
             assert (ROOT / address).exists(), f"{page}: {address}"

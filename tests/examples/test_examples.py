@@ -37,7 +37,7 @@ def run(*command, env: dict | None = None, code: int = 0) -> str:
 
 
 def documented() -> tuple[list[str], dict[str, str]]:
-    """Arguments and variables of the server that getting-started.md starts with the pair."""
+    """Read arguments and variables of the server in getting-started.md."""
     page = (ROOT / "docs" / "getting-started.md").read_text()
     command = re.search(r"^(VLLM_CPU\S+ .*?serve examples/.*?)\n```", page, re.M | re.S)[1]
     words = shlex.split(re.sub(r"\bexamples/", f"{EXAMPLES}/", command.replace("\\\n", " ")))
@@ -47,7 +47,7 @@ def documented() -> tuple[list[str], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """As the page has it, but for the controller's part: these texts are short."""
+    """Start the documented server, without the controller, as these texts are short."""
     (target, *options), variables = documented()
     place = options.index("--speculative-config") + 1
     options[place] = json.dumps(json.loads(options[place]) | KEYS)
@@ -64,7 +64,6 @@ def address(server) -> str:
 
 
 def test_offline():
-    """Speculation took place: its last line has level 2's figures."""
     said = run(sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", json.dumps(KEYS))
     accepted, drafted = map(int, re.search(FIGURES, said).groups())
     assert 0 < accepted <= drafted
@@ -78,7 +77,7 @@ def test_client(address):
 
 
 def test_questions_about_a_long_document(server, address):
-    """Each is answered and timed, and from the second on the document is in the prefix cache."""
+    """From the second question on the document is in the prefix cache."""
     hits = "vllm:prefix_cache_hits_total"
     before = server.metrics()[hits]
     script = EXAMPLES / "long_document_chat.py"
@@ -90,7 +89,6 @@ def test_questions_about_a_long_document(server, address):
 
 
 def test_a_policy_of_ones_own(tmp_path):
-    """Found by its entry point once installed, and used; without, refused by name."""
     keys = json.dumps(KEYS | {"selection": "blend"})
     command = (sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", keys)
     assert "selection='blend' is not a selection policy" in run(*command, code=1)
@@ -109,9 +107,10 @@ def test_offload_is_refused_where_it_cannot_run():
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_offload():
-    """Under Triton's interpreter: full passes read host memory, level 2 its pool."""
+    """Run under Triton's interpreter."""
     sizes = ["--context", "300", "--max-tokens", "10", "--budget", "128", "--eager"]
     keys = json.dumps(KEYS | {"retrieval_recent_tokens": 32, "max_speculating_seqs": 1})
     sizes += ["--dtype", "float32", "--block-size", "32", "--gib", "0.01", "--device-gib", "0.003"]
@@ -121,8 +120,9 @@ def test_offload():
     assert re.search(FIGURES, said), said
 
 
+@pytest.mark.thorough
 def test_benchmark_of_ones_own_model(tmp_path):
-    """The first of its three measurements; all take the same options as those of tests/bench."""
+    """Run the first of three measurements, which take the same options."""
     env = {"SMALL": "1", "STEPS": "lab", "OUTPUT": str(tmp_path)}
     env["VLLM_TRIFORCE"] = os.path.join(os.path.dirname(sys.executable), "vllm-triforce")
     said = run("bash", EXAMPLES / "benchmark_your_model.sh", env=env)

@@ -29,7 +29,7 @@ def _probe_kernel(
 
 
 def probe(seeds: torch.Tensor, begins: torch.Tensor, token_positions: torch.Tensor, size: int):
-    """Uniform numbers [n], and exponential ones for recovering and for drafting, [n, size]."""
+    """Return uniform numbers [n], and exponential ones of recovering and drafting, [n, size]."""
     device = seeds.device
     chances = torch.zeros(len(seeds), device=device)
     recover, draft = torch.zeros(2, len(seeds), size, device=device)

@@ -5,8 +5,29 @@ import math
 import torch
 
 
+def attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], the newest tokens of each request
+    query_lens: list[int],
+    seq_lens: list[int],
+    num_kv_heads: int,
+    gather,  # (request, KV head) -> keys and values, [seq_len, head_dim]
+) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+    """Compute causal attention in float32."""
+    output, (_, num_heads, head_dim), start = torch.zeros_like(query), query.shape, 0
+    for request, (count, length) in enumerate(zip(query_lens, seq_lens)):
+        own = slice(start, start := start + count)
+        ends = length - count + torch.arange(count, device=query.device)
+        later = torch.arange(length, device=query.device) > ends[:, None]
+        for head in range(num_heads):
+            key, value = gather(request, head // (num_heads // num_kv_heads))
+            scores = query[own, head].float() @ key.float().T * head_dim**-0.5
+            probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+            output[own, head] = (probs @ value.float()).to(output.dtype)
+    return output
+
+
 def chunk_summary(keys: torch.Tensor, scale: float, kind: str) -> torch.Tensor:
-    """Of one head's keys in one block, [block_size, head_dim]."""
+    """Summarize one head's keys in one block, [block_size, head_dim]."""
     keys = keys.float()
     if kind == "mean":
         return keys.sum(0) / len(keys) * scale
@@ -38,7 +59,7 @@ def sparse_table(
     head: int,
     strides: tuple[int, int],
 ) -> list[int]:
-    """Blocks of one head: the selected ones, then the tail, then the null block."""
+    """List the blocks of one head: the selected ones, the tail, then the null block."""
     blocks = [*selected, *table[tail_start:num_blocks]]
     blocks = [*blocks, *[0] * width][:width]
     return [block * strides[0] + head * strides[1] for block in blocks]
@@ -49,7 +70,7 @@ def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, delays: torch.Tensor) -> int:
-    """The exponential race: who has the largest weight for its delay."""
+    """Return the token with the largest weight for its delay, as in the exponential race."""
     return int((weights / delays.double()).argmax())
 
 
@@ -61,7 +82,7 @@ def verify_row(
     chances: list[float],  # a uniform number for each drafted token
     delays: list[torch.Tensor],  # exponential noise for each place, [vocab_size]
 ) -> list[int]:
-    """The accepted prefix and one more token (arXiv 2211.17192, algorithm 1)."""
+    """Return the accepted prefix and one more token (arXiv 2211.17192, algorithm 1)."""
     if temperature == 0:
         best = target.argmax(-1).tolist()
         accepted = 0
@@ -88,7 +109,7 @@ def window_feed(
     window_start: int,
     capacity: int,
 ) -> list[tuple[int, int] | None]:
-    """(token, position) of the newest tokens of a window; None where a token is not in it."""
+    """Return (token, position) of a window's newest tokens, None for those outside it."""
     window = [*range(num_sinks), *range(window_start, len(tokens))]
     feed: list[tuple[int, int] | None] = []
     for index in range(len(tokens) - query_len, len(tokens)):

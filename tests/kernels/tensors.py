@@ -3,11 +3,7 @@
 import torch
 
 from tests.kernels.device import DEVICE
-from vllm_triforce.kernels.distributions import (
-    Distributions,
-    LevelLogits,
-    SamplingParameters,
-)
+from vllm_triforce.kernels.distributions import Distributions, LevelLogits, SamplingParameters
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -25,12 +21,12 @@ def new_counters() -> torch.Tensor:
 
 
 def counted(counters: torch.Tensor) -> dict[DeviceCounter, int]:
-    """What is not 0."""
+    """Return the counters that are not 0."""
     return {counter: n for counter, n in zip(DeviceCounter, counters.tolist()) if n}
 
 
 def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fields) -> Rows:
-    """Rows in slots of their own, with one to spare behind them.
+    """Make rows in slots of their own, with one to spare behind them.
 
     Args:
         fields: tensors of ``Rows`` by name, or numbers for each row.
@@ -45,21 +41,20 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
 
 
 def distributions(logits: torch.Tensor, temperature: torch.Tensor) -> Distributions:
-    """Of logits [num_rows, ..., vocab_size]."""
+    """Make the distributions of logits [num_rows, ..., vocab_size]."""
     safe = temperature.where(temperature > 0, torch.ones(()))
     safe = safe.view(-1, *[1] * (logits.dim() - 1))
     return Distributions(logits.to(DEVICE), (logits / safe).logsumexp(-1).to(DEVICE))
 
 
 def greedy_parameters(count: int) -> SamplingParameters:
-    """Of so many states."""
     zeros = torch.zeros(count, device=DEVICE)
     top_k = integers([VOCAB_SIZE] * count)
     return SamplingParameters(zeros, integers([0] * count, torch.int64), top_k, zeros + 1, zeros)
 
 
 def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> LevelLogits:
-    """Without distributions where there is no temperature."""
+    """Make a level's logits, without distributions where there is no temperature."""
     return LevelLogits(
         logits.argmax(-1).to(DEVICE),
         logits.amax(-1).to(DEVICE),

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from tests.kernels import oracles
-from tests.kernels.tensors import VOCAB_SIZE, counted, integers, new_counters
+from tests.kernels.device import DEVICE
+from tests.kernels.tensors import VOCAB_SIZE, counted, greedy_parameters, integers, new_counters
+from vllm_triforce.core.eligibility import max_proposal_len
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_table
 from vllm_triforce.kernels.distributions import SamplingParameters
@@ -55,7 +52,7 @@ NUM_SAMPLED = [3, 1, 2]
 
 
 def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
-    """Three rows of five, before the first round.
+    """Make three rows of five, before the first round.
 
     Args:
         table: columns that are other than ``TABLE``'s.
@@ -116,7 +113,7 @@ def test_the_row_table_has_no_gaps():
     assert [*RowColumn, *StateColumn, *SlotColumn] == list(range(row_table.NUM_ROW_COLUMNS))
 
 
-def test_rows_begin_with_what_the_full_pass_left():
+def test_rows_begin_after_the_full_pass():
     rows = begun()
     assert rows.computed.tolist() == [603, 107, 99, 0, 0]
     assert rows.last_token.tolist()[:3] == [105, 101, 103]
@@ -149,13 +146,57 @@ def test_rows_that_level_2_takes_no_part_in_need_no_selection():
     assert rows.table[:, SlotColumn.KEPT_FULL].tolist() == [6, 30, 0, 5, 0]
 
 
-def test_a_row_proposes_what_was_planned_for_it():
-    rows = begun(table={RowColumn.MAX_TOKENS: [4, 6, 0]})
-    assert rows.room.tolist() == [4, 5, 0, 0, 0]
+NUM_TOKENS, NUM_ROWS = 6, 64
+
+
+@pytest.mark.parametrize("min_context", [0, 40, 300])
+def test_room_is_the_hosts(min_context):
+    """One rule serves both runners."""
+    draw = torch.Generator().manual_seed(min_context)
+
+    def numbers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (NUM_ROWS,), generator=draw)
+
+    computed = numbers(NUM_TOKENS, 600)
+    reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
+    limits = computed + numbers(0, 20)
+    most = numbers(1, NUM_TOKENS + 1)
+    bounds = RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100)
+    rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
+    states = list(range(NUM_ROWS))
+    table = stack_columns(
+        {
+            RowColumn.BATCH_ROW: states,
+            RowColumn.STATE: states,
+            RowColumn.SLOT: states,
+            RowColumn.REFRESH: [Refresh.NEW_OWNER] * NUM_ROWS,
+            RowColumn.RESERVED: reserved.tolist(),
+            RowColumn.LIMIT: limits.tolist(),
+            RowColumn.WINDOW_START: [0] * NUM_ROWS,
+            RowColumn.MAX_TOKENS: most.tolist(),
+            RowColumn.MAX_ROUNDS: [1] * NUM_ROWS,
+            RowColumn.ONE_HOT: [0] * NUM_ROWS,
+        }
+    )
+    rows.init(
+        torch.from_numpy(table).to(DEVICE),
+        integers(computed.tolist()),
+        integers([1] * NUM_ROWS),
+        integers([[0]] * NUM_ROWS, torch.int64),
+        greedy_parameters(NUM_ROWS),
+    )
+    wanted = [
+        max(0, max_proposal_len(n, asked, r, limit, min_context))
+        for n, asked, r, limit in zip(
+            computed.tolist(), most.tolist(), reserved.tolist(), limits.tolist()
+        )
+    ]
+    assert rows.room.tolist() == wanted
+    assert 0 in wanted and NUM_TOKENS in wanted and len(set(wanted)) > 4
 
 
 def tokens_of(rows: Rows, row: int) -> tuple[list[int], torch.Tensor]:
-    """All tokens of a row, and vLLM's, whose end is not written yet."""
+    """Return all tokens of a row, and vLLM's, whose end is not written yet."""
     computed, length = int(rows.computed[row]), int(rows.length[row])
     known = [(7 * i + row) % 251 for i in range(computed + 1)]
     return known + rows.proposal[row, :length].tolist(), torch.tensor(known)
@@ -193,7 +234,7 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
     assert inputs.seq_lens[3] == query_len
 
 
-def test_drafts_follow_what_was_fed():
+def test_drafts_follow_the_fed_tokens():
     rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
     rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
     inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))

@@ -1,15 +1,12 @@
 """Promise: what tokens are drawn by is as fine as their probabilities, and serves one proposal."""
 
-import pytest
 import torch
-
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
+from vllm import SamplingParams
 from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.gpu.sample import states as vllm_states
 
+from tests.kernels.device import DEVICE
 from tests.kernels.noise_probe import probe
 from tests.kernels.tensors import integers
 from vllm_triforce.kernels.draw import delay_of, open_unit
@@ -28,7 +25,7 @@ def _map_kernel(numbers_ptr, units_ptr, delays_ptr, size, BLOCK: tl.constexpr):
 
 
 def mapped(numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the open unit interval, and delays, that random 32 bits are made to."""
+    """Map random 32 bits to numbers of the open unit interval and to delays."""
     units, delays = torch.zeros(2, len(numbers), device=DEVICE)
     _map_kernel[(1,)](
         integers(numbers, torch.int64),
@@ -82,3 +79,31 @@ def test_no_two_proposals_draw_by_the_same_numbers():
     for first, again, later, beside in found:
         assert torch.equal(first, again)
         assert not torch.equal(first, later) and not torch.equal(first, beside)
+
+
+class OnTheHost:
+    """Stand-in for vLLM's tensors that the host and the device share."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.np = torch.zeros(size, dtype=dtype).numpy()
+
+    def copy_to_uva(self) -> None:
+        pass
+
+
+def noise_of(data_parallel_index: int) -> tuple[torch.Tensor, ...]:
+    """Return the noise of the first two requests of an engine with seed 0."""
+    set_random_seed(0, data_parallel_index)  # as vLLM's worker does
+    states = vllm_states.SamplingStates(2, 100)
+    for row in range(2):
+        states.add_request(row, SamplingParams(temperature=1.0))
+    places = torch.tensor([7, 7], dtype=torch.int32, device=DEVICE)
+    return probe(torch.from_numpy(states.seeds.np).to(DEVICE), places, places, 19)
+
+
+def test_replicas_draw_apart_and_ranks_alike(monkeypatch):
+    monkeypatch.setattr(vllm_states, "UvaBackedTensor", OnTheHost)
+    first, rank, replica = noise_of(0), noise_of(0), noise_of(1)
+    for own, same, other in zip(first, rank, replica):
+        assert torch.equal(own, same)
+        assert not torch.equal(own, other) and not torch.equal(own[0], own[1])

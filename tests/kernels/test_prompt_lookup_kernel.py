@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-on_device = pytest.importorskip("vllm_triforce.kernels.prompt_lookup")
-
-from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers  # noqa: E402
-from tests.unit.test_prompt_lookup import on_host  # noqa: E402
-from vllm_triforce.kernels.row_table import RowColumn  # noqa: E402
-from vllm_triforce.kernels.rows import Rows  # noqa: E402
+from tests.kernels.device import DEVICE
+from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers
+from tests.unit.test_sources import on_host
+from vllm_triforce.kernels import prompt_lookup as on_device
+from vllm_triforce.kernels.row_table import RowColumn
+from vllm_triforce.kernels.rows import Rows
 
 
 @pytest.mark.parametrize("max_ngram", [1, 3, 4])

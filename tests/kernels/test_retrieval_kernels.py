@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from tests.kernels import oracles
+from tests.kernels.device import DEVICE
 from tests.kernels.tensors import integers, some_rows
-from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.retrieval import (
     KeyPointers,
@@ -23,7 +18,7 @@ from vllm_triforce.selection import Summary
 
 
 def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: int, dtype):
-    """Keys and values [num_blocks, block_size, heads, dim], packed as vLLM packs them."""
+    """Make keys and values [num_blocks, block_size, heads, dim], packed as vLLM packs them."""
     if layout == "head-major":
         packed = torch.randn(num_blocks, heads, block_size, 2 * dim)
         cache = packed.to(dtype).to(DEVICE)
@@ -39,15 +34,13 @@ def make_cache(layout: str, num_blocks: int, heads: int, block_size: int, dim: i
     [
         (16, 64, 2, torch.float32),
         (32, 128, 1, torch.bfloat16),
-        (16, 128, 3, torch.float16),
-        (32, 64, 8, torch.float32),
+        (16, 64, 3, torch.float16),
         (48, 80, 2, torch.float32),
         (16, 64, 2, torch.float8_e4m3fn),
     ],
 )
 def test_chunk_summaries(layout, block_size, dim, heads, dtype):
-    """Every newly full block of every request, and no other, gets the mean, the least and the
-    greatest of its keys."""
+    """Newly full blocks of each request, and no others, get their summaries."""
     torch.manual_seed(0)
     keys = [make_cache(layout, 13, heads, block_size, dim, dtype)[0] for _ in range(2)]
     scales = [1.0, 0.5]
@@ -81,10 +74,10 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
         assert bool(((found - expected).abs() <= half_a_step)[written].all())
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("dim", "kv_heads"), [(64, 2), (128, 1), (80, 3)])
 def test_chunk_scores(group, dim, kv_heads):
-    """Requests of 150, 1, 0 and 64 chunks before the tail: candidates are scored, others never."""
+    """Only candidates are scored, for requests of 150, 1, 0 and 64 chunks before the tail."""
     torch.manual_seed(1)
     num_layers, num_blocks, counts = 2, 200, [150, 1, 0, 64]
     queries = torch.randn(num_layers, 6, kv_heads * group, dim, device=DEVICE)
@@ -119,7 +112,6 @@ def test_chunk_scores(group, dim, kv_heads):
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("strides", [(8, 1), (16 * 8, 2)])
 def test_sparse_tables(heads, strides):
-    """Selected blocks, then the tail up to what is allocated, then the null block."""
     torch.manual_seed(2)
     num_layers, max_selected, width = 2, 5, 9
     selected = torch.randint(1, 100, (4, num_layers, heads, max_selected), dtype=torch.int32)
@@ -139,16 +131,3 @@ def test_sparse_tables(heads, strides):
                 )
                 assert out[layer, row * heads + head].tolist() == expected
     assert (out[:, 3 * heads :] == -1).all(), "rows that are not there"
-
-
-@pytest.mark.parametrize("layout", ["head-major", "token-major"])
-@pytest.mark.parametrize(("block_size", "heads", "dim"), [(16, 8, 64), (32, 1, 128), (16, 3, 80)])
-def test_one_head_blocks(layout, block_size, heads, dim):
-    """The view of one head shows, at a block's name, the keys and values of that block and head."""
-    keys, values = make_cache(layout, 7, heads, block_size, dim, torch.float32)
-    blocks = OneHeadBlocks.of(keys, values)
-    for block in range(7):
-        for head in range(heads):
-            name = block * blocks.per_block + head * blocks.per_head
-            assert torch.equal(blocks.key[name, :, 0], keys[block, :, head])
-            assert torch.equal(blocks.value[name, :, 0], values[block, :, head])

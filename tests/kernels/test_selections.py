@@ -5,27 +5,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-selections = pytest.importorskip("vllm_triforce.runner_v2.selections")
-
-from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers  # noqa: E402
-from vllm_triforce.config import TriForceConfig  # noqa: E402
-from vllm_triforce.kernels.row_table import (  # noqa: E402
-    Refresh,
-    RowColumn,
-    stack_columns,
-)
-from vllm_triforce.kernels.rows import RowLimits, Rows  # noqa: E402
-from vllm_triforce.runner_v2.slots import Slots  # noqa: E402
+from tests.kernels.device import DEVICE
+from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.runner_v2 import selections
+from vllm_triforce.runner_v2.slots import Slots
 
 BLOCK, WIDTH, NUM_KV_HEADS, NUM_LAYERS, HEAD_DIM = 16, 200, 2, 1, 8
 
 
 class Attention:
-    """Notes what is summarised; the votes are of no interest here."""
+    """Attention that notes which blocks are summarized."""
 
     def __init__(self) -> None:
         self.summarised: list[tuple[list[int], int]] = []
@@ -60,7 +52,7 @@ def world():
 
 
 def select(world, lengths: dict[str, int]) -> list[Refresh]:
-    """A proposal of level 2 by requests of so many tokens."""
+    """Run a proposal of level 2 for requests of these lengths."""
     made, rows, attention, slots = world
     attention.summarised.clear()
     newest = np.array(list(lengths.values()))
@@ -111,7 +103,7 @@ def test_blocks_that_became_full_by_another_route_are_summarised(world):
 
 
 def test_a_new_request_does_not_make_work_for_the_others(world):
-    """One launch for all would have as many programs for each as the longest needs."""
+    """One launch for all would run as many programs per row as the longest needs."""
     attention = world[2]
     select(world, {"a": 1000, "b": 500})
     for length in range(1007, 1022, 7):

@@ -1,19 +1,14 @@
 """Level 2's attention equals attention over the selected tokens, spelled out, for every kernel,
 layout and geometry; other libraries' kernels serve as oracles where they are installed."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
+from tests.kernels.device import DEVICE
+from tests.kernels.oracles import attention
 from vllm_triforce.attention.gpu.backends import kernel_for
 from vllm_triforce.attention.gpu.draft import GPUDraftAttention
 from vllm_triforce.attention.gpu.impl import _RetrievalImpl
@@ -87,7 +82,7 @@ class Case:
         return output
 
     def vllm_layer(self) -> SimpleNamespace:
-        """As vLLM would have it under TRITON_ATTN."""
+        """Make a layer as vLLM does under TRITON_ATTN."""
         from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
         impl = object.__new__(TritonAttentionImpl)
@@ -99,24 +94,13 @@ class Case:
         )
 
     def gathered(self, request: int, head: int):
-        """What one KV head of one request reads: keys and values [tokens, dim]."""
+        """Return the keys and values that a KV head of a request reads, [num_tokens, head_dim]."""
         own = self.cache[self.tables[request, head].to(DEVICE), head].flatten(0, 1)
         return own[: SEQ_LENS[request]].split(self.impl.head_size, dim=-1)
 
     def expected(self) -> torch.Tensor:
-        output, count = torch.zeros_like(self.query), self.query_len
-        group = self.impl.num_heads // self.impl.num_kv_heads
-        for request in range(3):
-            start = request * count
-            for head in range(self.impl.num_heads):
-                key, value = self.gathered(request, head // group)
-                query = self.query[start : start + count, head].float()
-                scores = query @ key.float().T * self.impl.scale
-                ends = SEQ_LENS[request] - count + torch.arange(count, device=DEVICE)
-                later = torch.arange(SEQ_LENS[request], device=DEVICE) > ends[:, None]
-                probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-                output[start : start + count, head] = (probs @ value.float()).to(output.dtype)
-        return output
+        lens = [self.query_len] * 3
+        return attention(self.query, lens, SEQ_LENS, self.impl.num_kv_heads, self.gathered)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -138,17 +122,17 @@ def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, quer
 
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
 def test_level_2_of_the_gpu(layout):
-    """The backend's classes around the kernels: attached to a layer, by Runner V2's calls."""
+    """Attach the backend's classes to a layer, and call them as Runner V2 does."""
     case = Case(layout, 4, 2, 64, 16, 3)
     layer = case.vllm_layer()
     assert GPURetrievalAttention.can_retrieve(layer)
-    attention = GPURetrievalAttention([layer], None, recorder=None)
-    assert attention.query_shape == (1, 8, 64)
-    per_block, per_head = attention.head_strides()
+    level2 = GPURetrievalAttention([layer], None, recorder=None)
+    assert level2.query_shape == (1, 8, 64)
+    per_block, per_head = level2.head_strides()
     tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
     tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
-    (metadata,) = attention.uniform(3, 3, lens, tables)
+    (metadata,) = level2.uniform(3, 3, lens, tables)
     output = torch.zeros_like(case.query)
     layer.impl.forward(layer, case.query, None, None, case.cache, metadata, output)
     torch.testing.assert_close(output, case.expected(), **TOLERANCE)
@@ -156,7 +140,7 @@ def test_level_2_of_the_gpu(layout):
     found = {Summary.MEAN: QuantizedSummaries.allocate((1, 2, 40, 64), DEVICE)}
     blocks = torch.arange(40, dtype=torch.int32, device=DEVICE)[None]
     ends = torch.tensor([[0], [40]], dtype=torch.int32, device=DEVICE)
-    attention.update_summaries(found, blocks, *ends, 40)
+    level2.update_summaries(found, blocks, *ends, 40)
     means = case.cache[..., :64].float().mean(2).transpose(0, 1)
     kept = found[Summary.MEAN].dequantize(blocks[0])[0]
     half_a_step = means.abs().amax(-1, keepdim=True) / 254 + 1e-4
@@ -165,15 +149,15 @@ def test_level_2_of_the_gpu(layout):
 
 @pytest.mark.parametrize("quantized", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_output_is_quantized_where_vllm_has_the_attention_do_it(quantized):
-    """``fuse_attn_quant``: what comes behind in the compiled model reads 8 bits and this scale."""
+    """With ``fuse_attn_quant`` the compiled model reads 8 bits at this scale."""
     case = Case("head-major", 4, 2, 64, 16, 3)
     layer, scale = case.vllm_layer(), torch.tensor([0.05], device=DEVICE)
-    attention = GPURetrievalAttention([layer], None, recorder=None)
-    per_block, per_head = attention.head_strides()
+    level2 = GPURetrievalAttention([layer], None, recorder=None)
+    per_block, per_head = level2.head_strides()
     tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
     tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
-    (metadata,) = attention.uniform(3, 3, lens, tables)
+    (metadata,) = level2.uniform(3, 3, lens, tables)
     given = layer, case.query, None, None, case.cache, metadata
     output = torch.zeros(case.query.shape, dtype=quantized, device=DEVICE)
     layer.impl.forward(*given, output, scale)
@@ -198,7 +182,7 @@ def test_output_is_quantized_where_vllm_has_the_attention_do_it(quantized):
 def test_flash_attention_is_taken_wherever_it_reads_the_cache(
     of_layer, dtype, expected, monkeypatch
 ):
-    """Whatever the full pass has: vLLM's Triton kernel leaves most of a GPU idle at level 2."""
+    """vLLM's Triton kernel leaves most of a GPU idle at level 2."""
     from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
@@ -214,14 +198,14 @@ def test_draft_on_the_gpu(is_ragged):
     case = Case("head-major", 4, 2, 64, 16, 3)
     case.tables = case.tables[:, :1].expand(-1, 2, -1)  # a sequence has all heads
     layer = case.vllm_layer()
-    attention = GPUDraftAttention({"a layer": layer}, None)
+    draft = GPUDraftAttention({"a layer": layer}, None)
     lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE)
     tables = case.tables[:, 0].to(torch.int32).to(DEVICE)
     if is_ragged:
         starts = torch.arange(0, 12, 3, dtype=torch.int32, device=DEVICE)
-        made = attention.ragged(starts, lens, tables, max(SEQ_LENS))
+        made = draft.ragged(starts, lens, tables, max(SEQ_LENS))
     else:
-        made = attention.uniform(3, 3, lens, tables, max(SEQ_LENS))
+        made = draft.uniform(3, 3, lens, tables, max(SEQ_LENS))
     output = torch.zeros_like(case.query)
     layer.impl.forward(layer, case.query, None, None, case.cache, made["a layer"], output)
     torch.testing.assert_close(output, case.expected(), **TOLERANCE)
@@ -229,7 +213,7 @@ def test_draft_on_the_gpu(is_ragged):
 
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
 def test_fp8_kv_cache(layout):
-    """Keys and values are stored in fp8 with scales; level 2 reads what level 3 would."""
+    """Keys and values are stored in fp8 with scales."""
     case = Case(layout, 4, 2, 64, 16, 3)
     k_scale, v_scale = 0.5, 2.0
     scales = torch.tensor([k_scale] * 64 + [v_scale] * 64, device=DEVICE)
@@ -241,40 +225,3 @@ def test_fp8_kv_cache(layout):
     case.impl.kv_cache_dtype = "fp8_e4m3"
     found = case.attend(triton_attention, cache=stored)
     torch.testing.assert_close(found, case.expected(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(
-    not ON_GPU or importlib.util.find_spec("flash_attn") is None,
-    reason="an oracle only where a GPU and flash-attn are",
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_against_flash_attn(kernel):
-    from flash_attn import flash_attn_func
-
-    case = Case("head-major", 4, 2, 64, 16, 3)
-    found = case.attend(kernel)
-    for request in range(3):
-        heads = [case.gathered(request, head) for head in range(2)]
-        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
-        query = case.query[request * 3 : request * 3 + 3][None]
-        expected = flash_attn_func(query, key, value, causal=True)[0]
-        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)
-
-
-@pytest.mark.skipif(
-    not ON_GPU or importlib.util.find_spec("xformers") is None,
-    reason="an oracle only where a GPU and xformers are",
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_against_xformers(kernel):
-    from xformers.ops import fmha
-
-    case = Case("head-major", 1, 2, 64, 16, 3)
-    found = case.attend(kernel)
-    for request in range(3):
-        heads = [case.gathered(request, head) for head in range(2)]
-        key, value = (torch.stack(part, dim=1)[None] for part in zip(*heads))
-        query = case.query[request * 3 : request * 3 + 3][None]
-        mask = fmha.attn_bias.LowerTriangularFromBottomRightMask()
-        expected = fmha.memory_efficient_attention(query, key, value, attn_bias=mask)[0]
-        torch.testing.assert_close(found[request * 3 : request * 3 + 3], expected, **TOLERANCE)

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.device import DEVICE, needs_triton
-
-if needs_triton.mark.args[0]:
-    pytest.skip(needs_triton.mark.kwargs["reason"], allow_module_level=True)
-
 from tests.kernels import oracles
+from tests.kernels.device import DEVICE
 from tests.kernels.noise_probe import probe
 from tests.kernels.tensors import (
     counted,
@@ -30,19 +26,17 @@ NUM_SPECULATIVE_TOKENS = 6
 
 
 def some_logits(*shape: int, seed: int) -> torch.Tensor:
-    """Rather sharp, with tokens that the request's parameters exclude."""
+    """Make sharp logits with excluded tokens."""
     logits = 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     excluded = torch.rand(*shape, generator=torch.Generator().manual_seed(seed + 1)) < 0.2
     excluded[..., 0] = False
     return logits.masked_fill(excluded, -torch.inf)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "gamma"), [(3, 1), (3, 5), (19, 2), (19, 5), (1177, 1), (1177, 2), (5000, 2)]
-)
+@pytest.mark.parametrize(("vocab_size", "gamma"), [(3, 1), (19, 5), (1177, 2), (5000, 2)])
 @pytest.mark.parametrize("certain", [False, True])
 def test_verification(vocab_size, gamma, certain):
-    """Rows of all kinds at once: sampled and greedy, fewer drafts than gamma, a full proposal."""
+    """Rows are sampled and greedy, with fewer drafts than gamma, or full."""
     num_rows = 12 if gamma == 5 else 24  # of many drafts each, fewer do
     draw = torch.Generator().manual_seed(vocab_size + gamma)
     temperature = torch.tensor([0.0, 1.0, 0.6, 1.7] * (num_rows // 4))
@@ -150,7 +144,7 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
     ]
 
 
-@pytest.mark.parametrize("vocab_size", [3, 1177, 5000])
+@pytest.mark.parametrize("vocab_size", [3, 5000])
 def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
     num_rows, gamma = 12, 2
     temperature = torch.tensor([0.0, 1.0, 0.6] * 4)
@@ -168,10 +162,7 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         seeds=seeds,
     )
     draw_drafts(
-        rows,
-        1,
-        level_logits(logits, temperature),
-        ExponentialSampler(num_rows, vocab_size, DEVICE),
+        rows, 1, level_logits(logits, temperature), ExponentialSampler(num_rows, vocab_size, DEVICE)
     )
     own, begins = token_positions.to(DEVICE, torch.int32), rows.computed[:num_rows].contiguous()
     _, _, delays = probe(seeds.to(DEVICE), begins, own, vocab_size)
@@ -185,7 +176,7 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
 
 
 def test_frequencies_over_many_seeds():
-    """The noise itself: drawing and accepting follow the distributions, over 400 seeds."""
+    """Drawing and accepting follow the distributions over 400 seeds."""
     num_rows, target = 400, torch.tensor([[1.0, 0.0, -1.0, 0.5], [0.3, 0.3, 1.0, -2.0]])
     draft = torch.tensor([[-0.5, 1.0, 0.0, 0.2]])
     temperature = torch.ones(num_rows)
@@ -257,7 +248,7 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     ],
 )
 def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, found):
-    """Of the second request; the first and the third get what they had."""
+    """The second request has the NaN; the others keep their tokens."""
     target = torch.full((3, 4, 9), -50.0)
     target[..., 4] = 50
     target[1, place, 2] = torch.nan
@@ -289,17 +280,10 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
 
 
 def test_a_proposal_ends_with_its_last_round():
-    """The first has two more rounds, the second none behind this one."""
+    """The first has two more rounds, the second none."""
     target = torch.full((2, 3, 9), -50.0)
     target[..., 4] = 50
-    rows = some_rows(
-        2,
-        gamma=2,
-        room=6,
-        rounds_left=[3, 1],
-        drafted=4,
-        num_drafted=1,
-    )
+    rows = some_rows(2, gamma=2, room=6, rounds_left=[3, 1], drafted=4, num_drafted=1)
     arguments = (
         rows,
         level_logits(target, None),
@@ -317,9 +301,8 @@ def test_a_proposal_ends_with_its_last_round():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_a_nan_reached_is_made_finite(dtype, whole):
-    """Blocks of 4 tokens, interleaved as vLLM may lay them out; only those that were written, and
-    only of the row that has a fault."""
+def test_blocks_of_a_row_with_nan_are_scrubbed(dtype, whole):
+    """Only written blocks of the row with the NaN, in interleaved caches."""
     memory = torch.ones(8, 3, 2, 5, dtype=torch.float32)
     memory[:, :, 1, 2], memory[:, :, 0, 4] = torch.nan, torch.inf
     if dtype == torch.uint8:
@@ -372,8 +355,8 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
 
 
-def test_what_nobody_drew_is_handed_up_as_certain():
-    """Of rows of which none has logits, as prompt lookup's."""
+def test_looked_up_tokens_are_exported_as_one_hot():
+    """Rows of prompt lookup have no logits."""
     handed_up = DraftLogits.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
     rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)

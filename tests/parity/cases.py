@@ -404,7 +404,7 @@ def _scheduling() -> list[Case]:
             ("stock", "cut"),
             is_session=True,
             **_small("draft_model", keys=DRAFT | {"retrieval_budget": 1024}),
-            skip={"device": "rounds end its proposals elsewhere; tests/unit/test_sessions.py"},
+            skip={"device": "rounds end its proposals elsewhere; tests/unit/test_scheduling.py"},
         ),
         # Three requests start with 8 blocks of 32 tokens and soon want 9, of 26 that there are
         # (one is vLLM's null block), whoever proposes how much.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def touched_files(diff: Path) -> list[Path]:
-    """Files that a diff changes or adds."""
+    """Return the files that a diff changes or adds."""
     lines = diff.read_text().splitlines()
     return [Path(line.removeprefix("+++ b/")) for line in lines if line.startswith("+++ b/")]
 
 
 def patched_vllm(installed: Path, diff: Path, folder: Path) -> Path:
-    """Makes ``folder``, to be put on PYTHONPATH, with ``vllm`` as the diff wants it.
+    """Make ``folder`` for PYTHONPATH, with ``vllm`` as the diff wants it.
 
     Args:
         installed: the folder ``vllm`` of the installed one, which is not changed.

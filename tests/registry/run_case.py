@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run_engines() -> dict:
-    """Greedy tokens of stock vLLM and of TriForce as a registered method."""
+    """Compare greedy tokens of stock vLLM and of TriForce as a registered method."""
     from transformers import AutoTokenizer
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs

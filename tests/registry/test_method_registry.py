@@ -16,6 +16,8 @@ from tests.models import ROOT
 from tests.registry.overlay import patched_vllm, touched_files
 from tests.registry.run_case import MARKER
 
+pytestmark = [pytest.mark.engine, pytest.mark.thorough]
+
 DIFF = ROOT / "patches" / "speculative-method-registry.diff"
 
 
@@ -41,13 +43,11 @@ def results(tmp_path_factory) -> dict:
     return {"folder": str(folder), **json.loads(lines[0].removeprefix(MARKER))}
 
 
-@pytest.mark.engine
 def test_the_diff_passes_its_own_tests(results):
     assert results["vllm"].startswith(results["folder"])
     assert results["own_tests"] == 0
 
 
-@pytest.mark.engine
 def test_triforce_runs_registered_on_stock_workers(results):
     assert results["same"]
     assert results["worker"] == "CPUWorker" and not results["wrapped"]

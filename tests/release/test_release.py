@@ -5,7 +5,6 @@ The same functions are the checklist's (``tools/release.py``), which installs th
 stock vLLM in an environment of its own; here it comes before the checkout's in this one.
 """
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -32,17 +31,7 @@ def test_contents_and_metadata(dist):
     assert wheel.name == f"vllm_triforce-{release.package_version()}-py3-none-any.whl"
 
 
-def test_a_wheel_that_lacks_a_module_is_noticed(dist, tmp_path):
-    wheel = next(dist.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / wheel.name, "w") as less:
-        for name in whole.namelist():
-            if name != "vllm_triforce/kernels/draw.py":
-                less.writestr(name, whole.read(name))
-    (tmp_path / next(dist.glob("*.tar.gz")).name).symlink_to(next(dist.glob("*.tar.gz")))
-    with pytest.raises(release.Failed, match=r"lacks .*kernels/draw\.py"):
-        release.check_contents(tmp_path)
-
-
+@pytest.mark.thorough
 def test_the_wheel_serves_and_its_commands_answer(dist, tmp_path):
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)
@@ -64,15 +53,3 @@ def test_one_place_says_the_version():
     assert "version = attr: vllm_triforce.__version__" in setup
     assert f"## {release.package_version()}," in (ROOT / "CHANGELOG.md").read_text()
     assert release.vllm_pin() == "vllm>=0.32.0,<0.34"
-
-
-def test_the_checklist_names_its_points():
-    done = subprocess.run(
-        [sys.executable, "tools/release.py", "--list"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    listed = [line.split(":")[0].strip() for line in done.stdout.splitlines()]
-    assert listed == list(release.CHECKS)

@@ -2,13 +2,32 @@
 
 from types import SimpleNamespace
 
+from tools import memory_table
+
+
+def manager_of(max_num_seqs: int, num_drafts: int):
+    """Return vLLM's manager of a target's passes, whose graphs count as captured."""
+    manager, _ = memory_table.captured(max_num_seqs, num_drafts)
+    manager._graphs_captured = True
+    return manager
+
+
+def full_graphs(manager) -> list:
+    """Return the descriptors of full graphs, in the order of their capture."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    return manager._capture_descs[CUDAGraphMode.FULL]
+
+
+def full_graph_by_size(manager) -> dict:
+    """Return the full graph, or None, that serves each number of tokens without adapters."""
+    full = full_graphs(manager)
+    sizes = {num_tokens: d for (num_tokens, cases), d in manager._candidates.items() if not cases}
+    return {n: next((d for d in found if d in full), None) for n, found in sizes.items()}
+
 
 def without_gpu(monkeypatch) -> list:
-    """Puts it in the place of vLLM's.
-
-    Returns:
-        Descriptors of what is replayed, which does nothing else.
-    """
+    """Patch vLLM's manager; return a list to which a replay adds its descriptor."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 

@@ -1,30 +1,21 @@
-"""Promise: the short greedy test accepts what vLLM's rejection sampler accepts, and is taken only
-where nothing but the largest logit counts."""
-
-from dataclasses import replace
-from types import SimpleNamespace
+"""Promise: the short greedy test accepts what vLLM's rejection sampler accepts."""
 
 import pytest
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, needs_only_argmax
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def vllms_kernels():
-    """As an engine on the CPU has them."""
+    """Register vLLM's kernels as an engine on the CPU does."""
     from vllm.platforms import current_platform
 
     from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
@@ -33,8 +24,9 @@ def vllms_kernels():
     current_platform.register_triton_kernel_overrides()
 
 
-def greedy(**changes) -> SamplingMetadata:
-    values = dict(
+def sampling_metadata() -> SamplingMetadata:
+    """Return the metadata of a greedy batch that asks for nothing else."""
+    return SamplingMetadata(
         temperature=None,
         all_greedy=True,
         all_random=False,
@@ -52,13 +44,12 @@ def greedy(**changes) -> SamplingMetadata:
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-    return SamplingMetadata(**{**values, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(20))
-def test_accepts_what_vllm_accepts(seed, dtype):
-    """Batches with requests without drafts, drafts right and wrong, and equally large logits."""
+@pytest.mark.parametrize("seed", range(8))
+def test_accepts_the_tokens_that_vllm_accepts(seed, dtype):
+    """Batches have no, right and wrong drafts, and equally large logits."""
     draw = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 6, (5,), generator=draw).tolist()
     counts[seed % 5] = 6
@@ -75,47 +66,16 @@ def test_accepts_what_vllm_accepts(seed, dtype):
     every = torch.arange(len(logits), dtype=torch.int32)
     metadata.bonus_logits_indices = bonus
     metadata.target_logits_indices = every[~torch.isin(every, bonus)]
-    arguments = metadata, None, logits, greedy()
+    arguments = metadata, None, logits, sampling_metadata()
     wanted = RejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
     found = CompleteRejectionSampler(Sampler(), None, CPU)(*arguments).sampled_token_ids
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
-def processor(kind, **attributes):
-    made = object.__new__(kind)
-    made.__dict__.update(attributes)
-    return made
-
-
-def test_taken_only_where_the_largest_logit_decides():
-    idle = LogitsProcessors(
-        [
-            processor(LogitBiasLogitsProcessor, biases={}),
-            processor(MinTokensLogitsProcessor, min_toks={}),
-            processor(MinPLogitsProcessor, min_p_count=1),
-        ]
-    )
-    assert needs_only_argmax(greedy(logitsprocs=idle))
-    holder = SimpleNamespace(has_tracked_requests=lambda: True)
-    for changes in (
-        dict(all_greedy=False),
-        dict(no_penalties=False),
-        dict(max_num_logprobs=0),
-        dict(logprob_token_ids={0: [1]}),
-        dict(allowed_token_ids_mask=torch.zeros(1, 50, dtype=torch.bool)),
-        dict(bad_words_token_ids={0: [[3]]}),
-        dict(thinking_budget_state_holder=holder),
-        dict(logitsprocs=LogitsProcessors([processor(LogitBiasLogitsProcessor, biases={0: {}})])),
-        dict(logitsprocs=LogitsProcessors([processor(MinTokensLogitsProcessor, min_toks={0: 1})])),
-    ):
-        assert not needs_only_argmax(replace(greedy(), **changes)), changes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [17, 100, 4096, 128_256])
 def test_ties_are_broken_as_stocks_greedy_sampler_breaks_them(dtype, vocab_size):
-    """Of equally large logits, as rounding makes them, stock takes one by a kernel of its own on
-    the CPU; greedy verification must take the same."""
+    """Stock breaks ties by a kernel of its own on the CPU."""
     generator = torch.Generator().manual_seed(vocab_size)
     for num_tied in (1, 2, 5, vocab_size):
         logits = torch.randn(9, vocab_size, generator=generator).to(dtype)

@@ -7,12 +7,12 @@ The matrix runs every backend in ``BACKENDS`` that fits this machine; one added 
 import inspect
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.platforms import Platform, PlatformEnum, current_platform
 
+from tests.kernels.oracles import attention
 from tests.models import ROOT, make_llama
 from vllm_triforce.attention.base import (
     DraftAttention,
@@ -40,7 +40,6 @@ def platform(kind: str) -> Platform:
 
 @pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu"), ("ROCM", "gpu")])
 def test_a_platform_has_its_backend(kind, name):
-    """Or one that takes its place, as its subclass."""
     assert issubclass(platform_for(platform(kind)), BACKENDS[name])
 
 
@@ -62,7 +61,7 @@ def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_has_what_the_runners_ask_for(name):
+def test_a_backend_implements_both_attentions(name):
     backend = BACKENDS[name]
     assert backend.platforms
     retrieval, draft = backend.retrieval(), backend.draft()
@@ -74,20 +73,23 @@ def test_a_backend_has_what_the_runners_ask_for(name):
 
 LOADED = """
 import sys
-from tests.unit.test_attention import BACKENDS, platform_for, platform
-backend = platform_for(platform({kind!r}))
+from tests.unit.test_attention import platform, platform_for
+
 def loaded():
-    return {{m.split(".")[2] for m in sys.modules if m.startswith("vllm_triforce.attention.")}}
-assert not loaded() & {{"cpu", "gpu"}}, loaded()
-backend.retrieval(), backend.draft()
-assert loaded() & {{"cpu", "gpu"}} == {{{name!r}}}, loaded()
+    modules = {m.split(".")[2] for m in sys.modules if m.startswith("vllm_triforce.attention.")}
+    return modules & {"cpu", "gpu"}
+
+backends = [platform_for(platform(kind)) for kind in ("CPU", "CUDA")]
+for backend, expected in zip(backends, ({"cpu"}, {"cpu", "gpu"})):
+    assert loaded() == expected - {backend.name}, loaded()
+    backend.retrieval(), backend.draft()
+    assert loaded() == expected, loaded()
 """
 
 
-@pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu")])
-def test_only_the_platforms_own_is_loaded(kind, name):
-    code = LOADED.format(kind=kind, name=name)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def test_only_the_platforms_own_is_loaded():
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -97,21 +99,6 @@ def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
     monkeypatch.setattr(build, "current_platform", platform("CUDA"))
     with pytest.raises(ValueError, match=r"'gpu' has passes of fixed shapes.*unset VLLM_USE_V2"):
         build._ragged_attention()
-
-
-def test_on_a_gpu_runner_v1_is_refused(monkeypatch):
-    """Before anything is loaded: this is why GPUs have no ragged passes."""
-    from vllm_triforce.config import checks
-
-    config = TriForceConfig().resolve(BLOCK)
-    vllm_config = SimpleNamespace(
-        parallel_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        use_v2_model_runner=False,
-    )
-    monkeypatch.setattr(checks, "is_cpu", lambda: False)
-    with pytest.raises(ValueError, match="use_v2_model_runner=False is not supported on a GPU"):
-        checks.check_vllm_config(vllm_config, config)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +118,7 @@ def vllm_config(tmp_path_factory):
 
 
 class Recorder:
-    """Keeps what it is told: (place of the layer, query)."""
+    """Recorder of (index of the layer, query)."""
 
     def __init__(self) -> None:
         self.paused = False
@@ -178,7 +165,7 @@ class Case:
         )
 
     def tables(self, *shape: int) -> torch.Tensor:
-        """[*shape, width], int32, other blocks for each."""
+        """Draw block tables [*shape, width], int32."""
         width = -(-max(SEQ_LENS) // BLOCK)
         drawn = [torch.randperm(self.num_blocks)[:width] for _ in range(torch.Size(shape).numel())]
         return torch.stack(drawn).view(*shape, width).to(torch.int32).to(self.device)
@@ -188,7 +175,7 @@ class Case:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
     def attend(self, query, metadata: list) -> torch.Tensor:
-        """What the layers' implementations make of it, [num_layers, num_tokens, ...]."""
+        """Run the layers' implementations, [num_layers, num_tokens, ...]."""
         output = torch.zeros_like(query)
         for i, layer in enumerate(self.layers):
             arguments = (self.keys[i, : query.shape[1]], self.values[i, : query.shape[1]])
@@ -201,26 +188,18 @@ class Case:
         query_lens: list[int],
         tables: torch.Tensor,  # [num_layers, num_reqs, num_kv_heads, width]
     ) -> torch.Tensor:
-        """Attention spelled out, in float32."""
-        output, group = torch.zeros_like(query), self.num_heads // self.heads
-        for layer in range(2):
-            start = 0
-            for request, (count, length) in enumerate(zip(query_lens, SEQ_LENS)):
-                for head in range(self.num_heads):
-                    blocks = tables[layer, request, head // group].long()
-                    slots = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=self.device)
-                    slots = slots.flatten()[:length]
-                    key, value = (
-                        x[layer, slots, head // group].float() for x in (self.keys, self.values)
-                    )
-                    asked = query[layer, start : start + count, head].float()
-                    scores = asked @ key.T * self.dim**-0.5
-                    ends = length - count + torch.arange(count, device=self.device)
-                    later = torch.arange(length, device=self.device) > ends[:, None]
-                    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-                    output[layer, start : start + count, head] = (probs @ value).to(self.dtype)
-                start += count
-        return output
+        """Return attention spelled out, in float32."""
+
+        def of_layer(layer: int) -> torch.Tensor:
+            def gather(request: int, head: int):
+                blocks = tables[layer, request, head].long()
+                slots = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=self.device)
+                slots = slots.flatten()[: SEQ_LENS[request]]
+                return self.keys[layer, slots, head], self.values[layer, slots, head]
+
+            return attention(query[layer], query_lens, SEQ_LENS, self.heads, gather)
+
+        return torch.stack([of_layer(layer) for layer in range(2)])
 
     def ints(self, numbers) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
@@ -238,22 +217,21 @@ def case(request, vllm_config):
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [1, 3, 2]], ids=str)
 def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
-    """In ragged passes too, where the backend has them."""
     retrieval = backend.retrieval()
     assert all(map(retrieval.can_retrieve, case.layers))
     recorder = Recorder()
-    attention = retrieval(case.layers, case.builder, recorder)
-    assert attention.query_shape == (2, case.num_heads, case.dim)
-    per_block, per_head = attention.head_strides()
+    level2 = retrieval(case.layers, case.builder, recorder)
+    assert level2.query_shape == (2, case.num_heads, case.dim)
+    per_block, per_head = level2.head_strides()
     tables = case.tables(2, 3, case.heads)
     heads = torch.arange(case.heads, dtype=torch.int32, device=case.device)[:, None]
     named = (tables * per_block + heads * per_head).flatten(1, 2)
     passes = []
     if len(set(query_lens)) == 1:
         lens = case.ints(SEQ_LENS).repeat_interleave(case.heads)
-        passes.append(attention.uniform(3, query_lens[0], lens, named))
-    if isinstance(attention, RaggedRetrievalAttention):
-        passes.append(attention.build(case.ints(query_lens), case.ints(SEQ_LENS), named))
+        passes.append(level2.uniform(3, query_lens[0], lens, named))
+    if isinstance(level2, RaggedRetrievalAttention):
+        passes.append(level2.build(case.ints(query_lens), case.ints(SEQ_LENS), named))
     query = case.query(sum(query_lens))
     expected = case.expected(query, query_lens, tables)
     for metadata in passes:
@@ -288,13 +266,13 @@ def test_the_full_pass_is_vllms_own_and_tells_its_queries(backend, case):
 
 
 def test_full_blocks_are_summarised(backend, case):
-    """Each kind, of the blocks from the first to before the last of each request, and no other."""
-    attention = backend.retrieval()(case.layers, case.builder, Recorder())
+    """Each kind, of the blocks from first to before last of each request, and no other."""
+    level2 = backend.retrieval()(case.layers, case.builder, Recorder())
     tables = torch.randperm(case.num_blocks)[:15].view(3, 5).to(torch.int32).to(case.device)
     first, last = [0, 2, 4], [3, 2, 5]
     shape = (2, case.heads, case.num_blocks, case.dim)
     summaries = {kind: QuantizedSummaries.allocate(shape, case.device) for kind in Summary}
-    attention.update_summaries(summaries, tables, case.ints(first), case.ints(last), 3)
+    level2.update_summaries(summaries, tables, case.ints(first), case.ints(last), 3)
     blocks = [int(b) for table, a, z in zip(tables, first, last) for b in table[a:z]]
     keys = case.keys.float().unflatten(1, (-1, BLOCK))[:, blocks]
     for kind, kept in summaries.items():
@@ -307,14 +285,14 @@ def test_full_blocks_are_summarised(backend, case):
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], SEQ_LENS], ids=str)
 def test_the_draft_reads_its_windows(backend, case, query_lens):
-    attention = backend.draft()(case.by_name, case.builder)
-    assert attention.layer_names == list(case.by_name)
+    draft = backend.draft()(case.by_name, case.builder)
+    assert draft.layer_names == list(case.by_name)
     tables, lens = case.tables(3), case.ints(SEQ_LENS)
     if query_lens == SEQ_LENS:
         starts = [0, 70, 73, 106]
-        made = attention.ragged(case.ints(starts), lens, tables, max(SEQ_LENS))
+        made = draft.ragged(case.ints(starts), lens, tables, max(SEQ_LENS))
     else:
-        made = attention.uniform(3, query_lens[0], lens, tables, max(SEQ_LENS))
+        made = draft.uniform(3, query_lens[0], lens, tables, max(SEQ_LENS))
     query = case.query(sum(query_lens))
     found = case.attend(query, [made[name] for name in case.by_name])
     every = tables[None, :, None].expand(2, -1, case.heads, -1)

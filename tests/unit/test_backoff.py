@@ -3,14 +3,8 @@ that decodes plainly costs no more than its share of the time."""
 
 import pytest
 
-from tests.unit.test_controller import NOTHING_PAYS, controller
-from vllm_triforce.controller.backoff import (
-    FIRST_REST,
-    LONGEST_PAID_REST,
-    LONGEST_REST,
-    PROBE_STEPS,
-    SpeculationBackoff,
-)
+from tests.unit.worlds import NOTHING_PAYS, controller
+from vllm_triforce.controller.backoff import LONGEST_PAID_REST, LONGEST_REST, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
@@ -19,7 +13,7 @@ from vllm_triforce.controller.trials import TRIAL_SHARE
 
 
 def test_a_rest_begins_and_ends():
-    """Decided in step 1 for six steps: 2 to 6 are not asked, 7 is, and is a re-evaluation."""
+    """A rest of six steps from step 1 ends with a re-evaluation in step 7."""
     backoff = SpeculationBackoff()
     backoff.begin_step()
     backoff.begin(6)
@@ -35,30 +29,8 @@ def test_a_rest_begins_and_ends():
     ]
 
 
-def test_a_batch_that_changed_is_no_reevaluation():
-    backoff = SpeculationBackoff()
-    backoff.begin(3)
-    backoff.next_rest(0.0, 0.01)
-    backoff.begin_step()
-    backoff.reset()
-    backoff.begin_step()
-    backoff.begin_step()
-    assert not backoff.is_resting and not backoff.is_reevaluation
-    assert backoff.next_rest(0.0, 0.01) == FIRST_REST
-
-
-def test_a_short_rest_is_long_enough_to_be_timed():
-    backoff, timed = SpeculationBackoff(), []
-    backoff.begin(PROBE_STEPS)
-    for _ in range(4):
-        backoff.begin_step()
-        timed.append((backoff.is_settled, backoff.wants_times))
-    settled = timed.index((True, True))
-    assert timed[settled + 1][1]  # its end is the next one's begin
-
-
 def test_few_steps_at_rest_are_timed():
-    """A re-evaluation's end, and of settled steps one in eight, with its end."""
+    """Of settled steps one in eight is timed, which takes two begins."""
     backoff = SpeculationBackoff()
     backoff.begin(801)
     timed = 0
@@ -68,7 +40,7 @@ def test_few_steps_at_rest_are_timed():
     assert timed == 1 + 200
 
 
-def test_what_a_reevaluation_takes_is_learnt_apart():
+def test_reevaluations_are_timed_apart():
     model = CostModel(NOTHING_PAYS)
     plain = model.full_pass([1, 1], [50, 60])
     model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.004))
@@ -79,89 +51,68 @@ def test_what_a_reevaluation_takes_is_learnt_apart():
     assert model.reevaluation_seconds(2, True) == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize("each", [0.0, 1e-6, 0.0005, 0.005, 10.0])
-def test_rests_double_and_pay_for_their_decisions(each):
-    """Nothing pays: rests of 8, 16 and 32 steps, or as long as a decision has its share."""
+def resting(reevaluation_s: float):
+    """Return a controller that measured what a re-evaluation adds to a step, and a plain step."""
     found = controller(NOTHING_PAYS)
-    if each:
-        plain = found.measured.full_pass([1], [4000])
-        found.measured.observe_step(StepTime(True, [1], [4000], plain + each, is_reevaluation=True))
-        found.start(found.measured)
-    steps, reevaluations = 20_000, []
-    for step in range(steps):
-        found.backoff.begin_step()
-        if not found.backoff.is_resting:
-            assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            reevaluations.append(step)
-    if each < 0.0005:
-        assert reevaluations[:6] == [0, 8, 24, 56, 88, 120]
-    if each == 10.0:
-        assert reevaluations[:3] == [0, LONGEST_PAID_REST, 2 * LONGEST_PAID_REST]
-    share = (
-        len(reevaluations)
-        * min(each, plain if each else 0)
-        / (steps * found.model.full_pass([1], [4000]))
-    )
-    assert share <= 1.1 * TRIAL_SHARE or len(reevaluations) <= steps / LONGEST_PAID_REST + 1
-    assert len(reevaluations) >= steps / max(LONGEST_REST, LONGEST_PAID_REST)
-
-
-@pytest.mark.parametrize("each", [0.0005, 0.002, 0.005])
-@pytest.mark.parametrize("every", [1, 3, 10])
-def test_reevaluations_take_no_more_however_often_requests_join(each, every):
-    """A server's batch changes all the time: the share of re-evaluations does not."""
-    found = controller(NOTHING_PAYS)
-    plain = found.measured.full_pass([1], [4000])
-    found.measured.observe_step(StepTime(True, [1], [4000], plain + each, is_reevaluation=True))
+    plain_s = found.measured.full_pass([1], [4000])
+    step = StepTime(True, [1], [4000], plain_s + reevaluation_s, is_reevaluation=True)
+    found.measured.observe_step(step)
     found.start(found.measured)
-    num_steps, num_reevaluations = 5000, 0
+    return found, plain_s
+
+
+def reevaluations(found, num_steps: int, joins=lambda step: False) -> list[int]:
+    """Return the steps in which the controller decides; each time it stays plain."""
+    steps = []
     for step in range(num_steps):
         found.backoff.begin_step()
-        if step % every == 0:
+        if joins(step):
             found.requests_joined()
         if not found.backoff.is_resting:
             assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            num_reevaluations += 1
-    share = num_reevaluations * each / (num_steps * plain)
+            steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "reevaluation_s, first",
+    [
+        (1e-6, [0, 8, 24, 56, 88, 120]),
+        (0.005, []),
+        (10.0, [0, LONGEST_PAID_REST, 2 * LONGEST_PAID_REST]),
+    ],
+)
+def test_rests_double_and_pay_for_their_decisions(reevaluation_s, first):
+    """Nothing pays: rests of 8, 16 and 32 steps, or until a decision has its share."""
+    found, plain_s = resting(reevaluation_s)
+    num_steps = 10_000
+    steps = reevaluations(found, num_steps)
+    assert steps[: len(first)] == first
+    share = len(steps) * min(reevaluation_s, plain_s) / (num_steps * plain_s)
+    assert share <= 1.1 * TRIAL_SHARE or len(steps) <= num_steps / LONGEST_PAID_REST + 1
+    assert len(steps) >= num_steps / max(LONGEST_REST, LONGEST_PAID_REST)
+
+
+@pytest.mark.parametrize("reevaluation_s, every", [(0.0005, 1), (0.002, 3), (0.005, 10)])
+def test_reevaluations_take_no_more_however_often_requests_join(reevaluation_s, every):
+    found, plain_s = resting(reevaluation_s)
+    steps = reevaluations(found, 5000, joins=lambda step: step % every == 0)
+    share = len(steps) * reevaluation_s / (5000 * plain_s)
     assert 0.5 * TRIAL_SHARE <= share <= 1.1 * TRIAL_SHARE
 
 
 def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
-    """Not in the step that reads it, and at once after a long rest."""
-    found = controller(NOTHING_PAYS)
-    plain = found.measured.full_pass([1], [4000])
-    found.measured.observe_step(
-        StepTime(True, [1], [4000], plain + plain / 20, is_reevaluation=True)
-    )
-    found.start(found.measured)
-    seen = []
-    for step in range(100):
-        found.backoff.begin_step()
-        if step == 80:
-            found.requests_joined()
-        if not found.backoff.is_resting:
-            found.choose([Candidate("a", 4000, 16)])
-            seen.append(step)
-    assert 81 in seen and 80 not in seen
+    """At once after a long rest, but not in the step that reads the prompt."""
+    found, _ = resting(CostModel(NOTHING_PAYS).full_pass([1], [4000]) / 20)
+    steps = reevaluations(found, 100, joins=lambda step: step == 80)
+    assert 81 in steps and 80 not in steps
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])
-def test_who_must_not_wait_does_not(has_seed, keys):
-    """A seeded request's lengths depend on no time; and a given least context is held to."""
+def test_seeds_and_a_given_min_context_end_a_rest(has_seed, keys):
     found = controller(NOTHING_PAYS, **keys)
     found.backoff.begin(50)
     found.backoff.begin_step()
     assert found.backoff.is_resting
     found.seeded_request_joined() if has_seed else found.requests_joined()
     assert not found.backoff.is_resting
-
-
-@pytest.mark.parametrize("has_seed", [False, True])
-def test_a_seeded_request_begins_where_it_would_alone(has_seed):
-    """However long the rest of others would last."""
-    found = controller(NOTHING_PAYS)
-    begin = found._fixed.tokens_until(Candidate("a", 0, 16))
-    assert found.choose([Candidate("a", begin - 5, 16, has_seed=has_seed)]) == [PLAIN]
-    for _ in range(5):
-        found.backoff.begin_step()
-    assert found.backoff.is_resting is not has_seed

@@ -13,7 +13,7 @@ def distribution(seed: int) -> torch.Tensor:
 
 
 def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[DraftProbsStore, dict]:
-    """A boundary with proposals, and each one's distributions."""
+    """Export proposals with distributions of their own."""
     boundary, probs = DraftProbsStore(check=check), {}
     for number, (name, tokens) in enumerate(proposals.items()):
         probs[name] = [distribution(100 * number + place) for place in range(len(tokens))]
@@ -21,9 +21,8 @@ def handed_up(check: Check = Check.RAISE, **proposals: list[int]) -> tuple[Draft
     return boundary, probs
 
 
-def test_one_row_for_each_token_whatever_else_is_in_the_batch():
-    """A greedy request before a sampled one, of unequal lengths: once the sampled one's rows were
-    cut to the other's number, and what followed was shifted."""
+def test_each_token_has_one_row_in_any_batch():
+    """A greedy request before a sampled one once shifted the rows."""
     boundary, probs = handed_up(sampled=[1, 2, 3], other=[4])
     rows = boundary.take(
         ["greedy", "sampled", "plain", "other"], [5, 3, 0, 1], [0] * 5 + [1, 2, 3, 4]
@@ -69,7 +68,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_named_and_harmless(fault):
-    """Its tokens are verified as certain ones: of these any are right."""
+    """Its tokens are verified as certain ones, which is right for any token."""
     tokens, probs, planned = FAULTS[fault]
     with pytest.raises(ContractViolation, match="request bad"):
         DraftProbsStore(check=Check.RAISE).export_proposal("bad", tokens, probs, planned)
@@ -84,7 +83,7 @@ def test_a_fault_is_found_named_and_harmless(fault):
 
 
 @pytest.mark.parametrize("check", [Check.SHAPES, Check.VALUES, Check.RAISE])
-def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
+def test_other_tokens_than_drafted_are_found_by_every_check(check):
     boundary, _ = handed_up(check, bad=[1, 2], good=[3])
     if check is Check.RAISE:
         with pytest.raises(ContractViolation, match="request bad"):
@@ -94,55 +93,20 @@ def test_other_tokens_than_were_drafted_are_found_whatever_is_checked(check):
     assert torch.equal(rows[:2], torch.eye(VOCAB)[[1, 4]])
 
 
-def test_rows_that_are_not_the_tokens_are_found_where_they_are_laid_out(monkeypatch):
-    """The fault that there was: a greedy request's rows were as many as another's proposal has."""
-    lay_out = DraftProbsStore._lay_out
-
-    def faulty(rows, token_ids):
-        return lay_out(rows, token_ids)[2:]
-
-    monkeypatch.setattr(DraftProbsStore, "_lay_out", staticmethod(faulty))
-    arguments = ["greedy", "sampled"], [4, 2], [0, 0, 0, 0, 1, 2]
-    boundary, _ = handed_up(sampled=[1, 2])
-    with pytest.raises(ContractViolation, match="4 rows of q for 6 tokens"):
-        boundary.take(*arguments)
-    boundary, _ = handed_up(Check.SHAPES, sampled=[1, 2])
-    assert boundary.take(*arguments) is None, "all are verified as certain ones"
-
-
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
     with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):
         DraftProbsStore()
 
 
-def test_a_cut_at_a_forbidden_token_is_exact_for_certain_tokens_only():
-    """The scheduler cuts a proposal at its first token that a grammar forbids, and the token in its
-    place is drawn from p: enumerated, for p = (.5, .5) and a draft that draws from q."""
-    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.4, 0.1, 0.5])
-
-    def outcome(drafted: int, q_row: torch.Tensor) -> torch.Tensor:
-        if p[drafted] == 0:  # cut
-            return p
-        accepted = min(1.0, float(p[drafted] / q_row[drafted]))
-        residual = (p - q_row).clamp(min=0)
-        recovered = residual / residual.sum() if residual.sum() > 0 else p
-        return accepted * torch.eye(3)[drafted] + (1 - accepted) * recovered
-
-    by_q = sum(float(q[x]) * outcome(x, q) for x in range(3))
-    assert torch.allclose(by_q, torch.tensor([0.65, 0.35, 0.0])), "this is the fault"
-    for certain in range(3):
-        assert torch.allclose(outcome(certain, torch.eye(3)[certain]), p)
-
-
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
-    """Those that were before go first; the others decode plainly."""
+    """Requests that were speculated on before go first."""
     from types import SimpleNamespace
 
     from vllm_triforce.runner_v1.batch import RunnerBatch
 
-    reader = object.__new__(RunnerBatch)
-    reader._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
+    reader = RunnerBatch(runner, None, None, (), None)
     assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"d"}, 2) == [0, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]

@@ -23,8 +23,8 @@ def test_is_frozen_and_survives_json():
     assert ResolvedConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
-    """The controller chooses what the user left open, and nothing else; off, it is the paper's."""
+def test_given_values_are_fixed_and_open_ones_chosen():
+    """Without the controller open values are the paper's."""
     open_ = TriForceConfig().with_defaults(can_adapt=True)
     assert open_.adaptive_keys == {"context", "gamma", "length"}
     assert (open_.num_speculative_tokens, open_.gamma) == (32, 4)
@@ -48,8 +48,7 @@ def test_what_is_given_is_fixed_and_what_is_open_is_chosen():
 
 
 def test_where_shapes_are_fixed_gamma_is_not_chosen():
-    """Model Runner V2: level 1 drafts as much for every pass, and every place that a proposal may
-    have costs memory; sources and lengths are chosen all the same."""
+    """On Model Runner V2 every place of a proposal costs memory."""
     filled = TriForceConfig().with_defaults(can_adapt=True, model="draft", has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
     assert filled.adaptive_keys == {"context", "gamma", "length"}
@@ -108,7 +107,7 @@ def sources(model: str | None = None, can_adapt: bool = True, **keys) -> tuple[s
     return TriForceConfig(**keys).with_defaults(can_adapt, model).resolve(32).sources
 
 
-def test_the_sources_of_drafts_follow_the_model_and_who_chooses():
+def test_default_sources_follow_the_model_and_the_controller():
     assert sources() == ("prompt_lookup",)
     assert sources("draft") == ("draft_model", "prompt_lookup")
     assert sources("draft", can_adapt=False) == sources("draft", gamma=2) == ("draft_model",)
@@ -171,7 +170,7 @@ def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
         ({"retrieval_budget": 256}, 64, 256, 64),  # fits
     ],
 )
-def test_a_budget_is_rounded_up_to_what_fits_the_block(keys, block_size, budget, recent):
+def test_a_budget_is_rounded_up_to_whole_blocks(keys, block_size, budget, recent):
     config = TriForceConfig(**keys).resolve(block_size)
     assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
     assert config.min_context == 2 * budget

@@ -32,61 +32,6 @@ class OldestPolicy(SelectionPolicy):
         return -places.expand(*query.shape[:-2], 1, num_chunks)
 '''
 
-BACKEND = '''
-"""Attention on an abacus: a CPU that counts what it is asked for."""
-
-from collections import Counter
-
-from vllm_triforce.attention.platforms.cpu import CPUPlatform
-
-ASKED: Counter[str] = Counter()
-
-
-class AbacusBackend(CPUPlatform):
-    """Over the CPU's kernels, in the place of the CPU's own."""
-
-    name = "abacus"
-    platforms = ("an abacus",)
-
-    @staticmethod
-    def retrieval():
-        from vllm_triforce.attention.cpu.retrieval import CPURetrievalAttention
-
-        class AbacusRetrievalAttention(CPURetrievalAttention):
-            def build(self, query_lens, seq_lens, block_tables):
-                ASKED["build"] += 1
-                return super().build(query_lens, seq_lens, block_tables)
-
-        return AbacusRetrievalAttention
-'''
-FITS = """
-    @staticmethod
-    def fits(platform):
-        return platform.is_out_of_tree()
-"""
-CHOSEN = """
-from tests.unit.test_attention import platform_for, platform
-print("chosen:", platform_for(platform("CPU")).name, platform_for(platform("OOT")).name)
-platform_for(platform("TPU"))
-"""
-TESTS_AND_ENGINE = """
-import sys
-import pytest
-if failed := pytest.main(sys.argv[1:]):
-    sys.exit(failed)
-from pathlib import Path
-from tests.conftest import Engines, triforce
-from tests.generation import generate
-from tests.models import make_llama
-from tests.unit.test_attention import platform_for, current_platform
-from vllm_triforce.attention.platforms.abacus import ASKED
-print("chosen:", platform_for(current_platform).name)
-llm = Engines().get(make_llama(Path("model")), triforce(retrieval_budget=256), max_model_len=1024)
-generate(llm, [[*range(2, 50)] * 12], max_tokens=16)
-print("asked:", ASKED["build"])
-"""
-
-
 SOURCE = '''
 """Repeat: the newest token, again and again."""
 
@@ -147,9 +92,9 @@ def run(folder, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_policy_is_one_file(copy):
-    """Configuration, both loops, the room for the KV cache and the lab know it, and the tests of
-    all policies run on it; a name that is not there says which are."""
+    """Configuration and lab find the policy, and the tests of all policies run on it."""
     (copy / "vllm_triforce" / "selection" / "oldest.py").write_text(POLICY.lstrip())
     asked = "from vllm_triforce.config import TriForceConfig as C; C(selection='{}')"
     run(copy, "-c", asked.format("oldest"))
@@ -179,8 +124,7 @@ ON_HOST, ON_DEVICE = "tests/parity/test_host.py", "tests/parity/test_device.py"
 
 @pytest.mark.thorough
 def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
-    """The key, the controller and the loops know it, and the promises of all sources are held to,
-    on both runners."""
+    """The promises of all sources are tested with it on both runners."""
     asked = "from vllm_triforce.config import TriForceConfig as C; C(draft_sources='repeat')"
     with pytest.raises(AssertionError, match="'draft_model' or 'prompt_lookup'"):
         run(copy, "-c", asked)
@@ -195,78 +139,3 @@ def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     for runner in ("test_host", "test_device"):
         assert len(re.findall(rf"PASSED .*{runner}.*-repeat\]", found)) == 2
     assert "has no side" not in found
-
-
-COLLECTED = "all are collected"
-# One process: what takes long is to import vLLM.
-COLLECTS_ALL = f"""
-import sys
-import pytest
-if failed := pytest.main(["--collect-only", "tests", "-p", "no:cacheprovider"]):
-    sys.exit(failed)
-print("{COLLECTED}")
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.thorough
-def test_without_its_files_a_source_is_nowhere(copy):
-    """Nobody is offered it, nothing imports it, its own tests are gone; others are as before."""
-    package = copy / "vllm_triforce"
-    for side in ("runner_v1", "runner_v2"):
-        (package / side / "sources" / "prompt_lookup.py").unlink()
-    refused = (
-        "from vllm_triforce.config import TriForceConfig as C; C().with_defaults(can_adapt=True)"
-    )
-    with pytest.raises(AssertionError, match="Give 'model', or name one of"):
-        run(copy, "-c", refused)
-    named = refused.replace("C()", "C(draft_sources='prompt_lookup')")
-    with pytest.raises(AssertionError, match="Use 'draft_model'"):
-        run(copy, "-c", named)
-    controller = "tests/unit/test_controller.py::test_as_fast_as_the_best_fixed_setting"
-    tests = [controller, "tests/unit/test_prompt_lookup.py", ON_HOST]
-    chosen = "-k", "not test_host or greedy-draft_model"
-    found = run(copy, "-c", COLLECTS_ALL, "-rA", *tests, *NO_CACHE, *chosen)
-    collected, found = found.split(COLLECTED)
-    assert "draft_model" in collected and "prompt_lookup]" not in collected
-    assert re.search(r"PASSED .*greedy-draft_model\]", found)
-    assert re.search(r"SKIPPED .*test_prompt_lookup", found)
-
-
-@pytest.mark.thorough
-def test_an_attention_backend_is_one_file(copy):
-    """It takes the CPU's place, level 2 of an engine asks it, and the tests of all backends run on
-    it; for a platform that there is none of here, it leaves the CPU's in place."""
-    file = copy / "vllm_triforce" / "attention" / "backends" / "abacus.py"
-    file.write_text(BACKEND.lstrip())
-    tests = ["tests/unit/test_attention.py", "-k", "abacus", "-p", "no:cacheprovider"]
-    said = run(copy, "-c", TESTS_AND_ENGINE, "-v", *tests)
-    asked = re.search(r"asked: (\d+)", said)
-    assert "chosen: abacus" in said and asked and int(asked[1]) > 2
-    assert re.search(r"\b2\d passed", said)
-    file.write_text(BACKEND.lstrip() + FITS)
-    with pytest.raises(AssertionError, match=r"chosen: cpu abacus[^$]*, a CPU or an abacus, or"):
-        run(copy, "-c", CHOSEN)
-
-
-def test_a_swap_is_a_line_and_its_ledger_is_made(copy):
-    """A write onto an object of vLLM fails the test that forbids it; as a Swap it passes."""
-    batch = copy / "vllm_triforce" / "runner_v1" / "batch.py"
-    before = batch.read_text()
-    forbids = ["-m", "pytest", "tests/unit/test_patches.py", "-p", "no:cacheprovider", "-k"]
-    line = "        self._runner = runner\n"
-    swapped = line + "        swaps.ANOTHER.set(runner, 3)\n"
-    batch.write_text(before.replace(line, swapped + "        runner.one = 3\n"))
-    swaps = copy / "vllm_triforce" / "vllm_patches" / "swaps.py"
-    new = 'ANOTHER = Swap("GPUModelRunner (V1)", "another", "an example", "never", is_new=True)\n'
-    swaps.write_text(swaps.read_text().replace("\nSWAPS: ", f"\n{new}\nSWAPS: "))
-    with pytest.raises(AssertionError) as both:
-        run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "runner.one" in str(both.value) and "runner.another" not in str(both.value)
-    assert "run python tools/ledger.py" in str(both.value) and "2 failed" in str(both.value)
-    batch.write_text(before.replace(line, swapped))
-    run(copy, "tools/ledger.py")
-    run(copy, *forbids, "writes_onto or ledger_is_what")
-    assert "| `GPUModelRunner (V1).another` | `runner_v1/batch.py` | an example" in (
-        (copy / "patches" / "README.md").read_text()
-    )

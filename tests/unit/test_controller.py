@@ -5,85 +5,35 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller import (
-    PLAIN,
-    Candidate,
-    Choice,
-    Controller,
-    CostModel,
-    StepTime,
+from tests.unit.worlds import (
+    DRAFT,
+    LONG_PAYS,
+    LOOKUP,
+    NOTHING_PAYS,
+    OVER_HOST,
+    SMALL_ON_CPU,
+    SOURCES,
+    World,
+    accepted,
+    controller,
+    matched,
 )
-from vllm_triforce.controller.acceptance import Acceptance, Rate, expected_by_length
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
+from vllm_triforce.controller.acceptance import Acceptance, Rate
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
-from vllm_triforce.controller.measurements import Measurements, interpolate
+from vllm_triforce.controller.measurements import interpolate
 from vllm_triforce.controller.options import Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import plan
-from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route, SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route
 from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
 
-# One source whose tokens take passes, and one that has some where it finds a match.
-DRAFT, LOOKUP = "a draft", "a lookup"
-SOURCES = [
-    SourceTraits(DRAFT, (0.5,), takes_passes=True),
-    SourceTraits(LOOKUP, (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)),
-]
-
-# A 7B-like model: the pass is bound by reading weights and KV, more tokens cost little.
-LONG_PAYS = Measurements(
-    full_by_rows=[(1, 0.010), (16, 0.0105), (128, 0.014)],
-    full_by_tokens=[
-        (1, [(16, 0.010), (100_000, 0.040)]),
-        (17, [(16, 0.011), (100_000, 0.048)]),
-    ],
-    level2_by_tokens=[(1, 0.0105), (17, 0.012)],
-    level2_per_row=0.0005,
-    draft=0.0005,
-)
-# A busy machine: every token of a pass costs as much as the first.
-NOTHING_PAYS = Measurements(
-    full_by_rows=[(1, 0.010), (128, 1.28)],
-    full_by_tokens=[(1, [(16, 0.01), (100_000, 0.1)]), (17, [(16, 0.17), (100_000, 1.7)])],
-    level2_by_tokens=[(1, 0.01), (17, 0.17)],
-    level2_per_row=0.01,
-    draft=0.004,
-)
-
-
-# What the embedded pair takes on a CPU, about.
-SMALL_ON_CPU = Measurements(
-    full_by_rows=[(1, 0.004), (4, 0.0058), (16, 0.0095), (64, 0.022)],
-    full_by_tokens=[
-        (1, [(16, 0.004), (2000, 0.005), (16_000, 0.014)]),
-        (17, [(16, 0.009), (2000, 0.0125), (16_000, 0.035)]),
-    ],
-    level2_by_tokens=[(1, 0.0045), (17, 0.010)],
-    level2_per_row=0.001,
-    draft=0.0008,
-    draft_per_row=0.0002,
-    draft_per_token=1e-5,
-    selection_per_token=1e-6,
-    sampling=1e-4,
-)
-DECIDING = 0.0015
-
-
-def controller(measured: Measurements, has_draft=True, **keys) -> Controller:
-    config = TriForceConfig(**keys).with_defaults(can_adapt=True, model=DRAFT).resolve(32)
-    found = Controller(config, SOURCES if has_draft else SOURCES[1:])
-    found.start(CostModel(measured))
-    return found
-
-
-def matched(length: int) -> dict[str, int]:
-    """Confidence where so many tokens at the end occurred before."""
-    return {LOOKUP: length - 1} if length else {}
+ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
 
 
 def test_interpolation():
@@ -93,37 +43,8 @@ def test_interpolation():
     assert interpolate([(4, 7.0)], 100) == 7
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.95, 1.0])
-def test_expected_tokens_are_what_happens(rate):
-    draw = random.Random(0)
-    expected = expected_by_length(rate, 8)
-    assert expected[0] == 0
-    for length in (1, 3, 8):
-        total = 0
-        for _ in range(20_000):
-            accepted = 0
-            while accepted < length and draw.random() < rate:
-                accepted += 1
-            total += accepted
-        assert expected[length] == pytest.approx(total / 20_000, abs=0.06)
-
-
-def test_rate_follows_and_forgets():
-    rate = Rate(0.5, weight=4, memory=48)
-    assert rate.value == 0.5
-    for _ in range(200):
-        rate.add(4, 4)
-    assert rate.value > 0.94
-    for _ in range(200):
-        rate.add(4, 0)
-    assert rate.value < 0.06
-    for _ in range(10_000):
-        rate.fade()
-    assert rate.value == pytest.approx(0.5, abs=0.01)
-
-
-def test_a_context_costs_what_was_measured_between_measurements_too():
-    """Against interpolating by hand, one pass at a time."""
+def test_attention_is_interpolated_between_measurements():
+    """Compare with interpolation by hand, one pass at a time."""
     model = CostModel(LONG_PAYS, speed=0.5)
     contexts = [5, 16, 700, 50_000, 100_000, 200_000]
     table = model.attention_table(contexts, 20)
@@ -140,7 +61,7 @@ def test_a_context_costs_what_was_measured_between_measurements_too():
 
 
 def test_several_requests_fill_a_machine_that_one_leaves_idle():
-    """What was measured of batches is what is said of them; in between, by hand."""
+    """Measured batches cost as measured; others are interpolated."""
     contexts = (16, 8000)
     by_rows = [(1, 1.0), (13, 1.0), (104, 2.0)]
     alone = [(1, [*zip(contexts, (1.0, 3.0))]), (13, [*zip(contexts, (1.0, 7.0))])]
@@ -162,33 +83,26 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
     passes = interpolate(by_rows, 20) + 10.0 + 4.0
     assert model.full_pass([13] + [1] * 7, [8000] * 8) == pytest.approx(passes)
     assert model.full_pass([13], [8000]) == pytest.approx(7.0)
-    # Beyond what was measured the machine is full; and noise makes nothing cheaper.
-    assert model.attention_scales(64, 64) == (
-        model.attention_scales(8, 8)[0],
-        model.attention_scales(8, 8)[1],
-    )
+    # Beyond the measurements the machine is full; and noise makes nothing cheaper.
+    assert [*model.attention_scales(64, 64)] == [*model.attention_scales(8, 8)]
     falling = dataclasses.replace(measured, full_by_num_reqs=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
     sums = [n * CostModel(falling).attention_scales(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
     assert sums == sorted(sums) and sums[0] == 1
 
 
 def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Options:
-    shape = (num_reqs, num_options)
+    shape, noise = (num_reqs, num_options), np.random.default_rng(draw.randrange(2**32))
     return Options(
-        lengths=np.array([[draw.randint(1, 16) for _ in range(num_options)]] * num_reqs),
-        tokens=np.array([draw.uniform(0, 5) for _ in range(num_reqs * num_options)]).reshape(shape),
-        seconds=np.array([draw.uniform(0.001, 3) for _ in range(num_reqs * num_options)]).reshape(
-            shape
-        ),
-        is_possible=np.array([draw.random() < 0.8 for _ in range(num_reqs * num_options)]).reshape(
-            shape
-        ),
+        lengths=np.tile(noise.integers(1, 17, num_options), (num_reqs, 1)),
+        tokens=noise.uniform(0, 5, shape),
+        seconds=noise.uniform(0.001, 3, shape),
+        is_possible=noise.random(shape) < 0.8,
     )
 
 
 @pytest.mark.parametrize("speculating", [0.0, 0.7])
 def test_plan_finds_the_best_of_all_combinations(speculating):
-    """Against trying every combination: tokens per second of the step are the same."""
+    """Compare with trying every combination."""
     draw, plains, optimal = random.Random(1), 0, 0
     for _ in range(300):
         options = drawn_options(draw, draw.randint(1, 4), 3)
@@ -210,32 +124,26 @@ def test_plan_finds_the_best_of_all_combinations(speculating):
     assert 10 < plains < 290 and optimal >= 295
 
 
-def test_nobody_waits_long_for_one_that_is_predicted_well():
-    """A proposal that triples one request's speed and halves that of seven others is not made; of
-    two requests alone it is."""
-    for num_others, wanted in ((7, [-1]), (1, [0])):
-        options = Options(
-            lengths=np.array([[8]]),
-            tokens=np.array([[5.0]]),
-            seconds=np.array([[1.0]]),
-            is_possible=np.ones((1, 1), dtype=bool),
-        )
-        assert plan(options, 1.0, num_plain=num_others).options.tolist() == wanted
+def options_of_one(lengths: list[int], tokens: list[float], seconds: list[float]) -> Options:
+    is_possible = np.ones((1, len(lengths)), dtype=bool)
+    return Options(np.array([lengths]), np.array([tokens]), np.array([seconds]), is_possible)
+
+
+@pytest.mark.parametrize("num_others, column", [(7, -1), (1, 0)])
+def test_nobody_waits_long_for_one_that_is_predicted_well(num_others, column):
+    """A proposal triples one request's speed and halves that of the others."""
+    options = options_of_one([8], [5.0], [1.0])
+    assert plan(options, 1.0, num_plain=num_others).options.tolist() == [column]
 
 
 def test_a_gain_below_the_margin_is_not_taken():
-    options = Options(
-        lengths=np.array([[4, 8, 2]]),
-        tokens=np.array([[3.9, 4.1, 1.5]]),
-        seconds=np.array([[0.1, 0.1, 0.1]]),
-        is_possible=np.ones((1, 3), dtype=bool),
-    )
+    options = options_of_one([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)
     assert plan(options, 1.0, margin=0.1).options.tolist() == [1]
     assert plan(options, 1.0, margin=5.0).is_plain
 
 
-def test_options_are_what_the_parts_come_to():
-    """A proposal's tokens and seconds against adding up its passes one by one."""
+def test_options_add_up_their_passes():
+    """Compare a proposal's tokens and seconds with the sum of its passes."""
     model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
     found = controller(LONG_PAYS)
     candidates = [
@@ -290,233 +198,63 @@ def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
     assert gamma(0.9, measured=dear) == 0 and gamma(0.9, measured=dear, source=SOURCES[1]) == 4
 
 
-def test_trials_have_a_share_of_the_time():
-    budget, spent = TrialBudget(first_steps=1, max_steps=4), 0
-    for _ in range(10_000):
-        budget.earn(0.010, 0.010)
-        spent += budget.spend(0.025)
-    assert spent * 0.025 == pytest.approx(TRIAL_SHARE * 10_000 * 0.010, rel=0.05)
-    budget.earn(1000, 0.010)
-    assert budget.spend(0.040) and not budget.spend(0.001)
-    assert not budget.covers(0.001) and budget.can_save(0.040) and not budget.can_save(0.041)
-    budget.refund(1000)
-    assert budget.covers(0.040) and not budget.covers(0.041)
-
-
 def test_one_bad_request_proposes_next_to_nothing_the_others_do_not_mind():
-    found = controller(LONG_PAYS, has_draft=False)
+    found, lengths = controller(LONG_PAYS, has_draft=False), []
     good, bad = Candidate("good", 100_000, 16), Candidate("bad", 100_000, 16)
-    found._trials.budget = TrialBudget(first_steps=0, max_steps=0)
-    for _ in range(40):
-        for request, choice in zip((good, bad), found.choose([good, bad])):
+    for _ in range(80):
+        choices = found.choose([good, bad])
+        lengths.append([choice.num_tokens for choice in choices])
+        for request, choice in zip((good, bad), choices):
             right = choice.num_tokens * (request is good)
             found.observe_full_pass(request.request_id, choice.num_tokens, right)
-    chosen = found.choose([good, bad])
-    assert chosen[0].num_tokens > 4 and chosen[1].num_tokens <= 1
-
-
-def test_nothing_pays_nothing_is_done():
-    """No proposal, no trial, and rest: a batch that cannot win is not even looked at each step."""
-    found = controller(NOTHING_PAYS)
-    for _ in range(100):
-        found.backoff.begin_step()
-        if not found.backoff.is_resting:
-            assert found.choose([Candidate("a", 4000, 16)]) == [PLAIN]
-            assert found.backoff.is_resting
-
-
-def accepted(draw: random.Random, rate: float, length: int) -> int:
-    """Tokens before the first rejected one."""
-    return next((i for i in range(length) if draw.random() >= rate), length)
-
-
-@dataclass
-class World:
-    """A machine and a text: what really happens when the controller decides."""
-
-    measured: Measurements
-    level2: float
-    """Level 3's acceptance of a token of level 2."""
-    draft: float
-    overhead: float = 0.002
-    speculating: float = 0.0
-    """Seconds that nothing foretells, of a step with drafts."""
-    most: int = 16
-    """Tokens of a proposal."""
-
-    def decode(self, found: Controller, num_tokens: int, context: int, seed=0) -> float:
-        """Tokens per second."""
-        draw, truth = random.Random(seed), CostModel(self.measured)
-        emitted, seconds = 0, 0.0
-
-        while emitted < num_tokens:
-            found.backoff.begin_step()
-            choice, proposing = PLAIN, 0.0
-            if not found.backoff.is_resting:
-                most = min(self.most, found.config.num_speculative_tokens)
-                choice = found.choose([Candidate("a", context + emitted, most)])[0]
-            length = choice.num_tokens
-            if choice.route == LEVELS:
-                made = 0
-                while made < length:
-                    route, count = found.choose_draft("a", False, {}, 1, length - made - 1)
-                    count = count if route == DRAFT else 0
-                    level1 = count * truth.draft(1)
-                    level2 = truth.level2(1, count + 1)
-                    kept = accepted(draw, self.draft, count)
-                    found.acceptance.observe_round("a", route, 0, count, kept)
-                    found.measured.observe_round(
-                        1, count, [count], count + 1, True, level1, level2, 0.0
-                    )
-                    made += kept + 1
-                    proposing += level1 + level2
-            elif choice.route == DRAFT:
-                proposing = length * truth.draft(1)
-            tokens, contexts = [1 + length], [context + emitted]
-            step = truth.full_pass(tokens, contexts) + self.overhead
-            step += self.speculating if length else 0.0
-            taken = StepTime(True, tokens, contexts, step, length, proposing)
-            if length or found.backoff.is_settled:
-                found.observe_step(taken, found.take_plan())
-            seconds += proposing + step
-            rate = self.level2 if choice.route == LEVELS else self.draft * self.level2
-            kept = accepted(draw, rate, length)
-            if length:
-                found.observe_full_pass("a", length, kept)
-            emitted += kept + 1
-        return emitted / seconds
-
-    def decode_batch(
-        self, found: Controller, size: int, num_steps: int, context: int, seed=0
-    ) -> float:
-        """Sampled requests of 128 tokens, one for each that leaves; times plain decoding's speed.
-        Nothing is looked up, and deciding takes ``DECIDING``."""
-        draw, truth = random.Random(seed), CostModel(self.measured)
-        running: dict[str, int] = {}  # tokens that each has emitted
-        num_begun, num_tokens, seconds, plain_seconds = 0, 0, 0.0, 0.0
-
-        for _ in range(num_steps):
-            found.backoff.begin_step()
-            has_joined = len(running) < size
-            while len(running) < size:
-                running[str(num_begun)], num_begun = 0, num_begun + 1
-            names = list(running)
-            contexts = [context + running[name] for name in names]
-            choices, proposing = dict.fromkeys(names, PLAIN), 0.0
-            if has_joined:
-                found.requests_joined()
-            elif not found.backoff.is_resting:
-                candidates = [
-                    Candidate(n, at, 16, is_greedy=False, num_left=128 - running[n])
-                    for n, at in zip(names, contexts)
-                ]
-                choices = dict(zip(names, found.choose(candidates)))
-                proposing = DECIDING
-            made = {n: 0 for n in names if choices[n].route == LEVELS}
-            while some := [n for n in made if made[n] < choices[n].num_tokens]:
-                counts = []
-                for name in some:
-                    most = choices[name].num_tokens - made[name] - 1
-                    route, count = found.choose_draft(name, False, {}, len(some), most)
-                    counts.append(count if route == DRAFT else 0)
-                level1 = max(counts) * truth.draft(len(some))
-                level2 = truth.level2(len(some), max(counts) + 1)
-                for name, count in zip(some, counts):
-                    kept = accepted(draw, self.draft, count)
-                    source = DRAFT if count else None
-                    found.acceptance.observe_round(name, source, 0, count, kept)
-                    made[name] += kept + 1
-                drafts, tests = [n for n in counts if n], sum(counts) + len(counts)
-                found.measured.observe_round(
-                    len(some), max(counts), drafts, tests, False, level1, level2, 0.0
-                )
-                proposing += level1 + level2
-            direct = [c.num_tokens for c in choices.values() if c.route == DRAFT]
-            proposing += max(direct, default=0) * truth.draft(len(direct))
-            lengths = [choices[name].num_tokens for name in names]
-            step = truth.full_pass([1 + n for n in lengths], contexts) + self.overhead
-            step += self.speculating if any(lengths) else 0.0
-            planned = found.take_plan()
-            if any(lengths) or found.backoff.is_settled:
-                tokens = [1 + n for n in lengths]
-                taken = StepTime(False, tokens, contexts, step, sum(lengths), proposing)
-                found.observe_step(taken, planned)
-            seconds += step + proposing
-            plain_seconds += truth.full_pass([1] * size, contexts) + self.overhead
-            for name, length in zip(names, lengths):
-                by_levels = choices[name].route == LEVELS
-                kept = accepted(
-                    draw, self.level2 if by_levels else self.draft * self.level2, length
-                )
-                if length:
-                    found.observe_full_pass(name, length, kept)
-                running[name] += kept + 1
-                num_tokens += kept + 1
-                if running[name] >= 128:
-                    del running[name]
-                    found.release(name)
-        return num_tokens / seconds / (num_steps * size / plain_seconds)
-
-    def plain(self, num_tokens: int, context: int) -> float:
-        truth = CostModel(self.measured)
-        steps = [truth.full_pass([1], [context + i]) + self.overhead for i in range(num_tokens)]
-        return num_tokens / sum(steps)
+    of_good, of_bad = np.mean(lengths[40:], axis=0)
+    assert of_good > 4 and of_bad <= 1
 
 
 @pytest.mark.parametrize("measured", [LONG_PAYS, NOTHING_PAYS], ids=["long pays", "nothing pays"])
 @pytest.mark.parametrize("level2, draft", [(0.0, 0.0), (0.3, 0.2), (0.7, 0.5), (0.97, 0.6)])
-@pytest.mark.parametrize("context", [500, 20_000, 100_000])
+@pytest.mark.parametrize("context", [500, 100_000])
 def test_never_slower_in_a_simulated_world(measured, level2, draft, context):
-    """Whatever is accepted and whatever passes cost: at least 0.97 of plain decoding."""
-    world = World(measured, level2, draft)
-    found = world.decode(controller(measured), 4000, context)
-    assert found >= 0.97 * world.plain(4000, context)
-
-
-@pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("context", [500, 8000, 60_000])
-@pytest.mark.parametrize("level2, draft", [(0.0, 0.0), (0.3, 0.2), (0.6, 0.4)])
-def test_a_new_engine_loses_little_where_requests_come_and_go(size, context, level2, draft):
-    """Its first 500 steps, in which it finds out what is accepted, against plain decoding's."""
-    world = World(SMALL_ON_CPU, level2, draft, overhead=0.0015, speculating=0.001)
-    speeds = [world.decode_batch(controller(SMALL_ON_CPU), size, 500, context, s) for s in (0, 1)]
-    assert np.mean(speeds) >= 0.97, speeds
+    assert World(measured, level2, draft).decode(controller(measured), 1500, context) >= 0.97
 
 
 @pytest.mark.parametrize(
     "size, context, level2, draft, wanted",
-    [(4, 60_000, 0.6, 0.4, 1.3), (16, 8000, 0.8, 0.5, 1.2), (16, 60_000, 0.8, 0.5, 1.6)],
+    [
+        (4, 500, 0.0, 0.0, 0.97),
+        (4, 60_000, 0.3, 0.2, 0.97),
+        (16, 500, 0.3, 0.2, 0.97),
+        (16, 8000, 0.0, 0.0, 0.97),
+        (16, 60_000, 0.6, 0.4, 0.97),
+        # Short proposals pay; all requests together first try longer ones, which do not.
+        (4, 60_000, 0.6, 0.4, 1.3),
+        (16, 8000, 0.8, 0.5, 1.2),
+        (16, 60_000, 0.8, 0.5, 1.6),
+    ],
 )
-def test_a_batch_learns_what_pays_though_more_was_hoped_for(size, context, level2, draft, wanted):
-    """Speculation by short proposals pays. What all requests together tried first, longer than
-    paid, must not keep the batch from it (1.00, 1.00 and 1.23 times plain decoding where an engine
-    begins with all that may be hoped for)."""
-    world = World(SMALL_ON_CPU, level2, draft, overhead=0.0015, speculating=0.001)
-    speeds = [world.decode_batch(controller(SMALL_ON_CPU), size, 300, context, s) for s in (0, 1)]
+def test_a_new_engine_soon_finds_the_proposals_that_pay(size, context, level2, draft, wanted):
+    """Measure the first 400 steps, while requests come and go."""
+    world = dataclasses.replace(ON_CPU, level2=level2, draft=draft)
+    speeds = [
+        world.decode(controller(SMALL_ON_CPU), 400, context, size, length=128, seed=seed)
+        for seed in (0, 1)
+    ]
     assert np.mean(speeds) >= wanted, speeds
 
 
-def test_trials_that_never_pay_take_their_share():
-    """Requests that come and go, and nothing of their proposals is accepted."""
-    world = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001)
-    found = controller(SMALL_ON_CPU)
-    world.decode_batch(found, 4, 1000, 60_000)
-    assert 0.99 < world.decode_batch(found, 4, 2000, 60_000) < 1.0
-
-
 @pytest.mark.parametrize("size", [4, 16])
-def test_traffic_that_becomes_good_is_found_after_long_bad_traffic(size):
-    """Behind the first 1,000 steps of good traffic, after 2,500 of bad."""
+def test_trials_take_their_share_and_find_traffic_that_becomes_good(size):
+    """Traffic is bad for 2,500 steps, then good; requests come and go."""
     found = controller(SMALL_ON_CPU)
-    bad = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001)
-    assert bad.decode_batch(found, size, 2500, 8000) >= 0.99
-    good = dataclasses.replace(bad, level2=0.95, draft=0.6)
-    assert good.decode_batch(found, size, 1000, 8000) >= 0.99
-    assert good.decode_batch(found, size, 500, 8000) >= 1.2
+    ON_CPU.decode(found, 1000, 8000, size, length=128)
+    assert 0.99 < ON_CPU.decode(found, 1500, 8000, size, length=128) < 1.0
+    good = dataclasses.replace(ON_CPU, level2=0.95, draft=0.6)
+    assert good.decode(found, 1000, 8000, size, length=128) >= 0.99
+    assert good.decode(found, 500, 8000, size, length=128) >= 1.2
 
 
 def scarce_trials(least: float = 0.01) -> Controller:
-    """There is time for one trial now and then, and of what is tried little is expected."""
+    """Return a controller with time for few trials, which expects little of them."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(least, weight=50, memory=512)
     found._trials.budget = TrialBudget(first_steps=0.5, max_steps=0.5)
@@ -524,9 +262,8 @@ def scarce_trials(least: float = 0.01) -> Controller:
 
 
 @pytest.mark.parametrize("is_verified", [True, False], ids=["in vain", "cut by a grammar"])
-def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified):
-    """Four requests of which nothing is accepted: each of them gets as many trials as the others,
-    wherever in the batch it is, and whether or not anything of its trials is verified."""
+def test_hopeless_requests_take_turns(is_verified):
+    """Each of four hopeless requests gets as many trials, verified or not."""
     found, trials = scarce_trials(), [0] * 4
     candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
     for _ in range(6000):
@@ -541,8 +278,8 @@ def test_who_gains_nothing_does_not_keep_the_others_from_their_turn(is_verified)
     assert min(trials) > 0 and max(trials) - min(trials) <= 2, trials
 
 
-def test_those_who_come_anew_do_not_keep_one_that_stays_from_its_turn():
-    """Beside one that stays there are always three that were not there ten decisions before."""
+def test_new_requests_do_not_delay_the_trial_of_an_old_one():
+    """Three of four requests are replaced every ten decisions."""
     found, trials, num_decisions = scarce_trials(), 0, 0
     for _ in range(12_000):
         found.backoff.begin_step()
@@ -563,9 +300,7 @@ def test_those_who_come_anew_do_not_keep_one_that_stays_from_its_turn():
 
 
 def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
-    """One request accepts everything, fifteen may not be tried (they have seeds, and contexts too
-    short for them): the plan refuses, and in the long run trials, all of them accepted, take no
-    more than two shares of the time, one for what is tried and one for what looked good."""
+    """One request accepts everything, and fifteen seeded ones may not be tried."""
     found = controller(LONG_PAYS, has_draft=False)
     truth, context = found.measured.copy(), 6000
     seeded = [Candidate(str(i), context, 16, has_seed=True) for i in range(15)]
@@ -590,7 +325,7 @@ def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
 
 
 def routes_taken(found, rates: dict[Route, float], match_length: int, context: int) -> list[Route]:
-    """By four requests of a hundred steps each at a time, in the second half of 2,000 steps."""
+    """Return the choices of four requests at a time, in the second half of 2,000 steps."""
     routes, draw = [], random.Random(0)
     for step in range(2000):
         found.backoff.begin_step()
@@ -613,8 +348,7 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
 
 @pytest.mark.parametrize("level2, is_better", [(0.97, True), (0.1, False)])
 def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
-    """Looked-up tokens pay for everybody, and level 2's are thought little of after a bad start:
-    they are tried, taken where they gain more, and tried seldom where they do not."""
+    """Prompt lookup pays, and level 2 had a bad start."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(0.3, weight=8, memory=512)
     late = routes_taken(found, {LEVELS: level2, LOOKUP: 0.6}, 4, 100_000)
@@ -623,16 +357,14 @@ def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
     assert share > 0.8 if is_better else 0 < share < 0.02, share
 
 
-def test_a_trial_of_one_that_speculates_is_charged_what_it_would_have_gained():
-    """Long matches that are always wrong take next to no time to try, beside level 2's tokens
-    that are right: every fourth decision went to them where only their time was charged."""
+def test_a_trial_is_charged_the_tokens_of_the_present_route():
+    """Wrong matches take no time, but cost the tokens of the present route."""
     found = controller(LONG_PAYS, has_draft=False)
     late = routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 8, 20_000)
     assert late.count(LEVELS) > 0.97 * len(late), Counter(late)
 
 
-def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculating():
-    """A request that drafts seldom has the draft read what it missed, each time; the plan knows."""
+def test_reading_a_window_again_is_part_of_the_plan():
     found = controller(LONG_PAYS)
     found.planned = Planned(num_drafts=4, seconds=0.01)
     found.reads_window(200)
@@ -643,79 +375,53 @@ def test_a_window_that_the_draft_reads_again_is_not_taken_for_a_cost_of_speculat
 
 @pytest.mark.parametrize("speculating", [0.02, 0.1])
 def test_a_cost_that_nothing_foretells_is_found(speculating):
-    """Steps with drafts take longer than all their parts: noticed, and speculation given up."""
+    """Speculation is given up where steps with drafts take longer than their parts."""
     world = World(LONG_PAYS, 0.6, 0.4, speculating=speculating)
-    found = world.decode(controller(LONG_PAYS), 4000, 20_000)
-    assert found >= 0.97 * world.plain(4000, 20_000)
+    assert world.decode(controller(LONG_PAYS), 1500, 20_000) >= 0.97
 
 
 def test_plain_steps_that_became_faster_are_noticed():
-    """What speculation is compared with changes while everything is speculated on."""
+    """The baseline changes while everything is speculated on."""
     found = controller(LONG_PAYS)
-    World(LONG_PAYS, 0.97, 0.6, overhead=0.05).decode(found, 2000, 100_000)
+    World(LONG_PAYS, 0.97, 0.6, overhead=0.05).decode(found, 200, 100_000)
     slow = found.measured.overhead(1)
-    fast = World(LONG_PAYS, 0.97, 0.6, overhead=0.0)
-    assert fast.decode(found, 8000, 100_000) > 1.5 * fast.plain(8000, 100_000)
+    assert World(LONG_PAYS, 0.97, 0.6, overhead=0.0).decode(found, 800, 100_000) > 1.5
     assert slow == pytest.approx(0.05) and found.measured.overhead(1) < 0.04
 
 
-@pytest.mark.parametrize("level2, draft", [(0.8, 0.3), (0.95, 0.5), (0.99, 0.8)])
+@pytest.mark.parametrize(
+    "level2, draft", [(0.8, 0.3), (0.99, 0.8), pytest.param(0.95, 0.5, marks=pytest.mark.thorough)]
+)
 def test_as_fast_as_the_best_fixed_setting(level2, draft):
-    """Against every fixed length and gamma, each with its own run of the same world."""
-    world = World(LONG_PAYS, level2, draft)
-    fixed = {
-        (length, gamma): world.decode(
-            controller(LONG_PAYS, num_speculative_tokens=length, gamma=gamma, min_context=0),
-            4000,
-            100_000,
-        )
-        for length in (2, 4, 6, 10, 16)
-        for gamma in (1, 2, 4)
-    }
-    chosen = world.decode(controller(LONG_PAYS), 4000, 100_000)
+    world, fixed = World(LONG_PAYS, level2, draft), {}
+    for length, gamma in itertools.product((4, 8, 16), (1, 2, 4)):
+        keys = dict(num_speculative_tokens=length, gamma=gamma, min_context=0)
+        fixed[length, gamma] = world.decode(controller(LONG_PAYS, **keys), 300, 100_000)
+    chosen = world.decode(controller(LONG_PAYS), 600, 100_000)
     assert chosen >= 0.92 * max(fixed.values()), fixed
 
 
-# An 8B model whose KV lies in host memory: 12 GB cross PCIe for each full pass at 100,000 tokens.
-OVER_HOST = Measurements(
-    full_by_rows=[(1, 0.018), (16, 0.019), (128, 0.025)],
-    full_by_tokens=[
-        (1, [(16, 0.018), (100_000, 0.470)]),
-        (33, [(16, 0.020), (100_000, 0.480)]),
-    ],
-    level2_by_tokens=[(1, 0.019), (5, 0.0195)],
-    level2_per_row=0.0005,
-    draft=0.001,
-)
-
-
-def test_where_a_full_pass_is_dear_proposals_are_as_long_as_they_may_be():
-    """Of a good text; of a poor one they are as short as before."""
-    good, poor = World(OVER_HOST, 0.985, 0.5, most=32), World(OVER_HOST, 0.5, 0.3, most=32)
-    for world, is_longer in ((good, True), (poor, False)):
-        by_length = {
-            n: world.decode(
-                controller(OVER_HOST, num_speculative_tokens=n, gamma=2, min_context=0),
-                4000,
-                100_000,
-            )
-            for n in (6, 16, 32)
-        }
-        assert (by_length[32] > 1.2 * by_length[16]) == is_longer, by_length
-        chosen = world.decode(controller(OVER_HOST, gamma=2), 4000, 100_000)
-        assert chosen >= 0.92 * max(by_length.values()), by_length
+@pytest.mark.parametrize("level2, draft, is_longer", [(0.985, 0.5, True), (0.5, 0.3, False)])
+def test_where_a_full_pass_is_dear_proposals_are_as_long_as_they_may_be(level2, draft, is_longer):
+    world, fixed = World(OVER_HOST, level2, draft, max_tokens=32), {}
+    for n in (6, 16, 32):
+        keys = dict(num_speculative_tokens=n, gamma=2, min_context=0)
+        fixed[n] = world.decode(controller(OVER_HOST, **keys), 300, 100_000)
+    assert (fixed[32] > 1.2 * fixed[16]) == is_longer, fixed
+    chosen = world.decode(controller(OVER_HOST, gamma=2), 600, 100_000)
+    assert chosen >= 0.92 * max(fixed.values()), fixed
 
 
 def test_a_text_that_changes_is_noticed():
-    """Acceptance that breaks off and comes back: plain decoding between, speculation after."""
+    """Acceptance breaks off and comes back."""
     found = controller(LONG_PAYS)
     good, bad = World(LONG_PAYS, 0.98, 0.6), World(LONG_PAYS, 0.0, 0.0)
-    assert good.decode(found, 2000, 100_000) > 1.5 * good.plain(2000, 100_000)
-    assert bad.decode(found, 4000, 100_000) > 0.97 * bad.plain(4000, 100_000)
-    assert good.decode(found, 4000, 100_000) > 1.4 * good.plain(4000, 100_000)
+    assert good.decode(found, 300, 100_000) > 1.5
+    assert bad.decode(found, 3000, 100_000) > 0.97
+    assert good.decode(found, 600, 100_000) > 1.4
 
 
-def test_what_was_given_is_not_chosen():
+def test_given_values_are_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
     assert found.choose([Candidate("a", 10, 5)]) == [Choice(LEVELS, 5)]
     assert found.choose_draft("a", False, matched(4), 1, 4) == (DRAFT, 3)
@@ -724,7 +430,7 @@ def test_what_was_given_is_not_chosen():
 
 
 def test_a_seeded_request_does_not_depend_on_times():
-    """The same decisions on a fast and a slow machine, before and after anything was measured."""
+    """Decide alike on a fast and a slow machine."""
     seeded = Candidate("a", 20_000, 16, confidence=matched(5), has_seed=True)
     found = set()
     for measured in (LONG_PAYS, NOTHING_PAYS):
@@ -736,21 +442,19 @@ def test_a_seeded_request_does_not_depend_on_times():
     assert found == {(Choice(LEVELS, 6), (DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
-    assert given.choose_draft("a", True, matched(5), 1, 15) == (
-        DRAFT,
-        3,
-    )  # a given value is not changed
+    assert given.choose_draft("a", True, matched(5), 1, 15) == (DRAFT, 3), "not changed"
 
 
-def test_no_rest_puts_off_a_seeded_request():
-    """It begins at its context, whatever a rest of the batch would be."""
+@pytest.mark.parametrize("has_seed", [False, True])
+def test_no_rest_puts_off_a_seeded_request(has_seed):
+    """It begins at its context, however long the batch would rest."""
     found = controller(NOTHING_PAYS)
     found.backoff.begin_step()
-    assert found.choose([Candidate("a", 8190, 16, has_seed=True)]) == [PLAIN]
+    assert found.choose([Candidate("a", 8190, 16, has_seed=has_seed)]) == [PLAIN]
     found.backoff.begin_step()
     assert found.backoff.is_resting  # one token is still missing
     found.backoff.begin_step()
-    assert not found.backoff.is_resting
+    assert found.backoff.is_resting is not has_seed
 
 
 def test_ranks_decide_alike_though_their_clocks_differ():
@@ -787,7 +491,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
 
 
 def test_measured_times_replace_the_prediction():
-    """A machine that is three times slower at level 2 than at start-up is noticed."""
+    """Level 2 takes three times as long as at start-up."""
     model = CostModel(LONG_PAYS)
     before = model.level2(1, 3)
     for _ in range(100):
@@ -797,13 +501,15 @@ def test_measured_times_replace_the_prediction():
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
     assert model.overhead(1) > 0.015
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
+    for _ in range(40):  # and plain steps stay slower
+        model.observe_step(StepTime(True, [1], [4000], 0.2))
+    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 6])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
-    """The engine stood still for a minute between two steps: what is known of steps hardly moves,
-    and what is first known of them is no minute either."""
+    """The engine stands still for a minute between two steps."""
     model = CostModel(LONG_PAYS)
     contexts, tokens = [4000], [1 + num_drafts]
     usual = model.full_pass(tokens, contexts) + 0.002
@@ -818,17 +524,8 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     assert model.speculating_seconds(1, True) < 0.2 * usual
 
 
-def test_a_machine_that_stays_slower_is_believed():
-    model = CostModel(LONG_PAYS)
-    for _ in range(40):
-        model.observe_step(StepTime(True, [1], [4000], 0.2))
-    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
-
-
-def test_a_trial_bears_what_speculating_takes_besides():
-    """Where nobody speculates, the step that verifies a trial and the re-evaluation after it are
-    its own: in the long run trials take their share of the time with all that (without it, 14 times
-    it)."""
+def test_a_trial_pays_for_verification_and_reevaluation():
+    """Where nobody speculates, a trial pays for verification and re-evaluation too."""
     found = controller(LONG_PAYS, has_draft=False)
     contexts = [500] * 4
     plain = found.measured.full_pass([1] * 4, contexts)

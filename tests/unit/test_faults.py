@@ -45,7 +45,7 @@ FILES = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_corrupt_draft_is_refused_before_weights_load(gqa_pair, tmp_path, case):
-    """The message names the draft, what is wrong with it and what to do."""
+    """The message names the draft, the fault and the fix."""
     name, corrupt, wanted = FILES[case]
     draft = tmp_path / "draft"
     shutil.copytree(gqa_pair["draft"], draft)
@@ -54,14 +54,6 @@ def test_corrupt_draft_is_refused_before_weights_load(gqa_pair, tmp_path, case):
         engine_config(gqa_pair["target"], triforce(model=str(draft)))
     assert str(draft) in str(raised.value)
     assert "prompt lookup" in str(raised.value)
-
-
-def test_whole_draft_files_pass(gqa_pair, pair):
-    for models in (gqa_pair, pair):
-        config = engine_config(
-            models["target"], triforce(model=models["draft"]), max_model_len=2048
-        )
-        assert config.additional_config["triforce"]["draft_model"] == models["draft"]
 
 
 def test_draft_of_another_vocabulary(gqa_pair, tmp_path):
@@ -83,7 +75,6 @@ def test_a_loader_that_fails_names_the_draft():
 
 
 def test_failed_allocation_names_size_and_remedy():
-    """The allocator's own refusal, of a size that no machine has."""
     size = 1 << 60
     with (
         pytest.raises(MemoryError, match=r"the cache needs 1\.00 GiB.*could not.*; lower it"),
@@ -103,8 +94,8 @@ def test_failed_allocation_names_size_and_remedy():
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
 @pytest.mark.parametrize("entry", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, entry, place):
-    """Wherever it is in the row; an infinity too, where it leaves no distribution."""
+def test_a_row_with_nan_gets_no_tokens_and_the_others_keep_theirs(temperatures, entry, place):
+    """An infinity that leaves no distribution counts too."""
     torch.manual_seed(0)
     logits = torch.randn(9, 7)
     sampling = SamplingRows(torch.tensor(temperatures, dtype=torch.float32), seeds=[1, 2, 3])
@@ -137,9 +128,7 @@ def test_a_row_with_nan_gets_nothing_and_the_others_what_they_had(temperatures, 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
-    """So there is nothing to clean: vLLM's kernel stores the largest number in its place."""
-    if not torch.cpu._is_avx512_supported():
-        pytest.skip("vLLM's CPU build has fp8 KV caches with AVX-512 only")
+    """vLLM's kernel stores the largest number in its place."""
     from vllm import _custom_ops as ops
 
     from vllm_triforce.attention.cpu.impl import FP8

@@ -16,7 +16,7 @@ NUM_PLANNED = 6
 
 
 class VLLMs:
-    """As vLLM's scheduler counts (``Scheduler.update_from_output``)."""
+    """vLLM's scheduler as far as it counts (``Scheduler.update_from_output``)."""
 
     num_spec_tokens, log_stats, spec_decode_metrics_level = NUM_PLANNED, True, "detailed"
     make_spec_decoding_stats = AsyncScheduler.make_spec_decoding_stats
@@ -48,8 +48,7 @@ class VLLMs:
 
 class Ours(PaddingStatsMixin, VLLMs):
     def step(self, number: int, accepted: dict[str, int], report=None, invalid=None, waiting=()):
-        """vLLM's figures of one step, which verifies as many tokens of each request as were
-        planned."""
+        """Return vLLM's figures of one step."""
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = dict.fromkeys(accepted, 1 + NUM_PLANNED)
         output.scheduled_spec_decode_tokens = {name: [-1] * NUM_PLANNED for name in accepted}
@@ -68,7 +67,7 @@ class Ours(PaddingStatsMixin, VLLMs):
         return self.update_from_output(output, result)
 
     def steps_of(self, name: str) -> list[tuple[int, int]]:
-        """Drafted and accepted, by step."""
+        """Return drafted and accepted tokens, by step."""
         figures = self.requests[name].spec_decode_metrics
         steps = list(zip(figures.per_step_drafted, figures.per_step_accepted))
         assert figures.num_draft_tokens == sum(drafted for drafted, _ in steps)
@@ -83,7 +82,7 @@ def scheduler():
 
 
 def test_padding_is_neither_drafted_nor_accepted(scheduler):
-    """Of "c" nothing was proposed, and yet padding was verified, and one of it accepted."""
+    """For "c" only padding was verified, and one accepted."""
     stats = scheduler.step(4, {"a": 2, "b": 5, "c": 1}, (3, {"a": 4, "b": 3}))
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 7, 5)
     assert stats.num_accepted_tokens_per_pos == [2, 2, 1, 0, 0, 0]
@@ -100,14 +99,14 @@ def test_nothing_is_counted_where_all_was_padding(scheduler):
     assert scheduler.steps_of("a") == []
 
 
-def test_what_a_grammar_forbids_is_not_drafted(scheduler):
-    """Two tokens at the end: of five that were proposed one."""
+def test_forbidden_tokens_are_not_drafted(scheduler):
+    """Of five proposed tokens one is forbidden, beside one of padding."""
     stats = scheduler.step(4, {"a": 1}, (3, {"a": 5}), invalid={"a": 2})
     assert stats.num_draft_tokens == 4
     assert scheduler.steps_of("a") == [(4, 1)]
 
 
-def test_who_had_to_wait_is_counted_when_it_is_verified(scheduler):
+def test_a_waiting_proposal_is_counted_when_verified(scheduler):
     scheduler.step(4, {"a": 1}, (3, {"a": 2, "b": 3}), waiting=("b",))
     scheduler.step(5, {"b": 3}, (4, {}))
     assert scheduler.steps_of("b") == [(3, 3)]
@@ -122,7 +121,7 @@ def test_without_the_report_of_the_step_before_vllms_figures_stand(scheduler):
     assert scheduler.steps_of("a") == [(NUM_PLANNED, 2)] * 2
 
 
-def test_what_is_not_asked_for_is_not_touched(scheduler):
+def test_levels_of_metrics(scheduler):
     scheduler.spec_decode_metrics_level = "summary"
     scheduler.step(4, {"a": 5}, (3, {"a": 3}))
     figures = scheduler.requests["a"].spec_decode_metrics
@@ -131,9 +130,3 @@ def test_what_is_not_asked_for_is_not_touched(scheduler):
     scheduler.requests["a"].spec_decode_metrics = None
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(5, {"a": 5}, (4, {"a": 3})).num_draft_tokens == 3
-
-
-def test_nothing_is_kept_of_who_has_left(scheduler):
-    scheduler.step(4, {"a": 1}, (3, {"a": 2, "gone": 3}))
-    scheduler.step(5, {"a": 1}, (4, {"a": 2}))
-    assert not scheduler._unverified

@@ -39,7 +39,7 @@ class Grammar:
 
 
 def manager_of(num_speculative_tokens: int) -> StructuredOutputManager:
-    """vLLM's, with masks of 64 tokens."""
+    """Make vLLM's manager, with masks of 64 tokens."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_NUM_SEQS),
         model_config=SimpleNamespace(skip_tokenizer_init=True, is_diffusion=False),
@@ -56,7 +56,7 @@ def manager_of(num_speculative_tokens: int) -> StructuredOutputManager:
 
 
 class Stock:
-    """What vLLM's scheduler does with it."""
+    """vLLM's scheduler as far as it makes masks."""
 
     get_grammar_bitmask = Scheduler.get_grammar_bitmask
 
@@ -81,7 +81,7 @@ class Stock:
 
     @property
     def threads(self) -> set[int]:
-        """That filled masks since it was last asked."""
+        """Return the threads that filled masks since the last call."""
         found: set[int] = set()
         for request in self.requests.values():
             grammar = request.structured_output_request.grammar

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 def scheduler(num_blocks: int, num_drafts: int = 32, **settings):
-    """With so many blocks beside the null block; everybody drafts at every step."""
+    """Make a scheduler with so many blocks beside the null block, whose requests all draft."""
     return make_scheduler(
         True,
         is_asynchronous=False,
@@ -38,7 +38,7 @@ def add(its, name: str, prompt: list[int], resumable=False, hasher=None, **param
 
 
 def step(its, token: int = TOKEN, num_drafts: int = 32):
-    """A step that gives each request a token; who may propose gets drafts, all of them wrong."""
+    """Run a step that gives each request a token; all drafts are wrong."""
     output = its.schedule()
     names = list(output.num_scheduled_tokens)
     places = {name: place for place, name in enumerate(names)}
@@ -59,7 +59,7 @@ def num_held(its, name: str) -> int:
 
 @pytest.mark.parametrize("num_drafts", range(1, 33))
 def test_a_longer_draft_is_not_cut_to_less_than_a_shorter_one_keeps(num_drafts):
-    """A sampled draft's length follows from its tokens: by it, some would be favoured."""
+    """A sampled draft's length depends on its tokens, so a cut by length is biased."""
     its = scheduler(8)
     add(its, "a", [5] * 60)  # four blocks, with room for three drafts
     step(its, num_drafts=num_drafts)
@@ -88,7 +88,6 @@ def test_a_plain_token_in_a_lent_block_keeps_its_place():
 
 
 def test_a_cached_prompt_waits_for_no_room_for_drafts():
-    """It needs a block, though it has eleven."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     its = scheduler(13, prefix_caching=True)
@@ -120,14 +119,3 @@ def test_a_session_waits_for_no_room_for_drafts():
     assert num_held(its, "a") == num_held(its, "b") == 4
     add(its, "a", [5] * 90, resumable=True)  # seven blocks in all
     assert step(its).num_scheduled_tokens["a"] == 90
-
-
-def test_who_proposes_no_more_costs_nothing():
-    """The scheduler counts blocks for drafts only while somebody holds some."""
-    its = scheduler(64)
-    add(its, "a", [5] * 20)
-    step(its)
-    its._disabled.add("a")
-    for _ in range(32 + 2):
-        step(its)
-    assert not its._borrowers

@@ -10,7 +10,6 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing, process_logits
@@ -42,7 +41,7 @@ ASKED: dict[str, dict] = {
 
 
 def by_vllm(logits, params, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """What its sampler makes of [vocab_size] behind ``output``."""
+    """Process logits [vocab_size] behind ``output`` as vLLM's sampler does."""
     logits = logits.clone()[None]
     if allowed := params.allowed_token_ids:
         logits[:, [token for token in range(VOCAB_SIZE) if token not in allowed]] = -torch.inf
@@ -76,7 +75,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
             torch.testing.assert_close(logits, right)
 
 
-def test_who_asks_for_nothing_has_none():
+def test_requests_without_parameters_have_no_processing():
     tokens = np.array([1, 2], dtype=np.int32)
     for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
         assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
@@ -97,7 +96,7 @@ def batch(shaping):
 
 
 def test_each_place_is_shaped_behind_its_requests_own_tokens():
-    """Rows are taken in another order, as where some are finished or go another way."""
+    """Take rows in another order."""
 
     def marks(logits, new):
         logits[: len(new)] = torch.tensor(new, dtype=torch.float32)
@@ -107,24 +106,11 @@ def test_each_place_is_shaped_behind_its_requests_own_tokens():
     logits = torch.zeros(4, 6, dtype=torch.bfloat16)
     shaped = process_logits(logits, asked, proposal, [(0, []), (0, [3]), (1, [2]), (2, [6])])
     assert shaped.dtype == torch.float32
-    assert shaped.tolist() == [
-        [7, 8, 0, 0, 0, 0],
-        [7, 8, 3, 0, 0, 0],
-        [0] * 6,
-        [5, 6, 0, 0, 0, 0],
-    ]
-
-
-@pytest.mark.parametrize("shaping", [[], [None, None]])
-def test_where_nobody_asks_nothing_is_done(shaping):
-    nobody = batch([None, None])
-    nobody.logits_processors = shaping
-    logits = torch.zeros(1, 3, dtype=torch.bfloat16)
-    assert process_logits(logits, nobody, Proposal.empty(2), iter(())) is logits
+    assert shaped.tolist() == [[7, 8, 0, 0, 0, 0], [7, 8, 3, 0, 0, 0], [0] * 6, [5, 6, 0, 0, 0, 0]]
 
 
 def test_a_dead_end_is_left_to_the_full_pass():
-    """Were all logits minus infinity, the level would be taken for broken."""
+    """Logits of minus infinity alone would look like a broken level."""
     asked = dict(
         allowed_token_ids=[4, 5], _bad_words_token_ids=[[4, 4], [4, 5]], presence_penalty=1
     )
@@ -143,8 +129,3 @@ def test_min_tokens_are_nothing_once_they_are_there():
         return LogitsProcessing.for_request(params, tokens, 3, VOCAB_SIZE, DEVICE)
 
     assert shaping(1) is not None and shaping(2) is None
-
-
-def test_only_named_log_probabilities_keep_a_request_from_being_speculated_on():
-    assert not decodes_plainly(SamplingParams(allowed_token_ids=[1], bad_words=["a"]))
-    assert decodes_plainly(SamplingParams(logprob_token_ids=[1]))

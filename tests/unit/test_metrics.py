@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import prometheus_client
 import pytest
 
+from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
 from vllm_triforce.metrics.prometheus import TriForcePrometheus
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.vllm_patches import counters as counter_patches
 
 
 def test_rates_and_lengths():
@@ -61,7 +61,7 @@ def test_log_line_at_an_interval(monkeypatch, caplog):
 
 
 def to_front(output):
-    """What arrives in the front process: through pickle, the scheduler, and vLLM's messages."""
+    """Send an output through pickle, the scheduler and vLLM's messages."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -69,13 +69,13 @@ def to_front(output):
     def scheduler(self, scheduler_output, model_runner_output):
         return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))}
 
-    outputs = counter_patches._into_scheduler_stats(scheduler)(None, None, pickle.loads(output))
+    outputs = wrap("Scheduler.update_from_output", scheduler)(None, None, pickle.loads(output))
     message = MsgpackEncoder().encode(outputs[0])
     return MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
 
 
 def test_counters_travel_with_vllms_messages():
-    """Deltas, each once, under the label of the engine they come from; vLLM's own are untouched."""
+    """Deltas arrive once, under their engine's label; vLLM's stats are untouched."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
     registry = prometheus_client.CollectorRegistry()
@@ -85,8 +85,8 @@ def test_counters_travel_with_vllms_messages():
         {0: ["m", "0"], 1: ["m", "1"]},
     )
     seen_by_vllm = []
-    record = counter_patches._out_of_scheduler_stats(
-        lambda self, stats, *args, **kwargs: seen_by_vllm.append(stats)
+    record = wrap(
+        "StatLoggerManager.record", lambda self, stats, *args, **kwargs: seen_by_vllm.append(stats)
     )
     front = SimpleNamespace(triforce_prometheus=prometheus)
 
@@ -113,7 +113,7 @@ def test_counters_travel_with_vllms_messages():
             stats = to_front(pickle.dumps(made))
             record(front, stats, None, mm_cache_stats=None, engine_idx=engine)
         record(front, to_front(pickle.dumps(sender.attach(output()))), None, engine_idx=engine)
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, carrier._ATTRIBUTE)
+    assert not any("triforce" in name for name in vars(EMPTY_MODEL_RUNNER_OUTPUT))
     assert value("level2_accepted_tokens", "0") == 12
     assert value("level2_accepted_tokens", "1") == 15
     assert value("level3_steps", "1") == 3

@@ -1,23 +1,21 @@
 """Promise: TriForce's counters of full passes count what vLLM's count, and every answer carries its
 own figures, however it ends."""
 
+from functools import partial
 from types import SimpleNamespace
 
-import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
+from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
-from vllm_triforce.scheduler.v1 import TriForceScheduler
-from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
-from vllm_triforce.vllm_patches.counters import _into_scheduler_stats
 
 
 class VLLMs:
-    """As vLLM's scheduler counts: a request that has left takes the step's tokens with it."""
+    """vLLM's scheduler as far as it counts; a request that has left is not counted."""
 
     num_spec_tokens, log_stats, spec_decode_metrics_level = 6, True, "summary"
     make_spec_decoding_stats = Scheduler.make_spec_decoding_stats
@@ -31,7 +29,7 @@ class VLLMs:
             for name, strings in stop.items()
         }
 
-    @_into_scheduler_stats
+    @partial(wrap, "Scheduler.update_from_output")
     def update_from_output(self, scheduler_output, model_runner_output):
         stats, outputs = None, []
         for name, (drafted, accepted) in scheduler_output.items():
@@ -44,7 +42,7 @@ class VLLMs:
 
 class Ours(RequestMetricsMixin, OutcomeStatsMixin, VLLMs):
     def step(self, **verified: tuple[int, int]):
-        """A step that the worker has counted whole."""
+        """Run a step that the worker has counted whole."""
         counters, result = LevelCounters(), SimpleNamespace(req_ids=list(verified))
         sender = carrier.CounterSender(counters)
         counters.add_proposal([[1, 2]])
@@ -71,8 +69,8 @@ def test_a_step_of_a_request_that_has_left_is_counted_by_nobody():
     assert carrier.take(stats).keys() == {"num_proposals", "num_proposed"}
 
 
-def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
-    """As of that output: a later step may be over before it is encoded."""
+def test_requests_with_stop_strings_send_figures_with_every_output():
+    """Figures are copied: a later step may be over before they are encoded."""
     scheduler = Ours(a=["."], b=[])
     by_name = {o.request_id: o for o in scheduler.step(a=(6, 2), b=(6, 2)).outputs}
     sent, live = (x["a"].spec_decode_metrics for x in (by_name, scheduler.requests))
@@ -81,15 +79,3 @@ def test_who_may_end_by_a_stop_string_sends_figures_with_every_output():
     assert (sent.num_draft_tokens, sum(sent.histogram)) == (0, 0) != (live.num_draft_tokens, 1)
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(a=(6, 2)).outputs[0].spec_decode_metrics is None
-
-
-@pytest.mark.parametrize(
-    "scheduler", [TriForceScheduler, TriForceSchedulerV2, TriForceAsyncSchedulerV2]
-)
-def test_what_is_counted_is_what_is_left_of_the_padding(scheduler):
-    """Outcomes are counted last: of the classes behind, only vLLM's own have a part in it."""
-    order = scheduler.__mro__
-    behind = order[order.index(OutcomeStatsMixin) + 1 :]
-    counted = ("update_from_output", "make_spec_decoding_stats")
-    ours = [c for c in behind if c.__module__.startswith("vllm_triforce")]
-    assert Scheduler in behind and not any(name in vars(c) for c in ours for name in counted)

@@ -1,10 +1,10 @@
 """Promise: every run-time change is needed, idempotent, and its upstream diff still applies."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
@@ -18,8 +18,8 @@ from tests.models import ROOT
 from tests.registry.overlay import touched_files
 from tools.vllm_source import fetch
 from vllm_triforce.vllm_patches import PATCHES
-from vllm_triforce.vllm_patches.patch import Patch, _function
-from vllm_triforce.vllm_patches.swaps import SWAPS, Swap
+from vllm_triforce.vllm_patches.patch import Patch
+from vllm_triforce.vllm_patches.swaps import Swap
 
 DIFFS = sorted((ROOT / "patches").glob("*.diff"))
 
@@ -31,7 +31,7 @@ def test_upstream_diff_applies_to_the_installed_vllm(diff):
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda path: path.name)
 def test_upstream_diff_applies_to_the_next_release(diff):
-    """Its files are read out of the release's wheel, and kept in build/."""
+    """Read the files out of the release's wheel, and keep them in build/."""
     folder = ROOT / "build" / f"vllm-{NEXT_RELEASE}"
     touched = [str(p.relative_to("vllm")) for p in touched_files(diff) if p.parts[0] == "vllm"]
     try:
@@ -52,9 +52,7 @@ def assert_applies(diff: Path, vllm: Path) -> None:
 
 @pytest.fixture()
 def fresh_host():
-    """vLLM's kernel as the CPU platform registers it."""
-    import importlib
-
+    """Register vLLM's kernel as the CPU platform does."""
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 
@@ -85,8 +83,7 @@ def test_expand_kernel_is_mended_once(fresh_host):
     assert expand_batch_to_tokens(torch.tensor([0.6]), torch.tensor([0]), 0).shape == (0,)
 
 
-def test_ledger_is_what_the_patches_say():
-    """And every diff, and every module that changes vLLM, is in it."""
+def test_ledger_is_current():
     from tools.ledger import LEDGER, written
 
     ledger = LEDGER.read_text()
@@ -95,7 +92,7 @@ def test_ledger_is_what_the_patches_say():
         assert path.name in ledger
 
 
-def test_a_patch_is_applied_once_and_keeps_what_kind_of_method_it_was(monkeypatch):
+def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     host = ModuleType("a_host")
 
     class Host:
@@ -160,7 +157,7 @@ MADE_BY_INIT = {
 
 
 def calls_of(signature: inspect.Signature) -> list[tuple[tuple, dict]]:
-    """Ways to call a function: by position, by name, and with what has no default alone."""
+    """List calls of a function: by position, by name, and with required arguments alone."""
     parameters = list(signature.parameters.values())
     values = {p.name: Stock(name=p.name) for p in parameters}
     first, *rest = parameters
@@ -174,9 +171,11 @@ def calls_of(signature: inspect.Signature) -> list[tuple[tuple, dict]]:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
-    """To an object that nothing of ours has prepared, as in a stock engine of the same process."""
-    original = inspect.unwrap(_function(patch._original()))
-    signature, handed = inspect.signature(original), []
+    """The object is unprepared, as in a stock engine of the same process."""
+    owner = getattr(importlib.import_module(patch.module), patch.owner)
+    original = inspect.getattr_static(owner, patch.attribute)
+    original = getattr(original, "fget", None) or getattr(original, "__func__", original)
+    signature, handed = inspect.signature(inspect.unwrap(original)), []
 
     def stub(*args, **kwargs):
         handed.append(signature.bind(*args, **kwargs).arguments)
@@ -185,87 +184,12 @@ def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
     wrapper = patch.wrap(stub)
     for args, kwargs in calls_of(signature):
         if "self" in signature.parameters:
-            bare = object.__new__(patch._owner())
+            bare = object.__new__(owner)
             for name, value in MADE_BY_INIT.get(patch.owner, {}).items():
                 setattr(bare, name, value)
             args = (bare, *args[1:])
         wrapper(*args, **kwargs)
         assert handed.pop() == signature.bind(*args, **kwargs).arguments and not handed
-
-
-def replacements() -> dict[str, tuple]:
-    """Functions of vLLM that a Swap replaces, and ours."""
-    from vllm.distributed.kv_transfer import has_kv_transfer_group
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.utils import allocate_kv_cache
-
-    from vllm_triforce.offload.cache import OffloadedCache
-    from vllm_triforce.runner_v1.batch import AdapterSwitch
-    from vllm_triforce.runner_v1.plain_steps import PlainSteps
-    from vllm_triforce.runner_v1.runner import TriForceProposer
-    from vllm_triforce.runner_v1.top_p import TopPMasks
-    from vllm_triforce.runner_v2.adapters import LevelAdapters
-    from vllm_triforce.vllm_patches import cpu_build as expand_kernel
-    from vllm_triforce.vllm_patches import kv_connector
-
-    runner = GPUModelRunner
-    return {
-        "EXECUTE_MODEL": (runner.execute_model, PlainSteps.execute_model),
-        "SAMPLE_TOKENS": (runner.sample_tokens, PlainSteps.sample_tokens),
-        "SAMPLE": (runner._sample, PlainSteps.sample),
-        "DRAFT_PROBS": (runner._get_spec_decode_draft_probs, TriForceProposer._draft_probs_of),
-        "ACTIVE_LORAS": (runner._set_active_loras, AdapterSwitch._remember),
-        "DUMMY_RUN_LORAS": (runner.maybe_dummy_run_with_lora, LevelAdapters._select_dummies),
-        "ALLOCATE_KV_CACHE": (with_self(allocate_kv_cache), OffloadedCache.allocate),
-        "TOP_K_TOP_P": (with_self(apply_top_k_top_p), TopPMasks.__call__),
-        "EXPAND_KERNEL": (cpu_triton_utils._expand_kernel_impl, expand_kernel._expand),
-        "HAS_KV_TRANSFER_GROUP": (has_kv_transfer_group, kv_connector._has_no_connector),
-    }
-
-
-def with_self(function):
-    """As a method has it."""
-    own = inspect.signature(function)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    function = partial(function)
-    function.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
-    return function
-
-
-def test_what_takes_a_functions_place_takes_its_calls():
-    for name, functions in replacements().items():
-        assert name in SWAPS
-        original, ours = map(inspect.signature, functions)
-        for args, kwargs in calls_of(original) if original.parameters else [((), {})]:
-            ours.bind(*args, **kwargs)
-
-
-def test_statistics_of_stock_engines_beside_one_with_triforce():
-    """Whether their manager was made before or after the functions were wrapped."""
-    from vllm.v1.metrics.loggers import StatLoggerManager
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    from vllm_triforce.metrics import carrier
-
-    for patch in PATCHES:
-        patch.apply()
-    manager, seen = object.__new__(StatLoggerManager), []
-    manager.stat_loggers = [SimpleNamespace(record=lambda *a, **k: seen.append((a, k)))]
-    stats = SchedulerStats()
-    for record in (
-        lambda: manager.record(stats, None, None, 3),
-        lambda: manager.record(stats, None, mm_cache_stats=None, engine_idx=3),
-        lambda: manager.record(scheduler_stats=stats, iteration_stats=None, engine_idx=3),
-    ):
-        record()
-        assert seen.pop() == ((stats, None), {"mm_cache_stats": None, "engine_idx": 3})
-    observed = []
-    manager.triforce_prometheus = SimpleNamespace(observe=lambda *a: observed.append(a))
-    carrier.put({0: SimpleNamespace(scheduler_stats=stats)}, {"num_proposals": 2})
-    manager.record(stats, None, None, 3)
-    assert observed == [({"num_proposals": 2}, 3)] and not stats.num_kv_fetch_reqs_by_stage
 
 
 def test_a_swap_that_nobody_would_read_is_refused():
@@ -322,7 +246,7 @@ BY_HAND = {
 
 
 def foreign_writes(path: Path) -> set[str]:
-    """Attributes of objects other than ``self`` and ours that a file sets, as they are written."""
+    """Return the attributes that a file sets on objects other than ``self`` and ours."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assign):
@@ -357,7 +281,7 @@ def test_nothing_else_writes_onto_objects_of_vllm():
 
 
 def test_an_engine_can_start_beside_llvmlite(monkeypatch):
-    """As it is loaded where ngram ran: the host's scan of all modules fails, and then does not."""
+    """vLLM's scan of all modules fails where ngram loaded llvmlite."""
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher
 

@@ -17,7 +17,7 @@ PLAIN, NUM_REQS = 10.0, 3
 
 
 def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
-    """Three requests; two proposals by levels, two of the draft's, one of prompt lookup."""
+    """Draw options by levels, draft and prompt lookup for three requests."""
     routes = [LEVELS, LEVELS, DRAFT, DRAFT, LOOKUP]
     each = {LEVELS: draw.uniform(1, 8), DRAFT: draw.uniform(0.2, 3), LOOKUP: 0.0}
     passes = np.array([[1, draw.choice([2, 3]), 2, 4, 0] for _ in range(NUM_REQS)], dtype=float)
@@ -43,7 +43,7 @@ def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
 
 
 def step(options: Options, model, columns) -> tuple[float, float]:
-    """Seconds, and the speed-up, pass by pass."""
+    """Return seconds and speed-up of a plan, pass by pass."""
     seconds, gained, passes = PLAIN + 0.1, 1.0, {LEVELS: 0.0, DRAFT: 0.0, LOOKUP: 0.0}
     for row, column in enumerate(columns):
         if column >= 0:
@@ -59,7 +59,7 @@ def step(options: Options, model, columns) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_about_as_good_as_the_best_plan(seed):
-    """Against all of them."""
+    """Compare with all plans."""
     draw, shares = random.Random(seed), []
     for _ in range(25):
         options, model = drawn(draw)

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import triforce
-from tests.models import make_architecture, make_llama
-from vllm_triforce.config.supported import is_supported
+from tests.models import make_architecture
+from vllm_triforce.config.checks import check_vllm_version
 
 
 def engine_config(model: str, speculative_config=None, **kwargs):
@@ -50,8 +50,7 @@ print(repr(config), config.parallel_config.worker_cls, config.additional_config)
 
 
 def test_inert_unless_asked_for(gqa_pair):
-    """The plugin loads nothing but itself, and wraps what vLLM loads afterwards; configuration and
-    log are the same with the plugin loaded and with plugins off."""
+    """Configuration and log are the same with the plugin and without."""
 
     def run(plugins: dict) -> tuple[str, list[str]]:
         env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
@@ -72,6 +71,7 @@ def test_inert_unless_asked_for(gqa_pair):
 
 
 _ANOTHER_VLLM = """
+import importlib
 import sys
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -86,21 +86,22 @@ OWNERS = (SpeculativeConfig, EngineArgs, SamplingParams, Scheduler, StatLoggerMa
 def everything():
     return [dict(vars(owner)) for owner in OWNERS]
 
+def register_twice():
+    fresh = importlib.reload(plugin)  # it warns once in a process
+    fresh.register()
+    fresh.register()
+
 for owner, name in [part.split(".") for part in sys.argv[1:]]:
     owner = next(o for o in OWNERS if o.__name__ == owner)
     original = owner.__dict__[name]
     delattr(owner, name)
     before = everything()
-    plugin._has_warned = False
-    plugin.register()
-    plugin.register()
+    register_twice()
     assert everything() == before, name
     setattr(owner, name, original)
 sys.modules["vllm.sampling_params"] = None  # a module that is no more
-plugin._has_warned = False
 before = everything()
-plugin._warn_once(plugin.unsupported_reason())
-assert everything() == before
+assert "vllm.sampling_params" in plugin.unsupported_reason()
 try:
     __import__("vllm_triforce.vllm_patches").vllm_patches.install_in_engine()
 except ValueError as error:
@@ -111,8 +112,8 @@ assert everything() == before
 """
 
 
-def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
-    """Installed beside another vLLM we say so, once, and no process of it ends for us."""
+def test_a_vllm_without_a_wrapped_name_is_left_alone():
+    """Each process says so once, and goes on."""
     names = [
         "EngineArgs.add_cli_args",
         "EngineArgs.from_cli_args",
@@ -131,14 +132,14 @@ def test_a_vllm_that_lacks_what_is_wrapped_is_left_alone():
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "leaves this" in line]
-    assert len(lines) == len(names) + 1
-    for name, line in zip([*names, "vllm.sampling_params"], lines):
+    assert len(lines) == len(names)
+    for name, line in zip(names, lines):
         assert name in line and "0.32.0" in line
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "1.0.0", "dev"])
 def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
-    """One line that says which would do, however often vLLM loads its plugins, and nothing else."""
+    """It logs one line with the supported versions, however often vLLM loads its plugins."""
     import vllm
     import vllm.engine.arg_utils
 
@@ -206,7 +207,7 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
-    """One asks all others, as ours does, and one is of the kind before ``find_spec``."""
+    """One asks all others, and one has the protocol before ``find_spec``."""
     from vllm_triforce.plugin import _AfterImport
 
     class AsksOthers:
@@ -224,11 +225,6 @@ def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
     importlib.import_module("a_late_module")
     assert ran == [1] and after not in sys.meta_path
     monkeypatch.delitem(sys.modules, "a_late_module")
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+cpu", "0.33.0rc1", "0.33.2"])
-def test_supported_versions(version):
-    assert is_supported(version)
 
 
 def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
@@ -276,7 +272,7 @@ def parsed(model: str, *flags: str):
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    assert "TriForce" in [group.title for group in parser._action_groups]
+    assert "  TriForce  " in parser.format_help()
     return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
 
 
@@ -295,7 +291,6 @@ def test_flag_alone_and_with_settings(gqa_pair):
 
 @pytest.mark.parametrize("asked", [TRIFORCE, ("--spec-method", "triforce"), ()])
 def test_vllms_own_flags(gqa_pair, asked):
-    """As --speculative-config says it; the arguments are as they were afterwards."""
     flags = ["--spec-model", gqa_pair["draft"], "--spec-tokens", "7", "--skip-tokenizer-init"]
     keys = {"min_context": 5}
     if not asked:
@@ -344,7 +339,7 @@ def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
 
 
 def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_path):
-    """vLLM takes that method whatever was asked for, and the model that it speculates for."""
+    """vLLM takes that method and its model, whatever was configured."""
     model = _config_only(
         tmp_path / "model",
         architectures=["Eagle3Speculator"],
@@ -362,7 +357,6 @@ def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_pa
 
 
 def test_a_stock_engine_may_have_additional_config_of_our_name(gqa_pair):
-    """As one that copies it from an engine with TriForce."""
     config = engine_config(gqa_pair["target"], additional_config={"triforce": {}})
     assert config.speculative_config is None
 
@@ -374,8 +368,7 @@ def test_a_draft_of_several_kinds_of_layers_is_refused(gqa_pair, tmp_path):
 
 
 def test_flag_reaches_api_servers_of_their_own(gqa_pair):
-    """Each makes its engine arguments with stock vLLM's method, for plugins are not loaded yet,
-    from those that the first process parsed."""
+    """They make arguments with stock vLLM's method, before plugins load."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -409,37 +402,40 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     json.dumps(ours)
 
 
+@pytest.fixture
+def logged(monkeypatch) -> list[tuple[str, str]]:
+    """Collect levels and lines of the log while configurations are made."""
+    from vllm_triforce.vllm_patches.engine_args import logger
+
+    lines: list[tuple[str, str]] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            logger, level, lambda text, *values, level=level: lines.append((level, text % values))
+        )
+    return lines
+
+
 @pytest.mark.parametrize(
     "keys, line",
     [
         ({}, "reads 4096 tokens by selection 'retrieval'; level 1 drafts from prompt_lookup."),
         (
-            {"selection": "quest", "retrieval_budget": 500},
+            {"selection": "quest", "retrieval_budget": 512},
             "reads 512 tokens by selection 'quest'; level 1 drafts from prompt_lookup.",
         ),
         ({"levels": "2,3"}, "by selection 'retrieval'; level 1 takes no part."),
+        ({"model": "DRAFT", "adaptive": True}, "drafts from draft_model, prompt_lookup."),
         ({"levels": "1,3", "selection": "quest"}, None),
         (None, None),
     ],
 )
-def test_the_start_says_what_level_2_reads(gqa_pair, monkeypatch, keys, line):
-    """One line, with the policy in use; none where nothing is retrieved, or asked for."""
-    from vllm_triforce.vllm_patches import engine_args
-
-    said: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "info", lambda *a: said.append(a[0] % a[1:]))
-    engine_config(gqa_pair["target"], keys if keys is None else triforce(**keys))
-    assert len(said) == (line is not None)
-    assert not said or (said[0].startswith("TriForce's level 2 ") and said[0].endswith(line))
-
-
-def test_the_start_names_both_sources(gqa_pair, monkeypatch):
-    from vllm_triforce.vllm_patches import engine_args
-
-    said: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "info", lambda *a: said.append(a[0] % a[1:]))
-    engine_config(gqa_pair["target"], {"method": "triforce", "model": gqa_pair["draft"]})
-    assert said[0].endswith("level 1 drafts from draft_model, prompt_lookup.")
+def test_the_start_logs_level_2(gqa_pair, logged, keys, line):
+    if keys is not None:
+        keys = triforce(**keys | ({"model": gqa_pair["draft"]} if "model" in keys else {}))
+    engine_config(gqa_pair["target"], keys)
+    assert len(logged) == (line is not None)
+    for level, text in logged:
+        assert level == "info" and text.startswith("TriForce's level 2 ") and text.endswith(line)
 
 
 def test_the_test_of_level_3_is_vllms_to_choose(gqa_pair, monkeypatch):
@@ -463,7 +459,7 @@ def test_the_test_of_level_3_is_vllms_to_choose(gqa_pair, monkeypatch):
     ],
 )
 def test_with_adapters_proposals_are_as_long_as_vllm_lets_them_be(gqa_pair, settings, most):
-    """vLLM, which starts with LoRA, refuses to where a step has no room for everybody's tokens."""
+    """vLLM with LoRA refuses a step without room for all tokens."""
     engine = dict(enable_lora=True, **settings)
     config = engine_config(gqa_pair["target"], {"method": "triforce"}, **engine)
     assert config.num_speculative_tokens == most
@@ -474,15 +470,12 @@ def test_with_adapters_proposals_are_as_long_as_vllm_lets_them_be(gqa_pair, sett
 
 
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
-def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, monkeypatch, given, used):
-    from vllm_triforce.vllm_patches import engine_args
-
-    said: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "warning", lambda *a: said.append(a[0] % a[1:]))
+def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, logged, given, used):
     config = engine_config(gqa_pair["target"], triforce(retrieval_budget=given))
     assert config.additional_config["triforce"]["retrieval_budget"] == used
-    assert len(said) == (given != used)
-    for text in said:
+    warnings = [text for level, text in logged if level == "warning"]
+    assert len(warnings) == (given != used)
+    for text in warnings:
         assert f"={given} " in text and "128 tokens" in text and f"is {used}" in text
 
 
@@ -514,20 +507,10 @@ def test_engine_args_can_be_used_twice(gqa_pair):
     assert args.block_size is None
 
 
-@pytest.fixture(scope="module")
-def other_vocabulary(tmp_path_factory):
-    return make_llama(tmp_path_factory.mktemp("vocab") / "draft", vocab_size=512, num_layers=1)
-
-
 @pytest.mark.parametrize(
     "keys, kwargs, named",
     [
         ({"gama": 2}, {}, ["gama", "gamma"]),
-        (
-            {"retrieval_recent_tokens": 1000},
-            {},
-            ["retrieval_recent_tokens=1000", "128 tokens", "1024"],
-        ),
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),
@@ -535,13 +518,12 @@ def other_vocabulary(tmp_path_factory):
         ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "tensor parallelism"]),
         ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
         ({}, {"kv_cache_dtype": "fp8_inc"}, ["'fp8_inc'", "kv_cache_dtype='auto'"]),
-        ({"retrieval_chunk_size": 32}, {}, ["'retrieval_chunk_size' is gone", "--block-size"]),
+        ({}, {"enable_prompt_embeds": True}, ["enable_prompt_embeds=True is not supported"]),
         (
             {"rejection_sample_method": "block"},
             {},
             ["rejection_sample_method='block'", "Model Runner V1", "Leave it out"],
         ),
-        ({"rejection_sample_method": "synthetic"}, {}, ["='synthetic'", "'standard' and 'block'"]),
     ],
 )
 def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named):
@@ -570,11 +552,6 @@ def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins
     assert set(read) == {(pins.get("revision"), pins.get("code_revision"))}
 
 
-def test_draft_of_another_vocabulary(gqa_pair, other_vocabulary):
-    with pytest.raises(ValueError, match=r"512 tokens.*4096"):
-        engine_config(gqa_pair["target"], triforce(model=other_vocabulary))
-
-
 def test_window_larger_than_the_drafts_positions(gqa_pair):
     keys = triforce(model=gqa_pair["draft"], num_recent_tokens=2000)
     with pytest.raises(ValueError, match=r"num_recent_tokens=2000.*1024"):
@@ -582,106 +559,48 @@ def test_window_larger_than_the_drafts_positions(gqa_pair):
 
 
 def _config_only(folder, **config) -> str:
+    """Write the config of a small model without weights."""
+    size = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=512)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(size | config))
     return str(folder)
 
 
+_LATENT = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16)
+_WHISPER = dict(d_model=64, encoder_layers=1, decoder_layers=1, max_target_positions=448)
+_WHISPER |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
+
+
 @pytest.mark.parametrize(
-    "config, named",
+    "architecture, config, named",
     [
+        ("DeepseekV2ForCausalLM", dict(model_type="deepseek_v2", **_LATENT), "MLA"),
+        ("MambaForCausalLM", dict(model_type="mamba"), "state-space"),
         (
-            dict(
-                architectures=["DeepseekV2ForCausalLM"],
-                model_type="deepseek_v2",
-                kv_lora_rank=16,
-                qk_rope_head_dim=16,
-                qk_nope_head_dim=16,
-                v_head_dim=16,
-                hidden_size=64,
-                num_attention_heads=4,
-                num_hidden_layers=2,
-                vocab_size=512,
-            ),
-            "MLA",
-        ),
-        (
-            dict(
-                architectures=["MambaForCausalLM"],
-                model_type="mamba",
-                hidden_size=64,
-                num_hidden_layers=2,
-                vocab_size=512,
-            ),
-            "state-space",
-        ),
-        (
-            dict(
-                architectures=["WhisperForConditionalGeneration"],
-                model_type="whisper",
-                d_model=64,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                vocab_size=512,
-                max_target_positions=448,
-            ),
+            "WhisperForConditionalGeneration",
+            dict(model_type="whisper", **_WHISPER),
             "encoder-decoder",
         ),
         (
-            dict(
-                architectures=["MistralForCausalLM"],
-                model_type="mistral",
-                sliding_window=128,
-                hidden_size=64,
-                intermediate_size=64,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                num_hidden_layers=2,
-                vocab_size=512,
-            ),
+            "MistralForCausalLM",
+            dict(model_type="mistral", sliding_window=128, intermediate_size=64),
             "sliding window of 128 tokens in every layer",
         ),
         (
-            dict(
-                architectures=["BloomForCausalLM"],
-                model_type="bloom",
-                hidden_size=64,
-                n_head=4,
-                n_layer=2,
-                vocab_size=512,
-                seq_length=2048,
-            ),
+            "BloomForCausalLM",
+            dict(model_type="bloom", n_head=4, n_layer=2, seq_length=2048),
             "has ALiBi in every layer.*another method",
         ),
-        (
-            dict(
-                architectures=["FalconForCausalLM"],
-                model_type="falcon",
-                alibi=True,
-                hidden_size=64,
-                num_attention_heads=4,
-                num_hidden_layers=2,
-                vocab_size=512,
-            ),
-            "has ALiBi in every layer",
-        ),
+        ("FalconForCausalLM", dict(model_type="falcon", alibi=True), "has ALiBi in every layer"),
     ],
 )
-def test_models_that_cannot_be_made_sparse(tmp_path, config, named):
-    model = _config_only(tmp_path / "model", **config)
+def test_models_that_cannot_be_made_sparse(tmp_path, architecture, config, named):
+    model = _config_only(tmp_path / "model", architectures=[architecture], **config)
     with pytest.raises(ValueError, match=named):
         engine_config(model, triforce(), max_model_len=None)
 
 
-def test_prompts_of_embeddings_are_refused(gqa_pair):
-    with pytest.raises(ValueError, match="enable_prompt_embeds=True is not supported"):
-        engine_config(gqa_pair["target"], triforce(), enable_prompt_embeds=True)
-
-
 def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):
-    """What vLLM says of the target decides; with text alone it is fed token ids."""
     from vllm.config import ModelConfig
 
     monkeypatch.setattr(ModelConfig, "supports_multimodal_inputs", property(lambda self: True))
@@ -689,18 +608,19 @@ def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):
         engine_config(gqa_pair["target"], triforce())
 
 
-def test_unsupported_vllm_version():
-    from vllm_triforce.config.checks import check_vllm_version
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.1.dev3+cpu", "0.33.0rc1"])
+def test_supported_versions(version):
+    check_vllm_version(version)
 
-    for version in ("0.31.2", "0.34.0", "1.0"):
-        with pytest.raises(ValueError, match=f"vLLM {version} is not supported"):
-            check_vllm_version(version)
-    for version in ("0.32.0", "0.32.0+cpu", "0.33.1"):
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
+def test_unsupported_versions(version):
+    with pytest.raises(ValueError, match=f"vLLM {version} is not supported"):
         check_vllm_version(version)
 
 
 def test_async_engine_args_are_understood(gqa_pair):
-    """The server's arguments are a subclass with methods of other signatures."""
+    """They are a subclass with methods of other signatures."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args = AsyncEngineArgs(

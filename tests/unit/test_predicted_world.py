@@ -8,7 +8,7 @@ each batch; what the controller is told of them is what it would measure at star
 import pytest
 
 from benchmarks.gpu.models import MODELS, draft_of
-from tests.unit.test_decisions_ahead import FIXED, GAMMA, Device, FixedDecisions, decisions
+from tests.unit.test_decisions_ahead import GAMMA, Device, best_fixed, decisions
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce_bench.predict.machine import MACHINES
 from vllm_triforce_bench.predict.steps import Predictor
@@ -23,7 +23,7 @@ WARM_UP = 200
 
 
 class PredictedCosts:
-    """Seconds of passes, as ``Device`` asks for them."""
+    """Seconds of passes, in the form of ``CostModel``."""
 
     def __init__(self, machine: str, model: str) -> None:
         its = MODELS[model]
@@ -68,67 +68,41 @@ def world(machine, model, level2, draft) -> tuple[Device, Measurements]:
     return device, measured
 
 
-def best_fixed(device: Device, size: int, context: int) -> float:
-    """They learn nothing, so need no warming up."""
-    return max(device.decode(FixedDecisions(*fixed), size, 300, context) for fixed in FIXED)
+THOROUGH = pytest.mark.thorough
 
 
 # Machine, model, context, batch, acceptance of level 2 and of the draft by level 2.
-ASIDE = [
-    ("H200", "llama-3.1-8b", 8192, 1, 0.85, 0.05),
-    ("H200", "llama-3.1-8b", 8192, 8, 0.6, 0.0),
-    ("H200", "qwen3-30b-a3b", 8192, 4, 0.8, 0.4),
-    ("A100-80GB", "llama-3.1-8b", 122_000, 1, 0.7, 0.4),
-    ("RTX-4090", "llama-3.1-8b", 8192, 1, 0.6, 0.1),
-]
-PAYS = [
-    ("H200", "llama-2-7b-128k", 122_000, 1, 0.95, 0.5),
-    ("H200", "llama-3.1-8b", 8192, 1, 0.9, 0.7),
-    ("H200", "llama-3.1-8b", 122_000, 4, 0.95, 0.6),
-    ("H200", "qwen3-8b", 32_000, 8, 0.95, 0.6),
-    ("A100-80GB", "llama-2-7b-128k", 32_000, 1, 0.95, 0.5),
-]
-# A batch's attention is not the sum of its requests': eight fill an A100 that one leaves idle, as
-# FlashAttention 2 does not split a longer query's KV.
-NOT_ADDITIVE = ("A100-80GB", "llama-3.1-8b", 32_000, 8, 0.95, 0.6)
-
-
-@pytest.mark.parametrize("machine, model, context, size, level2, draft", ASIDE)
+@pytest.mark.parametrize(
+    "machine, model, context, size, level2, draft",
+    [
+        ("H200", "llama-3.1-8b", 8192, 1, 0.85, 0.05),
+        ("A100-80GB", "llama-3.1-8b", 122_000, 1, 0.7, 0.4),
+        pytest.param("H200", "llama-3.1-8b", 8192, 8, 0.6, 0.0, marks=THOROUGH),
+        pytest.param("H200", "qwen3-30b-a3b", 8192, 4, 0.8, 0.4, marks=THOROUGH),
+        pytest.param("RTX-4090", "llama-3.1-8b", 8192, 1, 0.6, 0.1, marks=THOROUGH),
+    ],
+)
 def test_steps_aside(machine, model, context, size, level2, draft):
     device, measured = world(machine, model, level2, draft)
-    assert best_fixed(device, size, context) < 1.05, "a cell where next to nothing pays"
+    assert best_fixed(device, size, context, num_steps=200) < 1.05, "next to nothing pays"
     assert device.decode(decisions(measured), size, 800, context, skip=WARM_UP) >= 0.99
 
 
 @pytest.mark.parametrize(
-    "machine, model, context, size, level2, draft, share",
-    [(*cell, 0.93) for cell in (*PAYS, NOT_ADDITIVE)],
+    "machine, model, context, size, level2, draft",
+    [
+        ("H200", "llama-3.1-8b", 8192, 1, 0.9, 0.7),
+        # A batch's attention is not the sum of its requests': eight fill an A100 that one leaves
+        # idle, as FlashAttention 2 does not split a longer query's KV.
+        ("A100-80GB", "llama-3.1-8b", 32_000, 8, 0.95, 0.6),
+        pytest.param("H200", "llama-2-7b-128k", 122_000, 1, 0.95, 0.5, marks=THOROUGH),
+        pytest.param("H200", "llama-3.1-8b", 122_000, 4, 0.95, 0.6, marks=THOROUGH),
+        pytest.param("H200", "qwen3-8b", 32_000, 8, 0.95, 0.6, marks=THOROUGH),
+        pytest.param("A100-80GB", "llama-2-7b-128k", 32_000, 1, 0.95, 0.5, marks=THOROUGH),
+    ],
 )
-def test_speculates_where_it_pays(machine, model, context, size, level2, draft, share):
+def test_speculates_where_it_pays(machine, model, context, size, level2, draft):
     device, measured = world(machine, model, level2, draft)
-    best = best_fixed(device, size, context)
+    best = best_fixed(device, size, context, num_steps=200)
     found = device.decode(decisions(measured), size, 800, context, skip=WARM_UP)
-    assert best > 1.3 and found >= share * best, (found, best)
-
-
-def test_what_is_measured_is_what_is_predicted():
-    """The controller's cost model, told so, says the same of a single request."""
-    costs = PredictedCosts("H200", "llama-3.1-8b")
-    model = decisions(costs.measured()).controller.model
-    for q, context in ((1, 8192), (13, 32_768), (7, 20_000)):
-        expected = costs.predictor.full_pass([q], [context])
-        assert model.full_pass([q], [context]) == pytest.approx(expected, rel=0.02)
-    assert model.level2(4, GAMMA + 1) == pytest.approx(costs.level2(4, GAMMA + 1))
-
-
-if __name__ == "__main__":  # prints a table
-    for *where, level2, draft in (*ASIDE, *PAYS, NOT_ADDITIVE):
-        machine, model, context, size = where
-        device, measured = world(machine, model, level2, draft)
-        found = device.decode(decisions(measured), size, 1200, context, skip=WARM_UP)
-        best, fixed = max(
-            (device.decode(FixedDecisions(*fixed), size, 1200, context), str(fixed[0]))
-            for fixed in FIXED
-        )
-        print(f"| {model} on {machine} | {context:,} x {size} | {level2}, {draft} |", end="")
-        print(f" {found:.2f} | {best:.2f} ({fixed}) |")
+    assert best > 1.3 and found >= 0.93 * best, (found, best)

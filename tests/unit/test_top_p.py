@@ -18,13 +18,13 @@ from vllm_triforce.runner_v1.top_p_rows import keep_rows
 
 
 def vllms(logits, k, p):
-    """The oracle: vLLM's own function, which sorts."""
+    """Mask by vLLM's own function, which sorts."""
     return topk_topp_sampler.apply_top_k_top_p_pytorch(logits.clone(), k, p)
 
 
 @pytest.fixture
 def sorted_rows(monkeypatch):
-    """Rows that were left to vLLM's function."""
+    """Collect the numbers of rows that are left to vLLM's function."""
     found = []
     original = top_p._vllm_masks
 
@@ -36,11 +36,11 @@ def sorted_rows(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 5.0, 12.0])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 5.0, 12.0])
 @pytest.mark.parametrize("vocab_size", [300, 4096, 20_000])
 @pytest.mark.parametrize("with_k", [False, True])
 def test_same_as_vllm(spread, vocab_size, with_k):
-    """Flat to peaked, every p from next to nothing to 1, with and without top-k."""
+    """Rows are flat to peaked, with every p from almost 0 to 1."""
     draw = torch.Generator().manual_seed(int(spread * 10) + vocab_size)
     logits = spread * torch.randn(64, vocab_size, generator=draw)
     p = torch.rand(64, generator=draw)
@@ -55,7 +55,7 @@ def test_same_as_vllm(spread, vocab_size, with_k):
 
 
 def test_ties_are_left_to_vllm(sorted_rows):
-    """Of equally likely tokens at the edge of top-p the sort keeps some: only vLLM knows which."""
+    """Of equally likely tokens at the edge of top-p vLLM's sort keeps some."""
     logits = torch.zeros(4, 5000)
     logits[:, 100:120] = torch.tensor([9.0] * 20)
     logits[1, 100:120] = torch.linspace(9, 12, 20)
@@ -68,7 +68,6 @@ def test_ties_are_left_to_vllm(sorted_rows):
 
 
 def test_a_tie_with_a_token_below_the_floor_is_left_to_vllm():
-    """The last token kept is the last one looked at, and the next is as likely but for rounding."""
     p = np.float32(0.9)
     floor = np.float32((1 - np.float64(p)) / 256)
     weights = np.zeros((2, 600), dtype=np.float32)
@@ -92,7 +91,7 @@ def test_a_sum_that_rounding_decides_is_left_to_vllm(sorted_rows):
 
 
 def test_most_rows_need_no_sort(sorted_rows):
-    """What a model gives: peaked, a vocabulary of 32,000, top-p 0.9."""
+    """Rows are peaked like a model's."""
     draw = torch.Generator().manual_seed(5)
     logits = 5 * torch.randn(200, 32_000, generator=draw)
     logits[100:] *= 0.8
@@ -106,7 +105,7 @@ def test_most_rows_need_no_sort(sorted_rows):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_distribution_is_left_to_vllm(value):
+def test_nan_and_infinity_are_left_to_vllm(value):
     logits = torch.randn(3, 5000)
     logits[1, 7] = value
     p = torch.full((3,), 0.9)
@@ -114,11 +113,10 @@ def test_what_is_no_distribution_is_left_to_vllm(value):
     assert torch.equal(found.nan_to_num(5.0), wanted.nan_to_num(5.0))
 
 
-@pytest.mark.parametrize("vocab_size", [4096, 262_144])
-def test_rounding_is_bounded(vocab_size):
-    """Both sides' sums in float32 together stay within a quarter of ROUNDING."""
+def test_rounding_is_bounded():
+    """The sums of both sides in float32 together stay within a quarter of ROUNDING."""
     for spread in (0.0, 1.0, 5.0):
-        logits = spread * torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(1))
+        logits = spread * torch.randn(2, 262_144, generator=torch.Generator().manual_seed(1))
         ascending = logits.sort(-1).values
         exact = ascending.double().softmax(-1).cumsum(-1)
         theirs = (ascending.softmax(-1).cumsum(-1) - exact).abs().max()
@@ -128,18 +126,18 @@ def test_rounding_is_bounded(vocab_size):
         assert theirs + ours < ROUNDING / 4
 
 
-def test_small_vocabularies_and_other_dtypes_are_vllms():
-    p = torch.tensor([0.7])
-    for logits in (torch.randn(1, 1000), torch.randn(1, 10_000, dtype=torch.bfloat16)):
-        assert torch.equal(apply_top_k_top_p(logits.clone(), None, p), vllms(logits, None, p))
-    k = torch.tensor([3], dtype=torch.int32)
-    logits = torch.randn(1, 10_000)
-    assert torch.equal(apply_top_k_top_p(logits.clone(), k, None), vllms(logits, k, None))
+@pytest.mark.parametrize(
+    "size, dtype, k", [(1000, None, None), (10_000, torch.bfloat16, None), (10_000, None, 3)]
+)
+def test_small_vocabularies_other_dtypes_and_top_k_alone_are_vllms(size, dtype, k):
+    logits = torch.randn(1, size, dtype=dtype)
+    k = None if k is None else torch.tensor([k], dtype=torch.int32)
+    p = torch.tensor([0.7]) if k is None else None
+    assert torch.equal(apply_top_k_top_p(logits.clone(), k, p), vllms(logits, k, p))
 
 
 def test_flat_distributions_are_soon_left_to_vllm(monkeypatch):
-    """Where looking for candidates is lost time it is hardly done; peaked rows bring it back, and
-    the tokens are vLLM's throughout."""
+    """Peaked rows bring the search for candidates back."""
     tried = []
     original = top_p._among_candidates
 
@@ -158,13 +156,13 @@ def test_flat_distributions_are_soon_left_to_vllm(monkeypatch):
             assert torch.equal(masks(logits.clone(), None, p), vllms(logits, None, p))
         return len(tried)
 
-    assert num_tried(0.1, 400) < 14
+    assert num_tried(0.1, 200) < 14
     assert num_tried(8.0, 200) > 130
     assert num_tried(8.0, 50) == 50
 
 
 def test_vllm_has_its_own_back():
-    """The masks are exchanged while a step's tokens are sampled, and never longer."""
+    """The masks are exchanged only while a step's tokens are sampled."""
     modules = (rejection_sampler, topk_topp_sampler)
     original = [module.apply_top_k_top_p for module in modules]
     fast = FastTopP()
