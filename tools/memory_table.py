@@ -46,6 +46,7 @@ def captured(max_num_seqs: int, num_drafts: int) -> tuple[CudaGraphManager, Simp
             enforce_eager=False,
             dtype=torch.bfloat16,
             head_dtype=torch.bfloat16,
+            max_model_len=131_072,
             get_vocab_size=lambda: VOCAB_SIZE,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", use_kda_recoverssm=False),

@@ -14,6 +14,7 @@ import torch
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
 from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
+from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
@@ -47,7 +48,8 @@ def kept(layer: LayerTrace, policy: LabPolicy, kv_head: int, query=None) -> torc
     query = layer.queries[:, 1:] if query is None else query
     scores = query[layer.heads(kv_head)] @ layer.keys[kv_head].T * DIM**-0.5
     visible = causal_mask(layer.positions(), layer.num_tokens)
-    return (policy.mask(layer, kv_head, scores, visible) & visible).expand_as(scores)
+    mask = policy.mask(layer, kv_head, query[layer.heads(kv_head)], scores, visible)
+    return (mask & visible).expand_as(scores)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,8 @@ def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
     stock.set_attn_implementation("eager")
     layer = trace.layers[0]
     visible = causal_mask(layer.positions(), layer.num_tokens)
-    shown = policy.mask(layer, 0, torch.zeros(1, *visible.shape), visible)[0]
+    query = layer.queries[layer.heads(0), 1:]
+    shown = policy.mask(layer, 0, query, torch.zeros(1, *visible.shape), visible)[0]
     for row in range(0, 30, 5):
         position = 190 + row
         with torch.inference_mode():
@@ -203,7 +206,7 @@ def test_policies_keep_what_they_may(policy, heads, budget):
             assert bool(mask.diagonal(START, 1, 2).all())
 
 
-@pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(1, 1), (1, 7), (3, 5)])
+@pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(0, 7), (1, 1), (1, 7), (3, 5)])
 @pytest.mark.parametrize("policy", selection.POLICIES.values(), ids=selection.POLICIES)
 def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_per_pass):
     """The lab, head by head over the context in order, reads what the serving class reads with
@@ -239,6 +242,11 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
         selected = engine.selection("a", blocks, START + row, lambda query=query: query)
         last = min(row + tokens_per_pass, COUNT) - 1
         tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
+        if selected.candidates:
+            in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2, engine.head_strides)
+            in_pass.begin_pass([0], [1], tables.unflatten(1, (1, -1)))
+            for number, layer in enumerate(layers):
+                in_pass.select(number, layer.queries[None, :, last + 1])
         for number in range(2):
             for head in range(2):
                 table = (tables[number, head] - head) // 2
@@ -397,7 +405,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--needle", "hay"], "needle 'hay' is unknown"),
         (["--needle-fact", "x"], "--needle-question"),
         (["--needle-depths", "1.5"], "needle_depths=1.5"),
-        (["--refresh-intervals", "0"], "refresh_intervals=0"),
+        (["--refresh-intervals", "-1"], "refresh_intervals=-1"),
         (["--tokens-per-pass", "0"], "tokens_per_pass=0"),
         (["--device", "toaster"], "device='toaster'"),
         (["--output", __file__], "is a file"),

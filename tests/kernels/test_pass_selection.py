@@ -57,7 +57,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
         means, rows, block_tables, sparse_tables, kv_heads * group, query_len, STRIDES
     )
     per_block, per_head = STRIDES
-    for turn in range(2):  # buffers are used again
+    for _ in range(2):  # buffers are used again
         for layer in range(LAYERS):
             shape = (num_rows * query_len, kv_heads * group, dim)
             query = torch.randn(shape, device=DEVICE).to(dtype)

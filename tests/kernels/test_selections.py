@@ -47,7 +47,10 @@ def world():
     rows = Rows(4, 6, 2, VOCAB_SIZE, limits, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()
-    made = selections.SelectionsV2(config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows)
+    tables = torch.zeros(4, WIDTH, dtype=torch.int32, device=DEVICE)
+    made = selections.SelectionsV2(
+        config, attention, queries, 4 * WIDTH, NUM_KV_HEADS, rows, tables
+    )
     return made, rows, attention, Slots(4)
 
 

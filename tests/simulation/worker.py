@@ -238,7 +238,8 @@ class Worker:
                 self.config.min_context,
             )
             row = self._levels(name, most, its) if route == LEVELS else (max(0, most), 0, 0, 0)
-            if route == LEVELS and state.num_passes % self.config.refresh_interval == 0:
+            interval = max(1, self.config.refresh_interval)
+            if route == LEVELS and state.num_passes % interval == 0:
                 is_first = state.num_passes == 0
                 seconds += machine.selection * (state.computed if is_first else 256)
                 state.num_passes += 1

@@ -75,7 +75,7 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
         ({"num_speculative_tokens": 129}, ["num_speculative_tokens=129", "at most 128"]),
         ({"num_speculative_tokens": "6"}, ["'6'", "int", "str"]),
         ({"retrieval_budget": -32}, ["retrieval_budget=-32", "at least 1"]),
-        ({"refresh_interval": 0}, ["refresh_interval=0"]),
+        ({"refresh_interval": -1}, ["refresh_interval=-1"]),
         ({"min_context": -1}, ["min_context=-1", "at least 0"]),
         ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
         ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),

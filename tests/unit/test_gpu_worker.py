@@ -33,7 +33,10 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
         use_v2_model_runner=True,
         scheduler_config=SimpleNamespace(max_num_seqs=128),
         model_config=SimpleNamespace(
-            dtype=torch.bfloat16, head_dtype=torch.bfloat16, get_vocab_size=lambda: 32_000
+            dtype=torch.bfloat16,
+            head_dtype=torch.bfloat16,
+            max_model_len=131_072,
+            get_vocab_size=lambda: 32_000,
         ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.NONE if eager else CUDAGraphMode.FULL_DECODE_ONLY

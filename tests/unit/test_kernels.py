@@ -30,7 +30,7 @@ def test_kernels_in_the_interpreter():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
     assert "skipped" not in child.stdout, child.stdout[-300:]

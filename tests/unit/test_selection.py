@@ -303,17 +303,18 @@ def test_recorder_keeps_nothing_of_short_contexts():
 def test_both_loops_select_alike(policy, group):
     """Compare rows of unlike lengths over scattered blocks."""
     num_layers, num_heads, num_blocks, dim = 2, 3, 70, 16
-    config = TriForceConfig(retrieval_budget=10 * BLOCK, selection=policy.name).resolve(BLOCK)
+    keys = {"retrieval_budget": 10 * BLOCK, "selection": policy.name, "refresh_interval": 8}
+    config = TriForceConfig(**keys).resolve(BLOCK)
     keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
     queries = torch.randn(num_layers, 5, num_heads * group, dim)
     rows = Rows(3, 6, 2, 100, NO_LIMITS, CPU)
-    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows)
+    tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in range(3)]).to(torch.int32)
+    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows, tables)
     for kind, summaries in found.summaries.items():
         for layer, vectors in enumerate(kind.reduce(keys, 3).transpose(1, 2)):
             summaries.write(layer, torch.arange(num_blocks), vectors)
     counts = torch.tensor([60, 9, 25], dtype=torch.int32)
     rows.tail[:3] = counts
-    tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in counts]).to(torch.int32)
     query_rows = torch.tensor([4, 0, 2])
     scored = found._score(queries, query_rows, found.summaries, tables, counts, 66)
     for row, count in enumerate(counts.tolist()):

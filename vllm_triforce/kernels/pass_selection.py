@@ -9,11 +9,12 @@ every query and chunk.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.pass_selection import TILE
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
-_CHUNKS = tl.constexpr(64)  # of a program
+_CHUNKS = tl.constexpr(TILE)  # of a program
 _VOTES = tl.constexpr(1024)  # of a step of the selection
 # Steps of the bisection: votes that differ by less than 2 ** -14 of themselves count as equal.
 _BISECTIONS = tl.constexpr(22)
@@ -50,13 +51,13 @@ class PassSelectionV2:
         self._query_len = query_len
         self._head_strides = head_strides
         self._group = num_heads // self._num_kv_heads
-        self._num_tiles = triton.cdiv(block_tables.shape[1], _CHUNKS.value)
+        self._num_tiles = triton.cdiv(block_tables.shape[1], TILE)
         num_queries = query_len * self._group
         shape = (rows.max_rows, self._num_kv_heads, num_queries, self._num_tiles, 2)
         device = block_tables.device
         self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
         """Greatest score, and sum of the exponentials, of each query and tile."""
-        max_chunks = self._num_tiles * _CHUNKS.value
+        max_chunks = self._num_tiles * TILE
         self._votes = torch.zeros(
             rows.max_rows, self._num_kv_heads, max_chunks, dtype=torch.float32, device=device
         )

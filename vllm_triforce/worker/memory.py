@@ -2,6 +2,7 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_triforce.cache.pass_selection import num_vote_numbers
 from vllm_triforce.cache.summaries import SCALE_BYTES
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
@@ -34,10 +35,16 @@ def buffer_bytes(
     window_bytes_per_number = 2 * seqs * window_blocks * config.block_size * cache_itemsize
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
     selected = config.budget_blocks - config.recent_blocks
+    num_heads, pass_numbers = first.num_heads, 0
+    if config.selects_in_pass:
+        selected = query_reqs = 0
+        max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
+        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads, config.gamma + 1)
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
         "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),
-        "queries": query_reqs * num_layers * first.num_heads * head_dim * itemsize,
+        "votes": 4 * seqs * pass_numbers,
+        "queries": query_reqs * num_layers * num_heads * head_dim * itemsize,
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
     }

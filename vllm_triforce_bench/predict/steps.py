@@ -28,7 +28,8 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS = 2  # a round of levels 1 and 2
 DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
-SELECTION_KERNELS = 17
+PASS_SELECTION_KERNELS = 3  # a layer, within a round's graph
+SUMMARY_KERNELS = 5  # a proposal, for mean keys of chunks that became full
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
 _LOGIT_BYTES, _LOGIT_READS = 4, 3
 # Tokens that level 1 drafts in one graph for the full pass: gamma of Model Runner V2.
@@ -125,7 +126,6 @@ class Predictor:
         draft: level 1's model; None for prompt lookup alone.
         window: tokens of KV cache that the draft reads.
         chunk: tokens of a retrieval chunk; level 2 scores one mean key of each.
-        refresh_interval: steps between two selections.
     """
 
     machine: Machine
@@ -133,7 +133,6 @@ class Predictor:
     draft: Geometry | None = None
     window: int = 256
     chunk: int = 16
-    refresh_interval: int = 8
 
     def fits(self, context: int, batch: int) -> bool:
         """True if weights, KV cache and mean keys fit the device's memory."""
@@ -204,11 +203,15 @@ class Predictor:
         return num_tokens * DRAFTING_KERNELS if has_draft else 0.0
 
     def selection_seconds(self, batch: int, context: int) -> float:
-        """A step's share of a selection."""
+        """Predict what selecting in each layer adds to a pass of level 2, by mean keys of 8 bits.
+
+        They are read twice (kernels/pass_selection.py).
+        """
         machine = self.machine
-        mean_key_bytes = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
-        read_s = mean_key_bytes / (machine.bandwidth * machine.bandwidth_share)
-        return (read_s + self._launch_s(SELECTION_KERNELS)) / self.refresh_interval
+        mean_keys = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
+        read_s = 2 * mean_keys / self.model.bytes_each / machine.bandwidth
+        launch_s = PASS_SELECTION_KERNELS * self.model.layers * machine.kernel_seconds
+        return read_s / machine.bandwidth_share + launch_s
 
     # Steps.
 
@@ -225,7 +228,8 @@ class Predictor:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)
             level2_s = rounds * self.level2_pass(batch, gamma + 1, setting.budget, context)
             overhead_s += rounds * self.round_overhead(batch, gamma, has_draft)
-            overhead_s += self.selection_seconds(batch, context)
+            overhead_s += rounds * self.selection_seconds(batch, context)
+            overhead_s += self._launch_s(SUMMARY_KERNELS)
             accepted = acceptance.at(setting.budget)
         else:
             gamma, drafts, level2_s = DIRECT_GAMMA, k, 0.0
