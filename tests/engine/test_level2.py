@@ -87,7 +87,8 @@ def test_chunk_means_equal_keys_captured_at_the_source(
 
 def test_planted_needle_is_selected(engines, gqa_pair):
     """A block whose keys point along the query is chosen, whatever the kernel's key layout."""
-    llm = engines.get(gqa_pair["target"], triforce(retrieval_budget=512))
+    keys = triforce(retrieval_budget=512, refresh_interval=1)
+    llm = engines.get(gqa_pair["target"], keys)
     cache = built(llm).speculator.level2.cache
     layers = attention_layers_of(llm)
     generate(llm, [torch.randint(2, 4096, (2000,)).tolist()], max_tokens=2)

@@ -83,6 +83,8 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
         keys["kv_offload_gib"] = 1.0
         # Of two or four, the first lie on the device. Not a key: engines.py
         keys["num_device_layers"] = draw(st.sampled_from([0, 0, 1]))
+    if "kv_offload_gib" in keys or keys.get("selection", "retrieval") != "retrieval":
+        keys["refresh_interval"] = keys["refresh_interval"] or 1  # passes cannot select there
     return keys
 
 

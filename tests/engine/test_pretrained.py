@@ -1,0 +1,84 @@
+"""Promises on a pretrained model, SmolLM2-135M-Instruct, with its tokenizer and chat template."""
+
+import importlib.util
+import pydoc_data.topics
+
+import pytest
+
+from tests.conftest import triforce
+from tests.models import ROOT
+from vllm_triforce.metrics.report import counters_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+BUDGET = 256
+QUESTIONS = [
+    "What does the with statement do?",
+    "How are default parameter values of a function evaluated?",
+    "List the comparison operators.",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    path = ROOT / "examples" / "models" / "smollm2.py"
+    spec = importlib.util.spec_from_file_location("smollm2", path)
+    smollm2 = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(smollm2)
+    try:
+        return str(smollm2.prepare() / "gqa")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[dict]]:
+    """Questions about one long document, which the prefix cache holds after the first."""
+    topics = pydoc_data.topics.topics
+    document = "\n\n".join(topics[name] for name in ("with", "function", "comparisons"))
+    return [
+        [
+            {"role": "system", "content": f"Answer from this document.\n\n{document[:3600]}"},
+            {"role": "user", "content": question},
+        ]
+        for question in QUESTIONS
+    ]
+
+
+def answers(llm, chats, **params) -> list:
+    from vllm import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 40, "logprobs": 1, **params})
+    outputs = llm.chat(chats, params, use_tqdm=False)
+    assert min(len(output.prompt_token_ids) for output in outputs) > 2 * BUDGET
+    return [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def stock(engines, model, chats):
+    llm = engines.get(model, max_model_len=4096, skip_tokenizer_init=False)
+    return answers(llm, chats)
+
+
+@pytest.mark.parametrize("refresh_interval", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_greedy_answers_are_stock_vllms(engines, model, chats, stock, refresh_interval):
+    keys = triforce(retrieval_budget=BUDGET, refresh_interval=refresh_interval)
+    llm = engines.get(model, keys, max_model_len=4096, skip_tokenizer_init=False)
+    before = counters_of(llm)
+    for _ in range(2):  # the second time from the prefix cache
+        for ours, theirs in zip(answers(llm, chats), stock):
+            assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
+            assert ours.token_ids == theirs.token_ids
+            assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_drafted > 50
+    assert counted.num_level2_accepted > 0.7 * counted.num_level2_drafted
+
+
+def test_a_budget_over_the_whole_context_accepts_all(engines, model, chats):
+    keys = triforce(retrieval_budget=4096)
+    llm = engines.get(model, keys, max_model_len=4096, skip_tokenizer_init=False)
+    before = counters_of(llm)
+    answers(llm, chats)
+    counted = counters_of(llm).since(before)
+    assert counted.num_level2_accepted == counted.num_level2_drafted > 50
