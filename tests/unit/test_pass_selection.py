@@ -60,6 +60,7 @@ def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) 
         ([1, 3], [2, 2]),
         ([0], [4]),
         ([3, 1], [1, 3]),
+        ([3, 1, 0], [1, 1, 1]),
     ],
 )
 def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(

@@ -73,13 +73,12 @@ class PassSelection:
         if not present:
             return False
         self._tables = tables
-        self._table_rows = [pass_rows[self._batch_rows[i]] for i in present]
-        self._present = present
-        self._query_len = max(query_lens[row] for row in self._table_rows)
+        table_rows = [pass_rows[self._batch_rows[i]] for i in present]
+        self._query_len = max(query_lens[row] for row in table_rows)
         starts = [0, *accumulate(query_lens)]
         sources: list[int] = []
         places: list[int] = []
-        for i, row in zip(present, self._table_rows):
+        for i, row in zip(present, table_rows):
             sources += range(starts[row], starts[row + 1])
             first = i * self._query_len
             places += range(first, first + query_lens[row])
@@ -87,6 +86,8 @@ class PassSelection:
         # Queries that fill all places in order need no copy.
         is_whole = num_places == starts[-1] and sources == places == list(range(num_places))
         self._moves = None if is_whole else (torch.tensor(sources), torch.tensor(places))
+        is_all = table_rows == present == list(range(len(rows)))
+        self._written = None if is_all else (torch.tensor(table_rows), torch.tensor(present))
         return True
 
     def select(
@@ -111,10 +112,11 @@ class PassSelection:
         best = votes.topk(self._num_selected, dim=-1, sorted=False).indices
         ids = self._one_head_ids.gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._num_selected]
-        if len(self._present) == len(ids) == len(selected):
+        if self._written is None:
             selected.copy_(ids)
         else:
-            selected[self._table_rows] = ids[self._present]
+            table_rows, present = self._written
+            selected[table_rows] = ids[present]
 
 
 def _stack(

@@ -85,8 +85,8 @@ class ResolvedConfig(Keys):
 
     @property
     def max_growth(self) -> int:
-        """Maximum tokens by which a context grows between two selections."""
-        return self.refresh_interval * (self.num_speculative_tokens + 1)
+        """Maximum tokens by which a context grows between two selections, or two proposals."""
+        return max(1, self.refresh_interval) * (self.num_speculative_tokens + 1)
 
     @property
     def table_width(self) -> int:

@@ -75,8 +75,11 @@ class PassSelectionV2:
         num_rows = len(query) // self._query_len
         values, scales = self._means.values[layer], self._means.scales[layer]
         num_queries = self._query_len * self._group
+        if query.stride(1) != self._head_dim or query.stride(2) != 1:
+            query = query.contiguous()
         shared = (
-            query.contiguous(),
+            query,
+            query.stride(0),
             values,
             scales,
             scales.stride(0),
@@ -116,6 +119,7 @@ class PassSelectionV2:
 @triton.jit
 def _tile_scores(
     query_ptr,
+    token_stride,
     values_ptr,
     scales_ptr,
     scales_head_stride,
@@ -135,7 +139,6 @@ def _tile_scores(
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    num_kv_heads = tl.num_programs(1)
     chunks = tl.program_id(2) * _CHUNKS + tl.arange(0, _CHUNKS)
     # The first chunk is always read.
     is_candidate = (chunks > 0) & (chunks < num_chunks)
@@ -148,10 +151,10 @@ def _tile_scores(
     means = tl.load(mean_ptrs, mask=mean_mask, other=0)
     queries = tl.arange(0, PADDED_QUERIES)
     votes = queries < num_tokens * GROUP
-    place = (row * QUERY_LEN + queries // GROUP) * num_kv_heads * GROUP
-    place += head * GROUP + queries % GROUP
+    place = (row * QUERY_LEN + queries // GROUP) * token_stride
+    place += (head * GROUP + queries % GROUP) * HEAD_DIM
     query_mask = votes[:, None] & (dims[None, :] < HEAD_DIM)
-    query_ptrs = query_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+    query_ptrs = query_ptr + place[:, None] + dims[None, :]
     query = tl.load(query_ptrs, mask=query_mask, other=0.0)
     # int8 numbers are exact in float16. A query beyond its range has no vote.
     dtype: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.float16
@@ -170,7 +173,8 @@ def _has_choice(row_ptr):
 
 @triton.jit
 def _score_sums_kernel(
-    query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM]
+    query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM], heads contiguous
+    token_stride,
     values_ptr,  # [num_kv_heads, num_blocks, HEAD_DIM], int8
     scales_ptr,  # [num_kv_heads, num_blocks]
     scales_head_stride,
@@ -193,6 +197,7 @@ def _score_sums_kernel(
         return
     scores, votes = _tile_scores(
         query_ptr,
+        token_stride,
         values_ptr,
         scales_ptr,
         scales_head_stride,
@@ -219,6 +224,7 @@ def _score_sums_kernel(
 @triton.jit
 def _votes_kernel(
     query_ptr,  # as of ``_score_sums_kernel``, and so are the arguments to ``sums_ptr``
+    token_stride,
     values_ptr,
     scales_ptr,
     scales_head_stride,
@@ -243,6 +249,7 @@ def _votes_kernel(
         return
     scores, votes = _tile_scores(
         query_ptr,
+        token_stride,
         values_ptr,
         scales_ptr,
         scales_head_stride,
