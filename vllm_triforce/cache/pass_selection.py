@@ -86,7 +86,7 @@ class PassSelection:
         # Queries that fill all places in order need no copy.
         is_whole = num_places == starts[-1] and sources == places == list(range(num_places))
         self._moves = None if is_whole else (torch.tensor(sources), torch.tensor(places))
-        is_all = table_rows == present == list(range(len(rows)))
+        is_all = len(rows) == len(self._batch_rows) and table_rows == list(range(len(rows)))
         self._written = None if is_all else (torch.tensor(table_rows), torch.tensor(present))
         return True
 
