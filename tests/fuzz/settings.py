@@ -59,7 +59,7 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
         "min_context": draw(st.sampled_from([0, 0, 40, 150])),
         "num_sink_tokens": draw(st.sampled_from([1, 4, 16])),
         "num_recent_tokens": draw(st.sampled_from([20, 60, 240])),
-        "refresh_interval": draw(st.sampled_from([0, 0, 3, 8])),
+        "refresh_interval": draw(st.sampled_from([0, 0, 3, 8] if runner == "v1" else [0, 3, 8, 8])),
     }
     keys["with_draft"] = draw(st.booleans())
     if draw(st.integers(0, 3)):

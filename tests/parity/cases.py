@@ -213,6 +213,30 @@ def _dice() -> list[Case]:
     ]
 
 
+def _in_pass() -> list[Case]:
+    """Selection inside level 2's passes, by requests above and below the budget."""
+    skip = {"host": "all of its cases that name no interval select in this way"}
+    return [
+        Case(
+            "in pass-greedy",
+            "Whatever each pass selects, greedy output is stock vLLM's, in a batch that changes.",
+            (requests(90, 520, 400, max_tokens=14),),
+            **_small("draft_model", keys=DRAFT | {"refresh_interval": 0, "min_context": 0}),
+            skip=skip,
+        ),
+        Case(
+            "in pass-sampled",
+            "Whatever each pass selects, sampled tokens have exactly the target's distribution.",
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0)), 34),
+            ("stock", "calibrated", "both accepted and rejected"),
+            model="eight",
+            keys=EIGHT | {"refresh_interval": 0},
+            engine=SMALL | {"max_num_batched_tokens": 2048},
+            skip=skip,
+        ),
+    ]
+
+
 def _policies() -> list[Case]:
     """Every policy but the paper's, which all other cases have."""
     return [
@@ -1061,7 +1085,7 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_calibrated(), *_sweeps(), *_joint()]
+    both += [*_dice(), *_in_pass(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
     return both

@@ -12,7 +12,10 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
 
     # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
     topk_topp_sampler.HAS_TRITON = False
-    keys = triforce and {"method": "triforce", "min_context": 0, "adaptive": False, **triforce}
+    # Selection inside level 2's passes takes a second a pass in the interpreter: only cases that
+    # name it have it.
+    fixed = {"method": "triforce", "min_context": 0, "adaptive": False, "refresh_interval": 8}
+    keys = triforce and {**fixed, **triforce}
     defaults = dict(
         dtype="float32",
         distributed_executor_backend="uni",

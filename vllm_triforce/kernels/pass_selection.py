@@ -16,8 +16,9 @@ from vllm_triforce.kernels.rows import Rows
 
 _CHUNKS = tl.constexpr(TILE)  # of a program
 _VOTES = tl.constexpr(1024)  # of a step of the selection
-# Steps of the bisection: votes that differ by less than 2 ** -14 of themselves count as equal.
-_BISECTIONS = tl.constexpr(22)
+# A search for the least vote divides a range in 16: after six of them, votes that differ by less
+# than 2 ** -16 of themselves count as equal.
+_WAYS, _SEARCHES = tl.constexpr(16), tl.constexpr(6)
 
 
 class PassSelectionV2:
@@ -294,7 +295,7 @@ def _select_chunks_kernel(
     per_block,
     per_head,
 ):
-    """Find the least vote that is selected by bisection, and write the blocks in order."""
+    """Search for the least vote that is selected, and write the blocks."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
@@ -308,24 +309,22 @@ def _select_chunks_kernel(
     table = block_tables_ptr + row * block_table_stride
     # As integers, floats of at least 0 have the same order.
     low, high = 0, 0x7F800000  # at least ``wanted`` votes are >= low, fewer are >= high
-    for _ in range(_BISECTIONS):
-        middle = low + (high - low) // 2
-        count = 0
+    num_high = 0
+    steps = tl.arange(0, _WAYS)
+    for _ in range(_SEARCHES):
+        bounds = tl.minimum(low + steps * tl.cdiv(high - low, _WAYS), high)
+        counts = tl.zeros([_WAYS], dtype=tl.int32)
         for start in range(0, num_chunks, _VOTES):
             chunks = start + tl.arange(0, _VOTES)
             is_candidate = (chunks > 0) & (chunks < num_chunks)
             votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
-            is_enough = votes.to(tl.int32, bitcast=True) >= middle
-            count += tl.sum((is_candidate & is_enough).to(tl.int32), axis=0)
-        low = tl.where(count >= wanted, middle, low)
-        high = tl.where(count >= wanted, high, middle)
-    num_high = 0
-    for start in range(0, num_chunks, _VOTES):
-        chunks = start + tl.arange(0, _VOTES)
-        is_candidate = (chunks > 0) & (chunks < num_chunks)
-        votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
-        is_high = is_candidate & (votes.to(tl.int32, bitcast=True) >= high)
-        num_high += tl.sum(is_high.to(tl.int32), axis=0)
+            is_enough = votes.to(tl.int32, bitcast=True)[None, :] >= bounds[:, None]
+            counts += tl.sum((is_candidate[None, :] & is_enough).to(tl.int32), axis=1)
+        last = tl.sum((counts >= wanted).to(tl.int32), axis=0) - 1
+        if last < _WAYS - 1:
+            high = tl.sum(tl.where(steps == last + 1, bounds, 0), axis=0)
+            num_high = tl.sum(tl.where(steps == last + 1, counts, 0), axis=0)
+        low = tl.sum(tl.where(steps == last, bounds, 0), axis=0)
     # Those above come first, then as many of the equal ones as there is room for.
     next_high, next_equal = 0, num_high
     for start in range(0, num_chunks, _VOTES):
