@@ -30,9 +30,10 @@ Summaries = Mapping[Summary, torch.Tensor]
 
 
 class SelectionPolicy(ABC):
-    """Scores retrieval chunks on all layers at once; level 2 reads the best.
+    """Scores retrieval chunks; level 2 reads the best.
 
-    The first chunk (the attention sink) and the recent chunks are always read. Both runners and
+    Inside a pass of level 2 it scores a layer's chunks with the queries of all tokens of a request,
+    between passes all layers' with those of the newest accepted token. The first chunk (the attention sink) and the recent chunks are always read. Both runners and
     the lab use the same class. Scores can lower acceptance and never change output.
     """
 
@@ -45,7 +46,7 @@ class SelectionPolicy(ABC):
     @abstractmethod
     def score(
         self,
-        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim], of the last accepted token
+        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim]; in a pass, group per token
         summaries: Summaries,  # the policy's kinds, [..., num_kv_heads, num_chunks, head_dim]
         num_chunks: int,  # chunks in the order of the context
     ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]

@@ -8,8 +8,8 @@ from vllm_triforce.selection.policy import SelectionPolicy, Summary
 class RetrievalPolicy(SelectionPolicy):
     """Retrieval (TriForce).
 
-    Mechanism: chunks whose mean key has the largest product with the newest verified query; the
-    query heads of a group vote together.
+    Mechanism: chunks whose mean key has the largest product with a query; the query heads of a
+    group vote together.
     Paper: arXiv 2404.11912, section 4.2, which selects once, after the prompt.
     Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
     """
