@@ -33,8 +33,9 @@ class SelectionPolicy(ABC):
     """Scores retrieval chunks; level 2 reads the best.
 
     Inside a pass of level 2 it scores a layer's chunks with the queries of all tokens of a request,
-    between passes all layers' with those of the newest accepted token. The first chunk (the attention sink) and the recent chunks are always read. Both runners and
-    the lab use the same class. Scores can lower acceptance and never change output.
+    between passes all layers' with those of the newest accepted token. The first chunk (the
+    attention sink) and the recent chunks are always read. Both runners and the lab use the same
+    class. Scores can lower acceptance and never change output.
     """
 
     name: ClassVar[str]
