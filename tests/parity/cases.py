@@ -227,7 +227,7 @@ def _in_pass() -> list[Case]:
         Case(
             "in pass-sampled",
             "Whatever each pass selects, sampled tokens have exactly the target's distribution.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0)), 34),
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
             keys=EIGHT | {"refresh_interval": 0},
