@@ -19,6 +19,7 @@ from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
+from tests.v2.engine import REFRESH_INTERVAL
 from tests.v2.environment import v2_environment
 from vllm_triforce.kernels.row_table import RowColumn
 
@@ -172,7 +173,8 @@ class _Inside:
 
         # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
         topk_topp_sampler.HAS_TRITON = False
-        llm = self._engines.get(job.target, job.triforce, **job.engine)
+        keys = {"refresh_interval": REFRESH_INTERVAL, **job.triforce}
+        llm = self._engines.get(job.target, keys, **job.engine)
         worker = worker_of(llm)
         assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)

@@ -1,8 +1,13 @@
 """Engines on Model Runner V2 and what the cases want to see of their insides."""
 
+import os
 from contextlib import contextmanager
 
 from tests.inside import worker_of
+
+# Selection inside level 2's passes takes a second a pass in the interpreter. Cases name it, or all
+# have it with TRIFORCE_TEST_REFRESH=0.
+REFRESH_INTERVAL = int(os.environ.get("TRIFORCE_TEST_REFRESH", 8))
 
 
 def make_engine(model: str, triforce: dict | None = None, **arguments):
@@ -12,10 +17,8 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
 
     # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
     topk_topp_sampler.HAS_TRITON = False
-    # Selection inside level 2's passes takes a second a pass in the interpreter: only cases that
-    # name it have it.
-    fixed = {"method": "triforce", "min_context": 0, "adaptive": False, "refresh_interval": 8}
-    keys = triforce and {**fixed, **triforce}
+    fixed = {"method": "triforce", "min_context": 0, "adaptive": False}
+    keys = triforce and {**fixed, "refresh_interval": REFRESH_INTERVAL, **triforce}
     defaults = dict(
         dtype="float32",
         distributed_executor_backend="uni",
