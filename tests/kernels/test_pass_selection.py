@@ -5,6 +5,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
+from vllm_triforce.cache.pass_selection import num_vote_numbers
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
 
@@ -52,6 +53,8 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
     selection = PassSelectionV2(
         means, rows, block_tables, sparse_tables, kv_heads * group, query_len, STRIDES
     )
+    numbers = num_vote_numbers(block_tables.shape[1], kv_heads * group, kv_heads, query_len)
+    assert selection.num_bytes == 4 * rows.max_rows * numbers
     per_block, per_head = STRIDES
     for _ in range(2):  # buffers are used again
         for layer in range(LAYERS):

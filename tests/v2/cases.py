@@ -86,9 +86,11 @@ def _memory(llm) -> dict:
     layers = speculator.vllm_config.compilation_config.static_forward_context
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
+    votes = 0 if selections.in_pass is None else selections.in_pass.num_bytes
     kept = {
         "proposals' distributions": parts.proposer.draft_logits.logits.nbytes,
-        "selections": selections.num_bytes - summaries,
+        "selections": selections.num_bytes - summaries - votes,
+        "votes": votes,
         "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
         "the draft's distributions": draft._logits.nbytes,
