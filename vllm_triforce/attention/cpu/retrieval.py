@@ -83,8 +83,8 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             query_lens.repeat_interleave(heads),
             seq_lens.repeat_interleave(heads),
             sequence_rows(query_lens, heads),
+            selection,
         )
-        split.selection = selection
         if not self._has_sinks:
             return [replace(split, block_table=table) for table in block_tables]
         one_head = self._metadata(query_lens, seq_lens, None)
@@ -92,7 +92,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             replace(split, one_head=replace(one_head, block_table=table)) for table in block_tables
         ]
 
-    def _metadata(self, query_lens, seq_lens, rows) -> SparseCPUMetadata:
+    def _metadata(self, query_lens, seq_lens, rows, selection=None) -> SparseCPUMetadata:
         """Build metadata of sequences of one KV head, without a block table."""
         starts = list(accumulate(query_lens.tolist(), initial=0))
         query_start_loc = torch.tensor(starts, dtype=torch.int32)
@@ -111,7 +111,9 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             dynamic_causal=None,
             kv_cache_dtype=self._builder.kv_cache_dtype,
         )
-        return SparseCPUMetadata(query_start_loc, seq_lens, None, scheduler_metadata, rows)
+        return SparseCPUMetadata(
+            query_start_loc, seq_lens, None, scheduler_metadata, rows, selection=selection
+        )
 
     def block_summaries(self) -> BlockSummaries:
         return [partial(self._summary_of, layer) for layer in self._layers]
