@@ -44,6 +44,7 @@ def assert_as_eager(stock, answered: list[list[int]]) -> None:
         assert_same_tokens(stock, prompt, wanted, found)
 
 
+@pytest.mark.slow  # before tests that load modules anew: Dynamo knows its classes by identity
 def test_traced(engines, tmp_path, monkeypatch):
     """Dynamo traces both models once, for passes of any length: its graphs, run by PyTorch."""
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
