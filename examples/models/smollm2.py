@@ -36,16 +36,20 @@ def prepare(folder: Path = DEFAULT) -> Path:
     """
     if all((folder / name / "model.safetensors").is_file() for name in VARIANTS):
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     work = folder / "download"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     gguf = _download(work)
     _pip(["install", "--no-deps", "--target", str(work / "site"), *CONVERTERS], CONVERTERS[0])
     path = os.pathsep.join(filter(None, [str(work / "site"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, "--convert", str(gguf), str(folder / "gqa")]
+    command = [sys.executable, __file__, "--convert", str(gguf), str(work / "gqa")]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
-    with_repeated_heads(folder / "gqa", folder / "mha")
+    with_repeated_heads(work / "gqa", work / "mha")
     for name in ("gqa", "mha"):
-        with_yarn(folder / name, folder / f"{name}-yarn")
+        with_yarn(work / name, work / f"{name}-yarn")
+    for name in VARIANTS:  # complete ones only: an interruption leaves no half of a file there
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (work / name).rename(folder / name)
     shutil.rmtree(work)
     return folder
 

@@ -5,8 +5,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
-from vllm_triforce.cache.pass_selection import num_vote_numbers
-from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.cache.summaries import QuantizedSummaries, num_vote_numbers
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
 
 LAYERS, BLOCKS, WIDTH = 2, 300, 9

@@ -12,15 +12,6 @@ import torch
 from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.selection import SelectionPolicy, Summary
 
-TILE = 64
-"""Chunks that Runner V2's kernels score together (``kernels/pass_selection.py``)."""
-
-
-def num_vote_numbers(max_chunks: int, num_heads: int, num_kv_heads: int, query_len: int) -> int:
-    """Return the numbers of 4 bytes that Runner V2 keeps for a row's votes."""
-    num_tiles = -(-max_chunks // TILE)
-    return num_tiles * (2 * num_heads * query_len + num_kv_heads * TILE)
-
 
 class PassSelection:
     """Chunks of a batch that each layer selects in each pass of a proposal.

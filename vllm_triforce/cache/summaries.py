@@ -119,3 +119,13 @@ class QuantizedSummaries:
         steps = vectors / scales.where(scales > 0, torch.ones(()))[..., None]
         self.values[layer].index_copy_(1, blocks, steps.round().to(torch.int8))
         self.scales[layer].index_copy_(1, blocks, scales)
+
+
+TILE = 64
+"""Chunks whose summaries ``kernels/pass_selection.py`` scores together."""
+
+
+def num_vote_numbers(max_chunks: int, num_heads: int, num_kv_heads: int, query_len: int) -> int:
+    """Count the numbers of 4 bytes that ``kernels/pass_selection.py`` keeps for a row."""
+    num_tiles = -(-max_chunks // TILE)
+    return num_tiles * (2 * num_heads * query_len + num_kv_heads * TILE)

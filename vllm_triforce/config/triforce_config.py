@@ -238,7 +238,7 @@ class TriForceConfig(Keys):
         if has_fixed_shapes and self.kv_offload_gib is not None:
             reason = "kv_offload_gib: the selected blocks would be copied in each pass"
         elif has_fixed_shapes and self.selection not in _PASS_KERNELS:
-            reason = f"selection={self.selection!r} on Model Runner V2: it has no kernel for it"
+            reason = f"selection={self.selection!r} on Model Runner V2: no kernel scores by it"
         if self.refresh_interval is None:
             return _LATE_INTERVAL if reason else 0
         if self.refresh_interval == 0 and reason:

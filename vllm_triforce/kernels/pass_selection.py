@@ -9,8 +9,7 @@ every query and chunk.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.cache.pass_selection import TILE
-from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.cache.summaries import TILE, QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
@@ -78,7 +77,7 @@ class PassSelectionV2:
         num_queries = self._query_len * self._group
         if query.stride(1) != self._head_dim or query.stride(2) != 1:
             query = query.contiguous()
-        shared = (
+        tensors = (
             query,
             query.stride(0),
             values,
@@ -89,6 +88,7 @@ class PassSelectionV2:
             self._rows.table,
             self._rows.stride,
             self._sums,
+            self._votes,
         )
         sizes = dict(
             NUM_TILES=self._num_tiles,
@@ -97,12 +97,11 @@ class PassSelectionV2:
             PADDED_QUERIES=max(16, triton.next_power_of_2(num_queries)),
             HEAD_DIM=self._head_dim,
             PADDED_DIM=max(16, triton.next_power_of_2(self._head_dim)),
+            PADDED_TILES=triton.next_power_of_2(self._num_tiles),
         )
         grid = (num_rows, self._num_kv_heads, self._num_tiles)
-        _score_sums_kernel[grid](*shared, **sizes)
-        _votes_kernel[grid](
-            *shared, self._votes, **sizes, PADDED_TILES=triton.next_power_of_2(self._num_tiles)
-        )
+        for has_sums in (False, True):
+            _votes_kernel[grid](*tensors, HAS_SUMS=has_sums, **sizes)
         table = self._sparse_tables[layer]
         _select_chunks_kernel[grid[:2]](
             self._votes,
@@ -118,29 +117,46 @@ class PassSelectionV2:
 
 
 @triton.jit
-def _tile_scores(
-    query_ptr,
+def _num_candidates(row_ptr):
+    """Return the chunks before a row's tail, 0 if level 2 reads all of them."""
+    tail = tl.load(row_ptr + col.TAIL)
+    return tl.where(tl.load(row_ptr + col.NUM_SELECTED) < tail, tail, 0)
+
+
+@triton.jit
+def _votes_kernel(
+    query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM], heads contiguous
     token_stride,
-    values_ptr,
-    scales_ptr,
+    values_ptr,  # [num_kv_heads, num_blocks, HEAD_DIM], int8
+    scales_ptr,  # [num_kv_heads, num_blocks]
     scales_head_stride,
-    block_tables_ptr,
+    block_tables_ptr,  # [max_rows, width]
     block_table_stride,
-    num_chunks,
-    num_tokens,
+    table_ptr,
+    row_stride,
+    sums_ptr,  # [max_rows, num_kv_heads, QUERY_LEN * GROUP, NUM_TILES, 2], written first
+    votes_ptr,  # [max_rows, num_kv_heads, NUM_TILES * _CHUNKS], written with HAS_SUMS
+    HAS_SUMS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
 ):
-    """Score a tile of chunks, [PADDED_QUERIES, _CHUNKS], -inf for chunks that are no candidates.
+    """Score a tile of chunks, and write its part of each query's softmax, or the chunks' votes.
 
-    Queries are ordered by token, then by head of the group. Also returns which of them vote.
+    Queries are ordered by token, then by head of the group.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    chunks = tl.program_id(2) * _CHUNKS + tl.arange(0, _CHUNKS)
+    tile = tl.program_id(2)
+    row_ptr = table_ptr + row * row_stride
+    num_chunks = _num_candidates(row_ptr)
+    if tile * _CHUNKS >= num_chunks:
+        return
+    chunks = tile * _CHUNKS + tl.arange(0, _CHUNKS)
     # The first chunk is always read.
     is_candidate = (chunks > 0) & (chunks < num_chunks)
     table = block_tables_ptr + row * block_table_stride
@@ -151,135 +167,41 @@ def _tile_scores(
     mean_ptrs = values_ptr + places[None, :] * HEAD_DIM + dims[:, None]
     means = tl.load(mean_ptrs, mask=mean_mask, other=0)
     queries = tl.arange(0, PADDED_QUERIES)
-    votes = queries < num_tokens * GROUP
-    place = (row * QUERY_LEN + queries // GROUP) * token_stride
-    place += (head * GROUP + queries % GROUP) * HEAD_DIM
-    query_mask = votes[:, None] & (dims[None, :] < HEAD_DIM)
-    query_ptrs = query_ptr + place[:, None] + dims[None, :]
+    has_vote = queries < (tl.load(row_ptr + col.NUM_DRAFTED) + 1) * GROUP
+    query_offsets = (row * QUERY_LEN + queries // GROUP) * token_stride
+    query_offsets += (head * GROUP + queries % GROUP) * HEAD_DIM
+    query_mask = has_vote[:, None] & (dims[None, :] < HEAD_DIM)
+    query_ptrs = query_ptr + query_offsets[:, None] + dims[None, :]
     query = tl.load(query_ptrs, mask=query_mask, other=0.0)
     # int8 numbers are exact in float16. A query beyond its range has no vote.
     dtype: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.float16
     scores = tl.dot(query.to(dtype), means.to(dtype), input_precision="ieee")
     scales = tl.load(scales_ptr + places, mask=is_candidate, other=0.0)
     scores = scores * (scales * HEAD_DIM**-0.5)[None, :]
-    return tl.where(is_candidate[None, :], scores, float("-inf")), votes
+    scores = tl.where(is_candidate[None, :], scores, float("-inf"))
 
-
-@triton.jit
-def _has_choice(row_ptr):
-    """Return the chunks before a row's tail, 0 if level 2 reads all of them."""
-    tail = tl.load(row_ptr + col.TAIL)
-    return tl.where(tl.load(row_ptr + col.NUM_SELECTED) < tail, tail, 0)
-
-
-@triton.jit
-def _score_sums_kernel(
-    query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM], heads contiguous
-    token_stride,
-    values_ptr,  # [num_kv_heads, num_blocks, HEAD_DIM], int8
-    scales_ptr,  # [num_kv_heads, num_blocks]
-    scales_head_stride,
-    block_tables_ptr,  # [max_rows, width]
-    block_table_stride,
-    table_ptr,
-    row_stride,
-    sums_ptr,  # [max_rows, num_kv_heads, QUERY_LEN * GROUP, NUM_TILES, 2], written
-    NUM_TILES: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row_ptr = table_ptr + row * row_stride
-    num_chunks = _has_choice(row_ptr)
-    if tile * _CHUNKS >= num_chunks:
-        return
-    scores, votes = _tile_scores(
-        query_ptr,
-        token_stride,
-        values_ptr,
-        scales_ptr,
-        scales_head_stride,
-        block_tables_ptr,
-        block_table_stride,
-        num_chunks,
-        tl.load(row_ptr + col.NUM_DRAFTED) + 1,
-        QUERY_LEN,
-        GROUP,
-        PADDED_QUERIES,
-        HEAD_DIM,
-        PADDED_DIM,
-    )
-    top = tl.max(scores, axis=1)
-    shift = tl.where(top > float("-inf"), top, 0.0)
-    total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
-    queries = tl.arange(0, PADDED_QUERIES)
-    place = (row.to(tl.int64) * tl.num_programs(1) + head) * QUERY_LEN * GROUP + queries
-    out = sums_ptr + (place * NUM_TILES + tile) * 2
-    tl.store(out, top, mask=votes)
-    tl.store(out + 1, total, mask=votes)
-
-
-@triton.jit
-def _votes_kernel(
-    query_ptr,  # as of ``_score_sums_kernel``, and so are the arguments to ``sums_ptr``
-    token_stride,
-    values_ptr,
-    scales_ptr,
-    scales_head_stride,
-    block_tables_ptr,
-    block_table_stride,
-    table_ptr,
-    row_stride,
-    sums_ptr,
-    votes_ptr,  # [max_rows, num_kv_heads, NUM_TILES * _CHUNKS], written
-    NUM_TILES: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
-):
-    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row_ptr = table_ptr + row * row_stride
-    num_chunks = _has_choice(row_ptr)
-    if tile * _CHUNKS >= num_chunks:
-        return
-    scores, votes = _tile_scores(
-        query_ptr,
-        token_stride,
-        values_ptr,
-        scales_ptr,
-        scales_head_stride,
-        block_tables_ptr,
-        block_table_stride,
-        num_chunks,
-        tl.load(row_ptr + col.NUM_DRAFTED) + 1,
-        QUERY_LEN,
-        GROUP,
-        PADDED_QUERIES,
-        HEAD_DIM,
-        PADDED_DIM,
-    )
-    queries = tl.arange(0, PADDED_QUERIES)
-    tiles = tl.arange(0, PADDED_TILES)
-    place = (row.to(tl.int64) * tl.num_programs(1) + head) * QUERY_LEN * GROUP + queries
-    sums = sums_ptr + (place[:, None] * NUM_TILES + tiles[None, :]) * 2
-    mask = votes[:, None] & (tiles * _CHUNKS < num_chunks)[None, :]
-    tops = tl.load(sums, mask=mask, other=float("-inf"))
-    totals = tl.load(sums + 1, mask=mask, other=0.0)
-    top = tl.max(tops, axis=1)
-    top = tl.where(top > float("-inf"), top, 0.0)
-    total = tl.sum(totals * tl.exp(tops - top[:, None]), axis=1)
-    weights = tl.exp(scores - top[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
-    share = tl.sum(tl.where(votes[:, None], weights, 0.0), axis=0)
-    chunks = tile * _CHUNKS + tl.arange(0, _CHUNKS)
-    out = votes_ptr + (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_TILES * _CHUNKS
-    # A NaN ranks last: output stays right with any selection.
-    tl.store(out + chunks, tl.where(share >= 0, share, 0.0))
+    heads_before = row * tl.num_programs(1) + head
+    sums_ptr += (heads_before * QUERY_LEN * GROUP + queries) * NUM_TILES * 2
+    if HAS_SUMS:
+        tiles = tl.arange(0, PADDED_TILES)
+        sums = sums_ptr[:, None] + tiles[None, :] * 2
+        mask = has_vote[:, None] & (tiles * _CHUNKS < num_chunks)[None, :]
+        tops = tl.load(sums, mask=mask, other=float("-inf"))
+        totals = tl.load(sums + 1, mask=mask, other=0.0)
+        top = tl.max(tops, axis=1)
+        top = tl.where(top > float("-inf"), top, 0.0)
+        total = tl.sum(totals * tl.exp(tops - top[:, None]), axis=1)
+        weights = tl.exp(scores - top[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
+        votes = tl.sum(tl.where(has_vote[:, None], weights, 0.0), axis=0)
+        # A NaN ranks last: output stays right with any selection.
+        votes = tl.where(votes >= 0, votes, 0.0)
+        tl.store(votes_ptr + heads_before * NUM_TILES * _CHUNKS + chunks, votes)
+    else:
+        top = tl.max(scores, axis=1)
+        shift = tl.where(top > float("-inf"), top, 0.0)
+        total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
+        tl.store(sums_ptr + tile * 2, top, mask=has_vote)
+        tl.store(sums_ptr + tile * 2 + 1, total, mask=has_vote)
 
 
 @triton.jit
@@ -300,7 +222,7 @@ def _select_chunks_kernel(
     head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
     row_ptr = table_ptr + row * row_stride
-    num_chunks = _has_choice(row_ptr)
+    num_chunks = _num_candidates(row_ptr)
     if num_chunks == 0:
         return
     wanted = tl.load(row_ptr + col.NUM_SELECTED) - 1

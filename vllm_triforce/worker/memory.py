@@ -2,8 +2,7 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_triforce.cache.pass_selection import num_vote_numbers
-from vllm_triforce.cache.summaries import SCALE_BYTES
+from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES

@@ -28,6 +28,7 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS = 2  # a round of levels 1 and 2
 DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
+# Not counted, but read off the code.
 PASS_SELECTION_KERNELS = 3  # a layer, within a round's graph
 SUMMARY_KERNELS = 5  # a proposal, for mean keys of chunks that became full
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
