@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver, jit
 
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.rows import RowLimits, Rows
@@ -72,7 +73,8 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     stage_blocks(cache, cache, tables, lens, block_size, counters)
     name(block_size, dtype, f"budget {budget}")
     max_selected, width = budget // block_size, (budget + 64) // block_size
-    rows = Rows(ROWS, LENGTH, GAMMA, VOCAB_SIZE, RowLimits(0, block_size, 0, 0, 0), device)
+    limits = RowLimits(0, block_size, RetrievalBudget(0, 0, 0), 0)
+    rows = Rows(ROWS, LENGTH, GAMMA, VOCAB_SIZE, limits, device)
     rows.num_rows = ROWS
     pool = cache[:1].expand(ROWS * width, -1, -1, -1)
     refill = PoolRefill([cache], [pool], 0, ROWS, (block_size * HEADS, 1), max_selected, counters)

@@ -17,6 +17,7 @@ from vllm_triforce import cli, selection
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
@@ -234,7 +235,7 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
         torch.device("cpu"),
         [block_summaries(layer) for layer in layers],
     )
-    engine = RetrievalCache(summaries, policy(), 8, 8, 3, refresh_interval)
+    engine = RetrievalCache(summaries, policy(), 8, RetrievalBudget(8, 8, 3), refresh_interval)
     lab = POLICIES[policy.name](sizes)
     masks = [[kept(layer, lab, head)[0] for head in range(2)] for layer in layers]
     for row in range(0, COUNT, tokens_per_pass):

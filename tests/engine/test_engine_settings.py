@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,10 +64,10 @@ def test_architecture(engines, tmp_path, name):
     assert dense == (2 if name in HYBRID else 0)
 
     cache = built(llm).speculator.level2.cache
-    budget, cache.budget_blocks = cache.budget_blocks, 2048 // 32
+    budget, cache.budget = cache.budget, replace(cache.budget, least=2048 // 32, most=2048 // 32)
     before = counters_of(llm)
     assert_same_outputs(stock, wanted, run(llm, prompts, params))
-    cache.budget_blocks = budget
+    cache.budget = budget
     counted = counters_of(llm).since(before)
     assert counted.num_level2_accepted == counted.num_level2_drafted > 50
 

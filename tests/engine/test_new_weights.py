@@ -3,6 +3,7 @@ the new weights wrote.
 """
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,9 +76,9 @@ def test_reloaded_weights(stock, llm, pair, other, prompts, weights_restored):
     assert any(a != b for a, b in zip(old, new)), "the weights change too little"
     assert counted(llm, prompts)[0] == new
     cache = built(llm).speculator.level2.cache
-    budget, cache.budget_blocks = cache.budget_blocks, 4096 // 32
+    budget, cache.budget = cache.budget, replace(cache.budget, least=4096 // 32, most=4096 // 32)
     tokens, covering = counted(llm, prompts)
-    cache.budget_blocks = budget
+    cache.budget = budget
     assert tokens == new
     assert covering["num_level2_accepted"] == covering["num_level2_drafted"] > 20
 

@@ -3,13 +3,14 @@
 import torch
 
 from tests.kernels.device import DEVICE
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits, SamplingParameters
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 VOCAB_SIZE = 100
-NO_LIMITS = RowLimits(0, 16, 0, 0, 0)
+NO_LIMITS = RowLimits(0, 16, RetrievalBudget(0, 0, 0), 0)
 
 
 def integers(values, dtype=torch.int32) -> torch.Tensor:

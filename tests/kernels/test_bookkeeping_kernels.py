@@ -6,6 +6,7 @@ import torch
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, counted, greedy_parameters, integers, new_counters
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.core.eligibility import max_proposal_len
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_table
@@ -57,9 +58,7 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     Args:
         table: columns that are other than ``TABLE``'s.
     """
-    limits = RowLimits(
-        min_context=0, block_size=BLOCK_SIZE, recent_blocks=4, max_selected=10, width=20
-    )
+    limits = RowLimits(0, BLOCK_SIZE, RetrievalBudget(least=14, most=14, recent=4), width=20)
     rows = Rows(5, 6, 2, VOCAB_SIZE, limits._replace(**changes), DEVICE)
     rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers([4, 0, 0, 1, 0]))
     rows.table[:, SlotColumn.KEPT_FULL].copy_(integers([6, 30, 0, 5, 0]))
@@ -161,7 +160,7 @@ def test_room_is_the_hosts(min_context):
     reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
     limits = computed + numbers(0, 20)
     most = numbers(1, NUM_TOKENS + 1)
-    bounds = RowLimits(min_context, BLOCK_SIZE, recent_blocks=2, max_selected=4, width=100)
+    bounds = RowLimits(min_context, BLOCK_SIZE, RetrievalBudget(6, 6, recent=2), width=100)
     rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
     states = list(range(NUM_ROWS))
     table = stack_columns(
@@ -193,6 +192,48 @@ def test_room_is_the_hosts(min_context):
     ]
     assert rows.room.tolist() == wanted
     assert 0 in wanted and NUM_TOKENS in wanted and len(set(wanted)) > 4
+
+
+@pytest.mark.parametrize("budget", [RetrievalBudget(6, 20, 2), RetrievalBudget(8, 8, 3)])
+def test_the_budget_is_the_hosts(budget):
+    """Of a context that is selected from now, and of one that was some blocks ago."""
+    before = [0, 60, 90, 159, 300]
+    contexts = [40, 61, 96, 161, 310]
+    refreshes = [Refresh.NEW_OWNER, Refresh.NOT_DUE, Refresh.DUE, Refresh.NOT_DUE, Refresh.DUE]
+    bounds = RowLimits(0, BLOCK_SIZE, budget, width=1000)
+    rows = Rows(5, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
+    tails = [max(0, count - budget.recent) for count in before]
+    rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers(tails))
+    rows.table[:, SlotColumn.KEPT_FULL].copy_(integers(before))
+    computed = [count * BLOCK_SIZE + 3 for count in contexts]
+    states = list(range(5))
+    table = {column: states for column in (RowColumn.BATCH_ROW, RowColumn.STATE, RowColumn.SLOT)}
+    table |= {
+        RowColumn.REFRESH: refreshes,
+        RowColumn.RESERVED: [n + 4 * BLOCK_SIZE for n in computed],
+        RowColumn.LIMIT: [10_000] * 5,
+        RowColumn.WINDOW_START: [0] * 5,
+        RowColumn.MAX_TOKENS: [NUM_TOKENS] * 5,
+        RowColumn.MAX_ROUNDS: [1] * 5,
+        RowColumn.ONE_HOT: [0] * 5,
+    }
+    rows.init(
+        torch.from_numpy(stack_columns(table)).to(DEVICE),
+        integers(computed),
+        integers([1] * 5),
+        integers([[0]] * 5, torch.int64),
+        greedy_parameters(5),
+    )
+    at_selection = [
+        old if refresh == Refresh.NOT_DUE else new
+        for old, new, refresh in zip(before, contexts, refreshes)
+    ]
+    wanted = [
+        min(max(0, count - budget.recent), budget.of(count) - budget.recent)
+        for count in at_selection
+    ]
+    assert rows.num_selected.tolist() == wanted
+    assert len(set(wanted)) >= (1 if budget.least == budget.most else 4)
 
 
 def tokens_of(rows: Rows, row: int) -> tuple[list[int], torch.Tensor]:

@@ -42,8 +42,7 @@ def world():
         prompt_lookup_max=3,
     )
     config = config.with_defaults(can_adapt=False).resolve(BLOCK)
-    selected = config.budget_blocks - config.recent_blocks
-    limits = RowLimits(0, BLOCK, config.recent_blocks, selected, config.table_width)
+    limits = RowLimits(0, BLOCK, config.budget, config.table_width)
     rows = Rows(4, 6, 2, VOCAB_SIZE, limits, DEVICE)
     queries = torch.zeros(NUM_LAYERS, 4, 2 * NUM_KV_HEADS, HEAD_DIM, device=DEVICE)
     attention = Attention()

@@ -6,13 +6,14 @@ import json
 import pytest
 
 from vllm_triforce.config import ResolvedConfig, TriForceConfig
+from vllm_triforce.config.budget import RetrievalBudget
 
 
 def test_defaults_resolve_on_usual_block_sizes():
     for block_size in (16, 32, 64, 128):
         config = TriForceConfig().resolve(block_size)
         assert config.block_size == block_size
-        assert config.retrieval_recent_tokens == 1024
+        assert config.retrieval_recent_tokens == 128
         assert config.min_context == 2 * config.retrieval_budget == 8192
 
 
@@ -163,7 +164,7 @@ def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
     "keys, block_size, budget, recent",
     [
         ({"retrieval_budget": 256}, 128, 384, 128),  # the CPU's default block
-        ({"retrieval_budget": 1000}, 128, 1024, 256),
+        ({"retrieval_budget": 1000}, 128, 1024, 128),
         ({"retrieval_budget": 1}, 32, 96, 32),
         ({"retrieval_budget": 512, "retrieval_recent_tokens": 384}, 128, 640, 384),
         ({}, 2048, 6144, 2048),
@@ -174,8 +175,19 @@ def test_a_budget_is_rounded_up_to_whole_blocks(keys, block_size, budget, recent
     config = TriForceConfig(**keys).resolve(block_size)
     assert (config.retrieval_budget, config.retrieval_recent_tokens) == (budget, recent)
     assert config.min_context == 2 * budget
-    assert config.budget_blocks * block_size == budget
-    assert config.recent_blocks * block_size == recent
+    blocks = budget // block_size
+    assert config.budget == RetrievalBudget(blocks, blocks, recent // block_size)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_by_default_the_budget_is_a_share_of_the_context(block_size):
+    config = TriForceConfig().resolve(block_size)
+    contexts = [100, 512, 4096, 4096 + 8 * block_size, 16384, 32768, 100_000]
+    budgets = [512, 512, 512, 512 + block_size, 2048, 4096, 4096]
+    assert [config.budget_of(context) for context in contexts] == budgets
+    assert config.retrieval_recent_tokens == 128
+    assert config.min_context == 8192
+    assert config.table_width * block_size > 4096
 
 
 def test_window_has_room_to_grow():

@@ -7,6 +7,7 @@ import torch
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.selection import POLICIES
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 16, 4, 64
@@ -32,7 +33,9 @@ def retrieval_cache(policy: str) -> RetrievalCache:
         torch.device("cpu"),
         [summaries_of(layer) for layer in range(LAYERS)],
     )
-    return RetrievalCache(summaries, policy, BLOCK, BUDGET, RECENT, refresh_interval=0)
+    return RetrievalCache(
+        summaries, policy, BLOCK, RetrievalBudget(BUDGET, BUDGET, RECENT), refresh_interval=0
+    )
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:

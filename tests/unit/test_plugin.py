@@ -398,7 +398,7 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     assert config.parallel_config.worker_cls.endswith("TriForceCPUWorker")
     ours = config.additional_config["triforce"]
     assert ours["draft_model"] == gqa_pair["draft"]
-    assert ours["retrieval_recent_tokens"] == 1024
+    assert ours["retrieval_recent_tokens"] == 128
     json.dumps(ours)
 
 
@@ -418,7 +418,11 @@ def logged(monkeypatch) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "keys, line",
     [
-        ({}, "reads 4096 tokens by selection 'retrieval'; level 1 drafts from prompt_lookup."),
+        (
+            {},
+            "reads 1/8 of the context, 512 to 4,096 tokens, by selection 'retrieval'; level 1 "
+            "drafts from prompt_lookup.",
+        ),
         (
             {"selection": "quest", "retrieval_budget": 512},
             "reads 512 tokens by selection 'quest'; level 1 drafts from prompt_lookup.",

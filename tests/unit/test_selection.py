@@ -15,6 +15,7 @@ from vllm_triforce.cache.key_layout import KeyLayout
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.selection import POLICIES, SelectionPolicy, Summary
@@ -145,7 +146,8 @@ def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interv
             for layer in range(layers)
         ],
     )
-    cache = RetrievalCache(summaries, RetrievalPolicy(), BLOCK, budget, recent, interval)
+    sizes = RetrievalBudget(budget, budget, recent)
+    cache = RetrievalCache(summaries, RetrievalPolicy(), BLOCK, sizes, interval)
     return cache, keys
 
 

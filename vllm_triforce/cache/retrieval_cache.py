@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.selection import SelectionPolicy, Summary
 
 
@@ -54,8 +55,6 @@ class RetrievalCache:
     """Selections of all speculating requests.
 
     Args:
-        budget_blocks: retrieval budget, which includes the first block and the recent ones.
-        recent_blocks: newest full blocks, which are always read.
         refresh_interval: full passes between two selections; 0 to select inside level 2's passes,
             each of which replaces the blocks of a ``Selection`` with ``candidates``.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
@@ -66,8 +65,7 @@ class RetrievalCache:
         summaries: ChunkSummaries,
         policy: SelectionPolicy,
         block_size: int,
-        budget_blocks: int,
-        recent_blocks: int,
+        budget: RetrievalBudget,
         refresh_interval: int,
         head_strides: tuple[int, int] | None = None,
     ) -> None:
@@ -75,8 +73,7 @@ class RetrievalCache:
         self.head_strides = head_strides or (summaries.num_kv_heads, 1)
         self.policy = policy
         self.block_size = block_size
-        self.budget_blocks = budget_blocks
-        self.recent_blocks = recent_blocks
+        self.budget = budget
         self.refresh_interval = refresh_interval
         self._requests: dict[str, _Request] = {}
         self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
@@ -138,13 +135,14 @@ class RetrievalCache:
         ids = torch.from_numpy(full_blocks.astype(np.int64)).to(self.summaries.device)
         num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         num_full = len(full_blocks)
-        if num_full <= self.budget_blocks:  # the whole context fits the budget
-            head = ids[: max(0, num_full - self.recent_blocks)]
+        recent, budget = self.budget.recent, self.budget.of(num_full)
+        if num_full <= budget:  # the whole context fits the budget
+            head = ids[: max(0, num_full - recent)]
             return Selection(head.expand(num_layers, num_kv_heads, -1), len(head))
         # The partly filled last block comes after these recent blocks, in the tail.
-        tail_start = num_full - self.recent_blocks
+        tail_start = num_full - recent
         candidates = ids[1:tail_start]
-        num_selected = self.budget_blocks - self.recent_blocks - 1
+        num_selected = budget - recent - 1
         summaries = self.summaries.gather(candidates)
         if self.refresh_interval == 0:
             blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)

@@ -84,7 +84,7 @@ class Keys:
         None,
         _PROPOSAL,
         "Requests with a shorter context decode plainly; 0 speculates on all. A given value is not "
-        "changed by the controller. Without the controller: twice `retrieval_budget`",
+        "changed by the controller. Without the controller: twice the largest `retrieval_budget`",
         unit="tokens",
         low=0,
         default_text="chosen",
@@ -94,7 +94,7 @@ class Keys:
         True,
         _PROPOSAL,
         "True if the controller chooses the three keys above, unless they are given, from measured "
-        "times and acceptance. `false` uses 6, 2 and twice the budget",
+        "times and acceptance. `false` uses 6, 2 and twice the largest budget",
         change="for runs that must not depend on timing",
     )
     levels: str = _key(
@@ -105,13 +105,14 @@ class Keys:
         change="for comparisons",
     )
     retrieval_budget: int = _key(
-        4096,
+        None,
         _LEVEL2,
         "KV cache that level 2 reads: the first chunk, retrieved chunks and recent tokens. Rounded "
-        "up to whole KV blocks (128 tokens on the CPU) and to room for one retrieved chunk, with a "
-        "line in the log",
+        "up to whole KV blocks (128 tokens on the CPU) and to room for one retrieved chunk; a given"
+        " value with a line in the log",
         unit="tokens",
         low=1,
+        default_text="an eighth of the context, at least 512 and at most 4,096",
         change="smaller for short contexts or cheap KV, larger if level 2's acceptance is low "
         "([rules](choosing.md#the-budget))",
     )
@@ -121,8 +122,8 @@ class Keys:
         "Newest tokens that level 2 always keeps, in whole chunks",
         unit="tokens",
         low=0,
-        default_text="a quarter of the budget",
-        change="an eighth, if the lab shows that more retrieval helps",
+        default_text="128, or a quarter of a smaller budget than 512",
+        change="rarely",
     )
     selection: str = _key(
         "retrieval",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
 from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
 from vllm_triforce.config.keys import (
     FIXED_GAMMA,
@@ -32,6 +33,9 @@ _MAX_NGRAM = 8
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
 _NEVER = 1 << 31
 
+# Limits of the retrieval budget where it is a share of the context, and recent tokens of any.
+_MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
+
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
 _PASS_KERNELS = ("retrieval",)
 # refresh_interval where level 2's passes cannot select.
@@ -44,6 +48,8 @@ class ResolvedConfig(Keys):
 
     block_size: int = dataclasses.field(kw_only=True)
     """Tokens in one of vLLM's KV blocks, which is a retrieval chunk."""
+    min_retrieval_budget: int = dataclasses.field(kw_only=True)
+    """``retrieval_budget`` is the budget of the longest contexts, this that of the shortest."""
 
     @property
     def uses_level2(self) -> bool:
@@ -69,14 +75,40 @@ class ResolvedConfig(Keys):
         return tuple(filter(None, self.draft_sources.split(",")))
 
     @property
-    def budget_blocks(self) -> int:
+    def budget(self) -> RetrievalBudget:
         """Blocks that level 2 reads: the first, the selected and the recent ones."""
-        return self.retrieval_budget // self.block_size
+        return RetrievalBudget(
+            self.min_retrieval_budget // self.block_size,
+            self.retrieval_budget // self.block_size,
+            self.retrieval_recent_tokens // self.block_size,
+        )
+
+    def budget_of(self, context: int) -> int:
+        """Return the tokens that level 2 reads of a context of ``context`` tokens."""
+        return self.budget.of(context // self.block_size) * self.block_size
 
     @property
-    def recent_blocks(self) -> int:
-        """Newest blocks that level 2 always reads."""
-        return self.retrieval_recent_tokens // self.block_size
+    def budget_text(self) -> str:
+        """The budget in words."""
+        least, most = self.min_retrieval_budget, self.retrieval_budget
+        if least == most:
+            return f"{most:,} tokens"
+        return f"1/{CONTEXT_SHARE} of the context, {least:,} to {most:,} tokens,"
+
+    @property
+    def max_selected_blocks(self) -> int:
+        """Maximum blocks of a request and KV head that level 2 reads before the recent ones."""
+        return self.budget.most - self.budget.recent
+
+    @property
+    def calibration_context(self) -> int:
+        """Tokens of context of the proposals that are measured at start-up: twice the budget.
+
+        A budget that depends on the context is measured at twice its least value.
+        """
+        if self.min_retrieval_budget == self.retrieval_budget:
+            return 2 * self.retrieval_budget
+        return 2 * CONTEXT_SHARE * self.min_retrieval_budget
 
     @property
     def selects_in_pass(self) -> bool:
@@ -92,7 +124,7 @@ class ResolvedConfig(Keys):
     def table_width(self) -> int:
         """Maximum blocks that level 2 reads of a request: the budget and the growth after it."""
         growth = self.max_growth + 2 * (self.num_speculative_tokens + 1) + self.gamma
-        return self.budget_blocks + -(-growth // self.block_size) + 2
+        return self.budget.most + -(-growth // self.block_size) + 2
 
 
 @dataclass(frozen=True)
@@ -120,6 +152,7 @@ class TriForceConfig(Keys):
             )
         if (
             self.retrieval_recent_tokens is not None
+            and self.retrieval_budget is not None
             and self.retrieval_recent_tokens >= self.retrieval_budget
         ):
             raise ValueError(
@@ -277,7 +310,7 @@ class TriForceConfig(Keys):
     def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
         """Fill in all other keys, and fit sizes to vLLM's KV block, which is a retrieval chunk.
 
-        The budget is rounded up to whole blocks.
+        Budgets are rounded up to whole blocks, and to room for one retrieved chunk.
 
         Args:
             block_size: tokens in one of vLLM's KV blocks.
@@ -286,36 +319,39 @@ class TriForceConfig(Keys):
         Raises:
             ValueError: a size does not fit; the message names one that does.
         """
-        budget = _round_up(self.retrieval_budget, block_size)
+        is_share = self.retrieval_budget is None
+        least = _round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
+        most = _round_up(_MAX_BUDGET, block_size) if is_share else least
         blocks = f"the KV block ({block_size} tokens)"
-        if is_exact and budget != self.retrieval_budget:
+        if is_exact and not is_share and least != self.retrieval_budget:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} must be a multiple of {blocks}; "
-                f"use {budget}"
+                f"use {least}"
             )
         recent = self.retrieval_recent_tokens
         if recent is None:
-            recent = max(block_size, budget // 4 // block_size * block_size)
+            recent = min(_MAX_RECENT, least // 4)
+            recent = max(block_size, recent // block_size * block_size)
         if recent % block_size:
             raise ValueError(
                 f"retrieval_recent_tokens={recent} must be a multiple of {blocks}; "
                 f"use {_round_up(recent, block_size)}"
             )
         min_budget = recent + 2 * block_size
-        if is_exact and budget < min_budget:
+        if is_exact and least < min_budget:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
                 f"one retrieved chunk and {recent} recent tokens, in chunks of {blocks}; "
                 f"use at least {min_budget}"
             )
-        budget = max(budget, min_budget)
+        least, most = max(least, min_budget), max(most, min_budget)
         config = self._with_lengths(can_adapt=False)
         min_context = _NEVER if self.is_plain else config.min_context
         if min_context is None:
-            min_context = 0 if "context" in config.adaptive_keys else 2 * budget
+            min_context = 0 if "context" in config.adaptive_keys else 2 * most
         values = {
             **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-            "retrieval_budget": budget,
+            "retrieval_budget": most,
             "retrieval_recent_tokens": recent,
             "min_context": min_context,
             # with_defaults() chose the sources, unless no level drafts.
@@ -324,7 +360,7 @@ class TriForceConfig(Keys):
             "max_speculating_seqs": config.max_speculating_seqs
             or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),
         }
-        return ResolvedConfig(**values, block_size=block_size)
+        return ResolvedConfig(**values, block_size=block_size, min_retrieval_budget=least)
 
 
 def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn, SlotColumn, StateColumn
+
+_SHARE = tl.constexpr(CONTEXT_SHARE)
 
 
 class RowLimits(NamedTuple):
@@ -17,8 +21,7 @@ class RowLimits(NamedTuple):
 
     min_context: int  # tokens
     block_size: int  # tokens
-    recent_blocks: int
-    max_selected: int  # blocks
+    budget: RetrievalBudget
     width: int  # blocks, of the sparse block tables
 
 
@@ -82,7 +85,16 @@ class Rows:
         # Contiguous, so that the copy to the host is a single one.
         self.outcomes = torch.zeros(max_rows, len(OutcomeColumn), dtype=torch.int32, device=device)
         self._limits = torch.tensor(
-            [*limits, vocab_size, num_speculative_tokens], dtype=torch.int32, device=device
+            [
+                limits.min_context,
+                limits.block_size,
+                *astuple(limits.budget),
+                limits.width,
+                vocab_size,
+                num_speculative_tokens,
+            ],
+            dtype=torch.int32,
+            device=device,
         )
 
     @contextmanager
@@ -142,17 +154,18 @@ def _init_rows_kernel(
     state_top_k_ptr,
     state_top_p_ptr,
     state_min_p_ptr,
-    limits_ptr,  # [7], RowLimits, vocab_size and num_speculative_tokens
+    limits_ptr,  # [8], RowLimits, vocab_size and num_speculative_tokens
 ):
     row, max_rows = tl.program_id(0), tl.num_programs(0)
     row_ptr = table_ptr + row * row_stride
     min_context = tl.load(limits_ptr)
     block_size = tl.load(limits_ptr + 1)
-    recent_blocks = tl.load(limits_ptr + 2)
-    max_selected = tl.load(limits_ptr + 3)
-    width = tl.load(limits_ptr + 4)
-    top_k = tl.load(limits_ptr + 5)
-    num_speculative_tokens = tl.load(limits_ptr + 6)
+    min_budget = tl.load(limits_ptr + 2)
+    max_budget = tl.load(limits_ptr + 3)
+    recent_blocks = tl.load(limits_ptr + 4)
+    width = tl.load(limits_ptr + 5)
+    top_k = tl.load(limits_ptr + 6)
+    num_speculative_tokens = tl.load(limits_ptr + 7)
     computed = 0
     room = 0
     rounds = 0
@@ -182,6 +195,7 @@ def _init_rows_kernel(
         tl.store(seed_ptr, tl.load(state_seeds_ptr + state))
         num_full = computed // block_size
         num_blocks = reserved // block_size
+        num_at_selection = num_full
         if refresh == col.UNUSED:
             tail = num_full
         elif refresh != col.NOT_DUE:
@@ -192,7 +206,10 @@ def _init_rows_kernel(
             tl.store(slot_ptr + col.KEPT_FULL, num_full)
         else:
             tail = tl.load(slot_ptr + col.KEPT_TAIL)
-        selected = tl.minimum(tail, max_selected)
+            num_at_selection = tl.load(slot_ptr + col.KEPT_FULL)
+        # RetrievalBudget.of()
+        budget = tl.minimum(tl.maximum(num_at_selection // _SHARE, min_budget), max_budget)
+        selected = tl.minimum(tail, tl.maximum(budget - recent_blocks, 0))
         rounds = tl.load(row_ptr + col.MAX_ROUNDS)
         room = tl.minimum(tl.load(row_ptr + col.MAX_TOKENS), reserved - computed)
         # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the

@@ -71,8 +71,7 @@ class BuiltSpeculator:
             summaries,
             policy,
             block_size=config.block_size,
-            budget_blocks=config.budget_blocks,
-            recent_blocks=config.recent_blocks,
+            budget=config.budget,
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )

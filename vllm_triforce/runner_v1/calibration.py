@@ -77,11 +77,11 @@ class Calibration:
         self._device = device
         scheduler = vllm_config.scheduler_config
         self._length = config.num_speculative_tokens
-        self._budget = config.retrieval_budget
         self._max_rows = min(scheduler.max_num_batched_tokens, 128)
         self._max_reqs = scheduler.max_num_seqs
         max_context = vllm_config.model_config.max_model_len - self._length - 2
         self._max_context = max(1, min(max_context, (num_blocks - 2) * min(block_sizes)))
+        self._context = min(config.calibration_context, self._max_context)
 
     def run(self) -> Measurements:
         """Measure all passes."""
@@ -186,8 +186,8 @@ class Calibration:
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
-        """Measure a pass of level 2 over a full budget, of which it selects a part."""
-        batch, proposal = self._batch(num_rows, min(2 * self._budget, self._max_context))
+        """Measure a pass of level 2 over a context that is larger than the budget."""
+        batch, proposal = self._batch(num_rows, self._context)
         level2, rows = self._speculator.level2, list(range(num_rows))
         level2.begin(batch)
         drafts = [[0] * (num_tokens - 1)] * num_rows
@@ -198,7 +198,7 @@ class Calibration:
 
     def _first_selection(self, repeats: int) -> float:
         """Measure a request's first selection, in seconds per token of context."""
-        context = min(2 * self._budget, self._max_context)
+        context = self._context
         batch, _ = self._batch(1, context)
         level2, (request_id,) = self._speculator.level2, batch.request_ids
 
@@ -217,7 +217,7 @@ class Calibration:
         Args:
             pass_seconds: seconds of a pass of one token.
         """
-        batch, proposal = self._batch(1, min(self._budget, self._max_context))
+        batch, proposal = self._batch(1, self._context)
         (request_id,) = batch.request_ids
         num_tokens = model.num_uncached_tokens(request_id, len(batch.token_ids[0]))
 
@@ -231,7 +231,7 @@ class Calibration:
 
     def _draft(self, model: DraftSource, num_rows: int, repeats: int, num_passes: int = 4) -> float:
         """Measure a pass of the draft."""
-        batch, proposal = self._batch(num_rows, min(self._budget, self._max_context))
+        batch, proposal = self._batch(num_rows, self._context)
         run = partial(self._run_draft, model, batch, proposal, num_passes)
         seconds = self._timed(run, repeats) / num_passes
         for request_id in batch.request_ids:

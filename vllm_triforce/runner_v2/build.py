@@ -70,8 +70,7 @@ class SpeculatorBuild:
         limits = RowLimits(
             config.min_context,
             config.block_size,
-            config.recent_blocks,
-            config.budget_blocks - config.recent_blocks,
+            config.budget,
             config.table_width,
         )
         num_tokens = config.num_speculative_tokens

@@ -135,7 +135,7 @@ class CalibrationV2:
 
     def __post_init__(self) -> None:
         self._device = self.batches.device
-        self._context = min(2 * self.config.retrieval_budget, self.max_context)
+        self._context = min(self.config.calibration_context, self.max_context)
 
     def warm_up(self) -> None:
         """Run every kind of proposal once, so that no request waits for a compiler.
@@ -239,7 +239,7 @@ class CalibrationV2:
     def _measure_first_selection(self) -> float:
         """Measure a new request's selection, per token of context."""
         long_len = self.max_context
-        short_len = min(self.config.retrieval_budget, long_len // 2)
+        short_len = min(self.config.min_retrieval_budget, long_len // 2)
         short_s, long_s = (
             self._min_seconds(partial(self._propose, LEVELS, 1, n, _FEW_ROUNDS, True))
             for n in (short_len, long_len)

@@ -49,8 +49,7 @@ class SelectionsV2:
         num_layers, _, num_heads, head_dim = queries.shape
         device = queries.device
         self.block_size = config.block_size
-        self.recent_blocks = config.recent_blocks
-        self.max_selected = config.budget_blocks - self.recent_blocks
+        self.max_selected = config.max_selected_blocks
         self._refresh_interval = config.refresh_interval
         self._policy = POLICIES[config.policy]()
         self._attention = attention

@@ -230,11 +230,12 @@ def _finish_config(vllm_config, config: TriForceConfig):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
     block_size = _block_size(vllm_config.cache_config)
     resolved = config.resolve(block_size)
-    if resolved.retrieval_budget != config.retrieval_budget and not config.is_plain:
+    given = config.retrieval_budget
+    if given not in (None, resolved.retrieval_budget) and not config.is_plain:
         logger.warning(
             "retrieval_budget=%d does not fit vLLM's KV block of %d tokens: it is %d. A smaller "
             "--block-size allows smaller budgets.",
-            config.retrieval_budget,
+            given,
             block_size,
             resolved.retrieval_budget,
         )
@@ -256,8 +257,8 @@ def _finish_config(vllm_config, config: TriForceConfig):
     if resolved.uses_level2:
         drafts_alone = resolved.levels == "2,3"
         logger.info(
-            "TriForce's level 2 reads %d tokens by selection '%s'; level 1 %s.",
-            resolved.retrieval_budget,
+            "TriForce's level 2 reads %s by selection '%s'; level 1 %s.",
+            resolved.budget_text,
             resolved.selection,
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )

@@ -33,7 +33,7 @@ def buffer_bytes(
     window_blocks = -(-config.window_tokens // config.block_size)
     window_bytes_per_number = 2 * seqs * window_blocks * config.block_size * cache_itemsize
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
-    selected = config.budget_blocks - config.recent_blocks
+    selected = config.max_selected_blocks
     num_heads, pass_numbers = first.num_heads, 0
     if config.selects_in_pass:
         selected = query_reqs = 0

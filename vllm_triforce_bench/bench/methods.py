@@ -83,7 +83,7 @@ class Variant:
     """A method at one retrieval budget; one engine for each dtype.
 
     Args:
-        budget: ``retrieval_budget`` in tokens; None for methods without.
+        budget: ``retrieval_budget`` in tokens; None for the default, and for other methods.
         keys: the whole ``speculative_config``; None for stock vLLM.
     """
 
@@ -125,7 +125,7 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def variants(
-    names: list[str], budgets: list[int], draft: str | None, user_keys: Mapping[str, dict]
+    names: list[str], budgets: list[int | None], draft: str | None, user_keys: Mapping[str, dict]
 ) -> list[Variant]:
     """List the engines of a dtype: one for each method, and for TriForce one for each budget.
 
@@ -148,9 +148,10 @@ def variants(
             keys = {**method.keys, **user_keys.get(method.name or "", {})}
             label = method.title
             if is_triforce:
-                keys["retrieval_budget"] = budget
+                if budget is not None:
+                    keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
-                label += f", budget {budget}" if len(budgets) > 1 else ""
+                label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
             if draft and (is_triforce or method.needs_draft):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))

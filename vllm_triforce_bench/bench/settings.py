@@ -119,6 +119,11 @@ def num_tokens(low: float = -math.inf) -> Callable[[str], int]:
     return at_least(low, parse)
 
 
+def budget(text: str) -> int | None:
+    """Parse a ``retrieval_budget``; None for TriForce's default."""
+    return None if text == "default" else num_tokens(1)(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

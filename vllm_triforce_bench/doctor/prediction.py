@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from vllm_triforce.config import read_config
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -37,11 +38,13 @@ def predict(
         predictor = _predictor(vllm_config, layers, machine, say)
     except ValueError as error:
         return {"not_predicted": str(error)}
-    keys = vllm_config.additional_config[METHOD]
+    config, _ = read_config(vllm_config)
     sources = (DRAFT, LOOKUP) if predictor.draft else (LOOKUP,)
-    among = settings(keys["retrieval_budget"], sources)
+    by_context = {
+        context: settings(config.budget_of(context), sources) for context in _contexts(vllm_config)
+    }
     cells = [
-        _cell(predictor, among, batch, acceptance, _contexts(vllm_config))
+        _cell(predictor, by_context, batch, acceptance)
         for batch in _BATCHES
         if batch <= vllm_config.scheduler_config.max_num_seqs
         for acceptance in acceptances
@@ -107,9 +110,11 @@ def _contexts(vllm_config) -> list[int]:
     return [*contexts, longest]
 
 
-def _cell(predictor: Predictor, among, batch: int, acceptance: Acceptance, contexts) -> dict:
+def _cell(
+    predictor: Predictor, settings_by_context: dict, batch: int, acceptance: Acceptance
+) -> dict:
     by_context, pays_from = [], None
-    for context in contexts:
+    for context, among in settings_by_context.items():
         if not predictor.fits(context, batch):
             break
         best = predictor.best(among, context, batch, acceptance)

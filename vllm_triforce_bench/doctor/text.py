@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce_bench.doctor.installation import LIBRARIES
 
 _GIB = 2**30
@@ -80,9 +81,9 @@ def _engine(results: dict[str, Any]) -> Iterator[str]:
 def _speculation(results: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
     draft = results["draft"] or "no draft model"
     yield _line("level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})")
-    budget, block = settings["retrieval_budget"], settings["block_size"]
-    policy = settings["selection"]
-    yield _line("level 2", f"{policy}, {budget:,} tokens in chunks of {block}")
+    policy, block = settings["selection"], settings["block_size"]
+    budget = ResolvedConfig.from_dict(settings).budget_text
+    yield _line("level 2", f"{policy}, {budget} in chunks of {block}")
     lengths = []
     for name, choice in _LENGTHS.items():
         if choice not in results["chosen_while_running"]:

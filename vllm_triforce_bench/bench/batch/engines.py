@@ -149,7 +149,7 @@ def start(
 def _check_budget(variant: Variant, vllm_config) -> None:
     """Raise BadInput if TriForce rounded the budget up to vLLM's KV block."""
     budget = vllm_config.additional_config[METHOD]["retrieval_budget"]
-    if budget != variant.budget:
+    if variant.budget not in (None, budget):
         raise BadInput(
             f"--budgets: {variant.budget} does not fit vLLM's KV block of "
             f"{vllm_config.cache_config.block_size} tokens; use {budget}, or a smaller block "

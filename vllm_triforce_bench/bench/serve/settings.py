@@ -139,7 +139,7 @@ class ServeSettings(Settings):
     warmup: int | None
     contests: list[Contest]
     others: dict[str, str]
-    budget: int
+    budget: int | None
     dtype: str
     triforce_keys: dict[str, Any]
     max_num_seqs: int

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.trace import LayerTrace
 
 
@@ -17,7 +18,7 @@ class Sizes:
     Args:
         budget: tokens read, the first chunk and the recent ones included.
         chunk_size: tokens that are kept or dropped together; unused by policies by token.
-        recent_tokens: newest tokens, always kept; None is level 2's default, about a quarter.
+        recent_tokens: newest tokens, always kept; None is level 2's default.
         refresh_interval: full passes between two selections, as at level 2; 0 to select for each
             token with its own query.
         tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
@@ -31,7 +32,7 @@ class Sizes:
     recent_tokens: int | None = None
     refresh_interval: int = 0
     tokens_per_pass: int = 7
-    recent_chunks: int = field(init=False)
+    retrieval_budget: RetrievalBudget = field(init=False)
 
     def __post_init__(self) -> None:
         if self.tokens_per_pass < 1:
@@ -44,11 +45,7 @@ class Sizes:
             refresh_interval=self.refresh_interval,
         ).resolve(self.chunk_size, is_exact=True)
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
-        object.__setattr__(self, "recent_chunks", config.recent_blocks)
-
-    @property
-    def budget_chunks(self) -> int:
-        return self.budget // self.chunk_size
+        object.__setattr__(self, "retrieval_budget", config.budget)
 
 
 class LabPolicy(ABC):

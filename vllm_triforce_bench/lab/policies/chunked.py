@@ -68,8 +68,7 @@ class ChunkedPolicy(LabPolicy):
             summaries,
             policy,
             size,
-            self.sizes.budget_chunks,
-            self.sizes.recent_chunks,
+            self.sizes.retrieval_budget,
             self.sizes.refresh_interval,
         )
 
