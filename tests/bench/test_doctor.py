@@ -90,8 +90,8 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
     memory = found["memory"]
     assert memory["kv_bytes_per_token"] == 3 * 2 * 2 * 32 * 4
     assert memory["weight_bytes"] == pytest.approx(weights, rel=0.02)
-    # A mean key for each block of 128 tokens, whose keys and values are 256.
-    assert memory["triforce_share_of_kv"] == pytest.approx(1 / 256)
+    # A mean key for each block of 32 tokens, whose keys and values are 64.
+    assert memory["triforce_share_of_kv"] == pytest.approx(1 / 64)
 
 
 def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
@@ -106,7 +106,7 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
     prediction = found["prediction"]
     assert prediction["machine"] == "H200"
     assert [cell["batch"] for cell in prediction["cells"]] == [1, 4]
-    predictor = Predictor(MACHINES["H200"], like, None, chunk=128)
+    predictor = Predictor(MACHINES["H200"], like, None, chunk=32)
     among = settings(4096, (LOOKUP,))
     for cell in prediction["cells"]:
         last = cell["contexts"][-1]

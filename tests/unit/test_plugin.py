@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -393,7 +392,7 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     assert stock.draft_sample_method == "probabilistic"
     # Not the draft's 1,024: its window has positions of its own.
     assert stock.draft_model_config.max_model_len == 8192
-    assert config.cache_config.block_size == 128  # as without TriForce
+    assert config.cache_config.block_size == 32
     assert config.num_lookahead_tokens == 5
     assert config.parallel_config.worker_cls.endswith("TriForceCPUWorker")
     ours = config.additional_config["triforce"]
@@ -475,7 +474,7 @@ def test_with_adapters_proposals_are_as_long_as_vllm_lets_them_be(gqa_pair, sett
 
 @pytest.mark.parametrize("given, used", [(256, 384), (1000, 1024), (1024, 1024)])
 def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, logged, given, used):
-    config = engine_config(gqa_pair["target"], triforce(retrieval_budget=given))
+    config = engine_config(gqa_pair["target"], triforce(retrieval_budget=given), block_size=128)
     assert config.additional_config["triforce"]["retrieval_budget"] == used
     warnings = [text for level, text in logged if level == "warning"]
     assert len(warnings) == (given != used)
@@ -487,17 +486,6 @@ def test_block_size_that_the_user_chose_is_kept(gqa_pair):
     config = engine_config(gqa_pair["target"], triforce(), block_size=64)
     assert config.cache_config.block_size == 64
     assert config.additional_config["triforce"]["block_size"] == 64
-
-
-@pytest.mark.parametrize(
-    "size, is_chosen, used", [(16, False, 128), (128, False, 128), (64, True, 64)]
-)
-def test_a_block_size_that_vllm_would_choose_later_is_chosen_now(size, is_chosen, used):
-    from vllm_triforce.vllm_patches.engine_args import _block_size
-
-    # As vLLM 0.33 leaves it until the model is loaded.
-    cache_config = SimpleNamespace(block_size=size, user_specified_block_size=is_chosen)
-    assert _block_size(cache_config) == cache_config.block_size == used
 
 
 def test_engine_args_can_be_used_twice(gqa_pair):

@@ -108,8 +108,8 @@ class Keys:
         None,
         _LEVEL2,
         "KV cache that level 2 reads: the first chunk, retrieved chunks and recent tokens. Rounded "
-        "up to whole KV blocks (128 tokens on the CPU) and to room for one retrieved chunk; a given"
-        " value with a line in the log",
+        "up to whole KV blocks (`--block-size`, by default 32 tokens on the CPU) and to room for "
+        "one retrieved chunk; a given value with a line in the log",
         unit="tokens",
         low=1,
         default_text="an eighth of the context, at least 512 and at most 4,096",

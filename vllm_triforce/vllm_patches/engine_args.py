@@ -26,6 +26,10 @@ from vllm_triforce.vllm_patches.stock_behavior import mark
 
 logger = init_logger("vllm.triforce")
 
+# Smallest block of vLLM's faster CPU kernels. Its default, 128, makes coarse retrieval chunks: on
+# SmolLM2 twice as many of level 2's tokens are rejected (docs/results.md).
+_CPU_BLOCK_SIZE = 32
+
 # Keys of a stock SpeculativeConfig about loading the draft, passed on unchanged.
 _DRAFT_KEYS = (
     "quantization",
@@ -115,7 +119,7 @@ def _wrap_create_engine_config(original):
         if not uses_triforce(self):
             return original(self, *args, **kwargs)
         names = [name for name, _ in FLAGS.values()]
-        replaced = ("speculative_config", "additional_config", *names)
+        replaced = ("speculative_config", "additional_config", "block_size", *names)
         saved = {name: getattr(self, name) for name in replaced}
         with name_flags_in_refusals(self):
             try:
@@ -142,6 +146,8 @@ def _prepare_args(engine_args) -> TriForceConfig:
     checks.check_selection(config)
     if draft.get("model"):
         _read_draft_config(draft, engine_args.trust_remote_code)
+    if checks.is_cpu() and engine_args.block_size is None:
+        engine_args.block_size = _CPU_BLOCK_SIZE
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
@@ -211,24 +217,9 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     }
 
 
-# vLLM's default KV block on the CPU, in tokens.
-_CPU_BLOCK_SIZE = 128
-
-
-def _block_size(cache_config) -> int:
-    """Return the KV block size, choosing the CPU's default now.
-
-    TriForce's sizes are whole blocks. vLLM 0.33 chooses the size after loading the model, vLLM 0.32
-    before.
-    """
-    if checks.is_cpu() and not cache_config.user_specified_block_size:
-        cache_config.block_size = _CPU_BLOCK_SIZE
-    return cache_config.block_size
-
-
 def _finish_config(vllm_config, config: TriForceConfig):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
-    block_size = _block_size(vllm_config.cache_config)
+    block_size = vllm_config.cache_config.block_size
     resolved = config.resolve(block_size)
     given = config.retrieval_budget
     if given not in (None, resolved.retrieval_budget) and not config.is_plain:
