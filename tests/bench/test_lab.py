@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_a
 from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies import H2O, POLICIES, LabPolicy, Sizes
+from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.target import Target
 from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
 
@@ -95,6 +97,29 @@ def test_a_greedy_replay_is_the_models_own_continuation(gqa):
         out = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
     trace = target.record(prompt, 12)
     assert trace.replayed == out[0, 90:].tolist()
+
+
+def test_a_sampled_replay_follows_the_models_distribution(gqa, tmp_path):
+    from vllm_triforce_bench.lab.measure import _draw
+
+    target, _ = gqa
+    keys = dict(model="m", text=(), output=tmp_path, temperature=1.3, top_p=0.9, replay="sample")
+    settings = LabSettings(**keys, experiments=("budget",))
+    logits = 2 * torch.randn(30, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.tensor([_draw(settings, generator, logits) for _ in range(4000)])
+    shares = torch.bincount(drawn, minlength=30) / 4000
+    wanted = next_token_probs(logits[None], 1.3, 0.9)[0]
+    assert bool((shares[wanted == 0] == 0).all())
+    torch.testing.assert_close(shares, wanted, atol=0.03, rtol=0)
+    greedy = dataclasses.replace(settings, replay="greedy")
+    assert _draw(greedy, generator, logits) == int(logits.argmax())
+
+    def replayed(seed: int) -> list[int]:
+        draw = partial(_draw, settings, torch.Generator().manual_seed(seed))
+        return target.record(tokens(90), 12, draw=draw).replayed
+
+    assert replayed(0) == replayed(0) != replayed(1)
 
 
 def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):

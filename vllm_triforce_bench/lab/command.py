@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm_triforce_bench.lab.needle import PRESETS, NeedleText
 from vllm_triforce_bench.lab.policies import POLICIES
-from vllm_triforce_bench.lab.settings import DTYPES, EXPERIMENTS, LabSettings
+from vllm_triforce_bench.lab.settings import DTYPES, EXPERIMENTS, REPLAYS, LabSettings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LabSettings)}
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("refresh_interval", int, "full passes between two selections, but for that experiment")
     add("refresh_intervals", int, "full passes between two selections, in the refresh experiment")
     add("tokens_per_pass", int, "tokens that a full pass moves on by")
-    add("replay", str, "replay the text's own tokens or the target's", choices=("text", "greedy"))
+    add("replay", str, "replay the text's own tokens, or the target's", choices=REPLAYS)
     add("replay_tokens", int, "tokens replayed in each stretch")
     add("stretches", int, "stretches of text")
     add("temperature", float, "of the acceptance; 0 is greedy")

@@ -22,7 +22,7 @@ class Context:
     """One recording and its replays.
 
     Args:
-        replayed: tokens that follow the prompt, or the number of greedy ones to generate.
+        replayed: tokens that follow the prompt, or the number of the target's own.
         answer: answer to a planted needle's question.
     """
 
@@ -91,7 +91,7 @@ class Texts:
         ids, end = self._end(stretch)
         prompt = [*self.prefix, *ids[end - length + len(self.prefix) : end]]
         count = self.settings.replay_tokens
-        replayed = count if self.settings.replay == "greedy" else list(ids[end : end + count])
+        replayed = list(ids[end : end + count]) if self.settings.replay == "text" else count
         return Context(prompt, replayed, replays, stretch)
 
     def _needles(self, text: NeedleText) -> Iterator[Context]:

@@ -1,6 +1,7 @@
 """Record every context once, replay it by every policy, and compare next-token distributions."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -37,7 +38,8 @@ def measure_context(
         done += tokens
 
     with_mass = any(POLICIES[replay.policy].needs_mass for replay in context.replays)
-    trace = target.record(context.prompt, context.replayed, with_mass, recorded)
+    draw = partial(_draw, settings, torch.Generator().manual_seed(settings.seed + context.stretch))
+    trace = target.record(context.prompt, context.replayed, with_mass, recorded, draw)
     pairs = len(trace.replayed) * trace.start
     full_logits, _ = target.replay(trace, None)
     full = next_token_probs(full_logits, settings.temperature, settings.top_p)
@@ -70,6 +72,13 @@ def measure_context(
             replayed_tokens=len(trace.replayed),
             **measured[key],
         )
+
+
+def _draw(settings: LabSettings, generator: torch.Generator, logits: torch.Tensor) -> int:
+    """Draw the next token from logits [vocab_size], the most probable one for a greedy replay."""
+    temperature = settings.temperature if settings.replay == "sample" else 0.0
+    probs = next_token_probs(logits[None], temperature, settings.top_p)[0]
+    return int(torch.multinomial(probs.cpu(), 1, generator=generator))
 
 
 def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) -> dict:

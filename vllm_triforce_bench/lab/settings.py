@@ -9,6 +9,7 @@ from vllm_triforce_bench.lab.needle import NeedleText
 from vllm_triforce_bench.lab.policies import POLICIES, Sizes
 
 EXPERIMENTS = ("budget", "depth", "chunk", "recent", "refresh", "needle")
+REPLAYS = ("text", "greedy", "sample")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -50,7 +51,7 @@ class LabSettings:
         self._check_choice("experiments", EXPERIMENTS)
         self._check_choice("policies", tuple(POLICIES))
         self._check_policies()
-        self._check_choice("replay", ("text", "greedy"))
+        self._check_choice("replay", REPLAYS)
         self._check_choice("dtype", DTYPES)
         for name in ("context", "replay_tokens", "stretches", "needle_repeats"):
             self._check_at_least(name, 1)

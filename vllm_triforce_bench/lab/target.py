@@ -76,11 +76,13 @@ class Target:
         replayed: Sequence[int] | int,
         with_mass: bool = False,
         advance: Callable[[int], None] = lambda tokens: None,
+        draw: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> Trace:
         """Run a full pass over the prompt and the replayed tokens.
 
         Args:
-            replayed: tokens that follow the prompt, or the number of greedy ones to generate.
+            replayed: tokens that follow the prompt, or their number: then ``draw`` chooses each
+                from logits [vocab_size].
             advance: takes the number of tokens done, for a progress bar.
 
         Raises:
@@ -101,7 +103,7 @@ class Target:
             if isinstance(replayed, int):
                 tokens: list[int] = []
                 while len(tokens) < count:
-                    tokens.append(int(logits[-1].argmax()))
+                    tokens.append(draw(logits[-1]))
                     logits = self._feed(recording, tokens[-1:])
             else:
                 tokens = list(replayed)
