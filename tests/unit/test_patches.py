@@ -239,7 +239,7 @@ BY_HAND = {
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
-    "runner_v2/request_flags.py": {
+    "runner_v2/rejection.py": {
         "sampler.__dict__",
         "sampler.draft_logits",
         "sampler.supports_logprob_token_ids",
