@@ -53,7 +53,6 @@ WORKERS: list[Surface] = [
     has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/runner_v1/calibration.py"),
     calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/runner_v1/calibration.py"),
     derives(CPU_WORKER, "CPUWorker", "Worker", "vllm_triforce/worker/cpu.py"),
-    has(WORKER, "Worker", "_make_model_runner", "vllm_triforce/worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
     has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", MIXIN),
     # The runner is there when init_device() returns, before any weights.

@@ -92,6 +92,12 @@ def test_ledger_is_current():
         assert path.name in ledger
 
 
+def test_tables_of_keys_and_metrics_are_current():
+    from tools.docs_tables import stale
+
+    assert not stale(), "run python tools/docs_tables.py"
+
+
 def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     host = ModuleType("a_host")
 
