@@ -51,6 +51,8 @@ def _default(field: Any, key: Any) -> str:
 def _unit(key: Any) -> str:
     if key.high is not None:
         return f"{key.unit}, {key.low} to {key.high}"
+    if key.low is not None and key.low >= 1:  # that a number is not negative goes without saying
+        return f"{key.unit}, at least {key.low}"
     return key.unit
 
 

@@ -10,7 +10,7 @@ MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
 CACHE = "vllm_triforce/core/draft_cache.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
 OURS2 = "vllm_triforce/runner_v2/speculator.py"
-OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/speculator.py"
+OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/reports.py"
 BATCH2 = "vllm_triforce/runner_v2/batch.py"
 GRAPHS = "vllm_triforce/runner_v2/passes.py"
 OFFLOAD = "vllm_triforce/offload/cache.py"
@@ -18,6 +18,7 @@ WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
 FACTS = "vllm_triforce/runner_v2/request_flags.py"
+REJECTION2 = "vllm_triforce/runner_v2/rejection.py"
 ADAPTERS2 = "vllm_triforce/runner_v2/adapters.py"
 LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
 SHAPING = "vllm_triforce/runner_v2/logits_processing.py"
@@ -52,7 +53,6 @@ WORKERS: list[Surface] = [
     has("distributed/parallel_state.py", "GroupCoordinator", "world_size", "vllm_triforce/runner_v1/calibration.py"),
     calls("distributed/parallel_state.py", "GroupCoordinator.broadcast_object", "obj, src=", "vllm_triforce/runner_v1/calibration.py"),
     derives(CPU_WORKER, "CPUWorker", "Worker", "vllm_triforce/worker/cpu.py"),
-    has(WORKER, "Worker", "_make_model_runner", "vllm_triforce/worker/gpu.py"),
     has(WORKER, "Worker", "model_runner use_v2_model_runner device", MIXIN),
     has("v1/worker/worker_base.py", "WorkerBase", "vllm_config", MIXIN),
     # The runner is there when init_device() returns, before any weights.
@@ -160,22 +160,24 @@ RUNNER_V2: list[Surface] = [
     has("config/lora.py", "LoRAConfig", "max_loras", ADAPTERS2),
     has("v1/core/sched/output.py", "SchedulerOutput", "scheduled_spec_decode_tokens", V2),
     # What is heard of each request, and its named log-probabilities beside drafts.
-    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors logprob_token_ids_state logprobs_mode", FACTS),
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logits_processors", FACTS),
+    has("v1/worker/gpu/sample/sampler.py", "Sampler", "logprob_token_ids_state logprobs_mode", REJECTION2),
     does("v1/worker/gpu/sample/sampler.py", "Sampler.add_request", "processor.add_request(", FACTS),
     overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.add_request", "self, req_idx, sampling_params", FACTS),
     overrides("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor.apply", "self, logits, ctx", FACTS),
-    has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder max_num_reqs", FACTS),
-    overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", FACTS),
+    has(RUNNER2, "GPUModelRunner", "max_num_reqs", FACTS),
+    has(RUNNER2, "GPUModelRunner", "rejection_sampler batch_sharder", REJECTION2),
+    overrides(REJECT2, "RejectionSampler._verify", "self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled", REJECTION2),
     # Its two calls, made by us with slots in the place of states.
-    does(REJECT2, "RejectionSampler._verify", "self.sampler.apply_sampling_params( < rejection_sample(", FACTS),
-    calls(REJECT2.replace("sampler.py", "sampler_utils.py"), "rejection_sample", "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, num_speculative_steps, synthetic_conditional_rates, use_fp64=, use_block_verification=", FACTS),
-    calls("v1/worker/gpu/sample/sampler.py", "Sampler.apply_sampling_params", "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np", FACTS),
-    has(REJECT2, "RejectionSampler", "sampler num_speculative_steps synthetic_conditional_rates use_block_verification", FACTS),
-    overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", FACTS),
+    does(REJECT2, "RejectionSampler._verify", "self.sampler.apply_sampling_params( < rejection_sample(", REJECTION2),
+    calls(REJECT2.replace("sampler.py", "sampler_utils.py"), "rejection_sample", "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, temperature, seed, num_speculative_steps, synthetic_conditional_rates, use_fp64=, use_block_verification=", REJECTION2),
+    calls("v1/worker/gpu/sample/sampler.py", "Sampler.apply_sampling_params", "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np", REJECTION2),
+    has(REJECT2, "RejectionSampler", "sampler num_speculative_steps synthetic_conditional_rates use_block_verification", REJECTION2),
+    overrides(REJECT2, "RejectionSampler._get_logprobs_tensors", "self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs", REJECTION2),
     has(REJECT2, "RejectionSampler", "use_block_verification", "vllm_triforce/config/checks.py"),
-    does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", FACTS),
-    calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", FACTS),
-    has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", FACTS),
+    does(REJECT2, "RejectionSampler._verify_in_chunks", "self._verify( < self._get_logprobs_tensors(", REJECTION2),
+    calls("v1/worker/gpu/sample/logprob.py", "compute_topk_scores", "logits, num_logprobs, sampled_token_ids, cu_num_logits, logprob_token_ids_state=, expanded_idx_mapping=, max_per_req_token_ids=, logits_mode=", REJECTION2),
+    has("v1/worker/gpu/sample/logprob.py", "LogprobTokenIdsState", "max_num_token_ids", REJECTION2),
     has("sampling_params.py", "SamplingParams", "structured_outputs logprob_token_ids allowed_token_ids", FACTS),
     # What the draft levels' logits are shaped by: the sampler's states, whose order the file checks.
     has("v1/worker/gpu/states.py", "RequestState", "prompt_len all_token_ids", SHAPING),
@@ -263,7 +265,7 @@ RUNNER_V2: list[Surface] = [
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
     calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/runner_v2/levels.py"),
-    calls("v1/worker/gpu/attn_utils.py", "get_varlen_cudagraph_unsupported_backend", "attn_groups, vllm_config, max_query_len, checked_layer_names=", "vllm_triforce/worker/gpu.py"),
+    calls("v1/worker/gpu/attn_utils.py", "get_varlen_cudagraph_unsupported_backend", "attn_groups, vllm_config, max_query_len, checked_layer_names=", "vllm_triforce/runner_v2/decode_graphs.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "_init_candidates", "vllm_triforce/runner_v2/decode_graphs.py"),
     calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", "vllm_triforce/runner_v2/decode_graphs.py"),
     derives("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", "CudaGraphManager", "vllm_triforce/runner_v2/decode_graphs.py"),

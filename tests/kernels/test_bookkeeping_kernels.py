@@ -7,7 +7,6 @@ from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, counted, greedy_parameters, integers, new_counters
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.core.eligibility import max_proposal_len
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_table
 from vllm_triforce.kernels.distributions import SamplingParameters
@@ -34,6 +33,7 @@ from vllm_triforce.kernels.row_table import (
 )
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
+from vllm_triforce.runner_v1.batch import room_for_proposal
 
 BLOCK_SIZE = 16
 TABLE = {
@@ -185,7 +185,7 @@ def test_room_is_the_hosts(min_context):
         greedy_parameters(NUM_ROWS),
     )
     wanted = [
-        max(0, max_proposal_len(n, asked, r, limit, min_context))
+        max(0, room_for_proposal(n, asked, r, limit, min_context))
         for n, asked, r, limit in zip(
             computed.tolist(), most.tolist(), reserved.tolist(), limits.tolist()
         )

@@ -1,4 +1,4 @@
-"""Proposals on the device: straight from level 1, cut by a grammar, and in vLLM's outer test.
+"""Proposals on the device: straight from level 1, cut by a grammar, and in level 3's test.
 
 Power of the test of cut proposals: with q exported as level 2's distribution the first token's
 share is 0.65 and not 0.5; 3 deviations of 250 requests are 0.095. The draws are seeded."""
@@ -13,7 +13,7 @@ from vllm_triforce.kernels.proposals import (
     DraftLogits,
     export_distributions,
     extend_proposals,
-    outer_test_rows,
+    level3_test_rows,
 )
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -188,7 +188,7 @@ def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
     expected = outcome(
         stock, integers(tested), integers(states.tolist()), owners, places, temperature, seeds
     )
-    rows = outer_test_rows(handed_up, owners, places, integers(tokens), temperature, seeds)
+    rows = level3_test_rows(handed_up, owners, places, integers(tokens), temperature, seeds)
     found = outcome(
         handed_up.logits,
         rows.draft_tokens,

@@ -228,7 +228,7 @@ class _Inside:
             exact = levels.export_distributions
 
             def sharpened(handed_up, rows, target, *rest):
-                exact(handed_up, rows, target * 5, *rest)
+                exact(handed_up, rows, None if target is None else target * 5, *rest)
 
             with replaced(levels, "export_distributions", sharpened):
                 yield {}

@@ -10,8 +10,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.routes import LEVELS
-from vllm_triforce.core.eligibility import decodes_plainly, max_proposal_len
+from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.core.plan import RequestPlan, plan_of
+from vllm_triforce.runner_v1.batch import room_for_proposal
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.scheduler.lookahead import blocks_kept
 
@@ -230,7 +231,7 @@ class Worker:
         seconds = machine.proposing(route, len(plans), rounds, gamma)
         for name, its in plans.items():
             state = self._states[name]
-            most = max_proposal_len(
+            most = room_for_proposal(
                 state.computed,
                 its.num_tokens,
                 len(state.blocks) * self._block_size,

@@ -60,6 +60,15 @@ def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
         platform_for(platform("CUDA"))
 
 
+@pytest.mark.parametrize("names", [None, (), "CUDA"])
+def test_a_backend_must_name_its_platforms(monkeypatch, names):
+    nameless = type("Nameless", (BACKENDS["gpu"],), {"name": "nameless", "platforms": names})
+    found = {"cpu": BACKENDS["cpu"], "nameless": nameless}
+    monkeypatch.setattr("vllm_triforce.attention.platforms.BACKENDS", found)
+    with pytest.raises(ValueError, match=r"Nameless has platforms = .*as a tuple"):
+        platform_for(platform("CPU"))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_implements_both_attentions(name):
     backend = BACKENDS[name]

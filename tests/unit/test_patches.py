@@ -92,6 +92,12 @@ def test_ledger_is_current():
         assert path.name in ledger
 
 
+def test_tables_of_keys_and_metrics_are_current():
+    from tools.docs_tables import stale
+
+    assert not stale(), "run python tools/docs_tables.py"
+
+
 def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     host = ModuleType("a_host")
 
@@ -239,7 +245,7 @@ BY_HAND = {
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
-    "runner_v2/request_flags.py": {
+    "runner_v2/rejection.py": {
         "sampler.__dict__",
         "sampler.draft_logits",
         "sampler.supports_logprob_token_ids",

@@ -525,6 +525,22 @@ def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named)
         assert part in str(error.value)
 
 
+def test_a_platform_without_attention_is_refused_before_weights_load(gqa_pair, monkeypatch):
+    """Before its worker, of which a user would learn less."""
+    from vllm_triforce.attention import platforms
+
+    class Elsewhere(platforms.AttentionPlatform):
+        name, platforms = "elsewhere", ("one", "another")
+
+        @staticmethod
+        def fits(platform):
+            return False
+
+    monkeypatch.setattr(platforms, "BACKENDS", {"elsewhere": Elsewhere})
+    with pytest.raises(ValueError, match=r"no sparse attention .* use vLLM on another or one, or"):
+        engine_config(gqa_pair["target"], triforce(), worker_cls="my.Worker")
+
+
 @pytest.mark.parametrize("pins", [{}, {"revision": "abc"}, {"revision": "a", "code_revision": "b"}])
 def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins):
     """Reading a config may run the code of the revision that it is read at."""

@@ -64,6 +64,7 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
         "attention_layers": {},
         "SpeculatorBuild": built,
         "install_request_listener": flags,
+        "replace_rejection_sampler": None,
         "disable_recording_in_plain_graphs": None,
         "BatchReader": SimpleNamespace(read=Rows),
     }.items():

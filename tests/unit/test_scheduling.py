@@ -36,7 +36,7 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
 @pytest.fixture
 def handler(monkeypatch):
     """Make handlers of proposals that copy on the host."""
-    from vllm_triforce.runner_v2 import speculator
+    from vllm_triforce.runner_v2 import reports
 
     nothing = SimpleNamespace(
         synchronize=lambda: None, record=lambda: None, wait_stream=lambda stream: None
@@ -45,11 +45,11 @@ def handler(monkeypatch):
     def init(self, device) -> None:
         self.device, self.copy_stream, self.copy_event = device, nothing, nothing
 
-    monkeypatch.setattr(speculator.DraftTokensHandler, "__init__", init)
-    monkeypatch.setattr(speculator, "async_copy_to_np", lambda tensor: tensor.numpy())
+    monkeypatch.setattr(reports.DraftTokensHandler, "__init__", init)
+    monkeypatch.setattr(reports, "async_copy_to_np", lambda tensor: tensor.numpy())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    return lambda is_asynchronous: speculator.ProposedTokensHandler(None, is_asynchronous)
+    return lambda is_asynchronous: reports.ProposedTokensHandler(None, is_asynchronous)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _outputs(llm, prompts, params: list[dict]):
 
 
 def _grammar(llm, prompts) -> dict:
-    """What the outer test is handed for sampled requests, of which the first has a grammar."""
+    """What level 3's test is handed for sampled requests, of which the first has a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
 
     grammar = dict(structured_outputs=StructuredOutputsParams(regex="[ a-m]{6,}"))
@@ -169,7 +169,7 @@ def _grammar(llm, prompts) -> dict:
 
 def _invented(llm, prompt) -> list[int]:
     """A request whose prompt is cached but for its last token takes the state of one that had a
-    proposal: which drafts the outer test is told of in its first step, where the scheduler invents
+    proposal: which drafts level 3's test is told of in its first step, where the scheduler invents
     some, as one that is not ours does."""
     assert len(prompt) % 32 == 1
     sampler = type(worker_of(llm).model_runner.rejection_sampler)

@@ -1,7 +1,4 @@
-"""Eligibility of requests for speculation and the maximum length of a proposal, for both runners.
-
-Runner V2's lengths are on the device, where ``kernels/rows.py`` applies the same rule.
-"""
+"""Eligibility of requests for speculation, for both runners."""
 
 from collections.abc import Iterator
 
@@ -35,25 +32,6 @@ def sampling_seed(params) -> int | None:
         params: vLLM's ``SamplingParams``, or None.
     """
     return None if params is None or is_greedy(params) else params.seed
-
-
-def max_proposal_len(
-    num_computed: int, max_tokens: int, num_reserved: int, max_len: int, min_context: int = 0
-) -> int:
-    """Return how many tokens may be proposed for a request; none if the result is not positive.
-
-    Args:
-        num_computed: tokens whose KV the full pass has written and accepted.
-        max_tokens: limit by the plan or the configuration.
-        num_reserved: tokens that fit the request's allocated blocks. Level 2 writes there too.
-        max_len: number of tokens at which the request ends, at most ``max_model_len``. The
-            scheduler keeps inputs below it (vllm/v1/core/sched/scheduler.py), and the full pass
-            adds one token.
-        min_context: minimum number of computed tokens.
-    """
-    if num_computed < min_context:
-        return 0
-    return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
 
 
 class DisabledRequests:

@@ -1,10 +1,10 @@
 """Noise and the exponential race, by which the inner levels draw tokens on the device.
 
 Noise is a function of the request's seed, of where its proposal begins and of the token's index.
-vLLM's outer test draws from generators keyed by the seed itself. Ours is keyed by the seed and a
-constant, so the two are independent.
+Level 3's test, which is vLLM's, draws from generators keyed by the seed itself. Ours is keyed by
+the seed and a constant, so the two are independent.
 
-Where a proposal begins is part of the key, because the outer test discards tokens that were
+Where a proposal begins is part of the key, because level 3's test discards tokens that were
 counted, and the counts decide about later proposals. A token that is drawn again in a later
 proposal must be drawn by other noise. A proposal begins where a discarded one began after a
 session's turn, or after output that was dropped in flight. The discarded one's counts decide

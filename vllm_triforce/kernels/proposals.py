@@ -1,6 +1,6 @@
 """Proposals on the way to the full pass: direct ones, their commit, and their distributions.
 
-A direct proposal has level 1's tokens alone. vLLM's outer test, the rejection sampler of the full
+A direct proposal has level 1's tokens alone. Level 3's test, vLLM's rejection sampler of the full
 pass, reads the distributions by slot.
 """
 
@@ -15,14 +15,14 @@ from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.rows import Rows, disable_slot, load_float
 
 PAD_TOKEN = 0
-"""Stands where nothing was proposed; see ``runner_v2/speculator.py``."""
+"""Stands where nothing was proposed; see ``runner_v2/runner.py``."""
 _BLOCK = tl.constexpr(4096)
-_OUTER_BLOCK = tl.constexpr(1024)
+_TEST_BLOCK = tl.constexpr(1024)
 
 
 @dataclass
 class DraftLogits:
-    """Distributions of the proposals that the outer test has yet to read."""
+    """Distributions of the proposals that level 3's test has yet to read."""
 
     logits: torch.Tensor
     """[num_slots, num_speculative_tokens, vocab_size], level 2's, by slot."""
@@ -103,7 +103,7 @@ def export_distributions(
     rows: Rows,  # after emission
     logits: torch.Tensor | None,  # [num_rows, num_places, vocab_size], masked; None: all one-hot
 ) -> None:
-    """Copy the logits that the newest tokens were drawn from to the outer test's tensor.
+    """Copy the logits that the newest tokens were drawn from to the tensor of level 3's test.
 
     Rows with ``RowColumn.ONE_HOT`` export one-hot distributions. A grammar cuts a proposal at a
     place that depends on its tokens, and one-hot distributions keep the test of the rest exact.
@@ -222,8 +222,8 @@ def _commit_kernel(
 
 
 @dataclass
-class OuterTestRows:
-    """Arguments of vLLM's outer test, instead of those that vLLM would pass."""
+class Level3TestRows:
+    """Arguments of level 3's test, instead of those that vLLM would pass."""
 
     owners: torch.Tensor
     """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""
@@ -233,15 +233,15 @@ class OuterTestRows:
     seeds: torch.Tensor  # [num_slots + max_num_reqs], int64, by owner
 
 
-def outer_test_rows(
+def level3_test_rows(
     draft_logits: DraftLogits,
     states: torch.Tensor,  # [num_logits], int32, each row's request
     places: torch.Tensor,  # [num_logits], int32, each row's place among the request's rows
     draft_tokens: torch.Tensor,  # [num_logits], input tokens of the full pass
     temperature: torch.Tensor,  # [max_num_reqs], float32, by state
     seeds: torch.Tensor,  # [max_num_reqs], int64, by state
-) -> OuterTestRows:
-    """Map each row of the outer test to its distribution; rows without a proposal have none.
+) -> Level3TestRows:
+    """Map each row of level 3's test to its distribution; rows without a proposal have none.
 
     Places without a proposed token are tested as -1. The test rejects this token without reading a
     distribution and draws from the target alone, which is exact.
@@ -249,14 +249,14 @@ def outer_test_rows(
     num_logits, num_slots = len(states), len(draft_logits.state_of_slot)
     num_owners = num_slots + len(temperature)
     owners_and_places = torch.empty(2, num_logits, dtype=states.dtype, device=states.device)
-    rows = OuterTestRows(
+    rows = Level3TestRows(
         owners_and_places[0],
         owners_and_places[1],
         torch.empty_like(draft_tokens),
         torch.empty(num_owners, dtype=temperature.dtype, device=states.device),
         torch.empty(num_owners, dtype=seeds.dtype, device=states.device),
     )
-    _outer_test_kernel[(triton.cdiv(max(num_logits, num_owners), _OUTER_BLOCK.value),)](
+    _level3_test_kernel[(triton.cdiv(max(num_logits, num_owners), _TEST_BLOCK.value),)](
         owners_and_places,
         rows.draft_tokens,
         rows.temperature,
@@ -276,7 +276,7 @@ def outer_test_rows(
 
 
 @triton.jit(do_not_specialize=["num_logits", "num_owners"])
-def _outer_test_kernel(
+def _level3_test_kernel(
     owners_ptr,  # [2, num_logits], written: owners and places
     tested_ptr,  # [num_logits], written
     temperatures_ptr,  # [num_owners], written
@@ -294,7 +294,7 @@ def _outer_test_kernel(
 ):
     slot_of_state_ptr = num_proposed_ptr + num_owners - num_slots
     state_of_slot_ptr = slot_of_state_ptr + num_owners - num_slots
-    index = tl.program_id(0) * _OUTER_BLOCK + tl.arange(0, _OUTER_BLOCK)
+    index = tl.program_id(0) * _TEST_BLOCK + tl.arange(0, _TEST_BLOCK)
     mask = index < num_logits
     state = tl.load(states_ptr + index, mask=mask, other=0)
     slot = tl.load(slot_of_state_ptr + state, mask=mask, other=0)

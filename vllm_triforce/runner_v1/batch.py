@@ -7,11 +7,32 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import decodes_plainly, max_proposal_len, sampling_seed
+from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
 from vllm_triforce.core.sampling import GREEDY_EPSILON, SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
 from vllm_triforce.vllm_patches import swaps
+
+
+def room_for_proposal(
+    num_computed: int, max_tokens: int, num_reserved: int, max_len: int, min_context: int = 0
+) -> int:
+    """Return how many tokens may be proposed for a request; none if the result is not positive.
+
+    Runner V2's lengths are on the device, where ``kernels/rows.py`` applies the same rule.
+
+    Args:
+        num_computed: tokens whose KV the full pass has written and accepted.
+        max_tokens: limit by the plan or the configuration.
+        num_reserved: tokens that fit the request's allocated blocks. Level 2 writes there too.
+        max_len: number of tokens at which the request ends, at most ``max_model_len``. The
+            scheduler keeps inputs below it (vllm/v1/core/sched/scheduler.py), and the full pass
+            adds one token.
+        min_context: minimum number of computed tokens.
+    """
+    if num_computed < min_context:
+        return 0
+    return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
 
 
 class RunnerBatch:
@@ -48,7 +69,7 @@ class RunnerBatch:
         params, max_len = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
             max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
-        max_tokens = max_proposal_len(num_computed, max_tokens, num_slots, max_len)
+        max_tokens = room_for_proposal(num_computed, max_tokens, num_slots, max_len)
         num_emitted = num_computed + 1 - request.num_prompt_tokens
         if num_emitted < params.min_tokens:
             # vLLM masks stop tokens of the bonus token by the number of tokens before the step, so

@@ -14,7 +14,7 @@ from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
 from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.runner_v1.drafting import Level1
+from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import SourceParts

@@ -10,8 +10,7 @@ from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.drafting import Level1, Matches, RoutedDraft
-from vllm_triforce.runner_v1.levels import LevelsV1
+from vllm_triforce.runner_v1.levels import Level1, LevelsV1, Matches, RoutedDraft
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import Draft

@@ -16,9 +16,8 @@ from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
-from vllm_triforce.runner_v2.levels import LevelParts
+from vllm_triforce.runner_v2.levels import LevelParts, ProposerV2
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
-from vllm_triforce.runner_v2.proposer import ProposerV2
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slots

@@ -19,7 +19,7 @@ from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.build import SpeculatorBuild
-from vllm_triforce.runner_v2.proposer import ProposerV2
+from vllm_triforce.runner_v2.levels import ProposerV2
 from vllm_triforce.runner_v2.sampling import SamplingV2
 
 

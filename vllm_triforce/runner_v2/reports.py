@@ -1,16 +1,21 @@
-"""Collect reports of each step's proposals, without waiting for the device."""
+"""What the scheduler learns of a step: the proposed tokens, and a report of their outcomes."""
 
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.plan import RequestReport, StepReport, attach_report
+from vllm_triforce.kernels.proposals import PAD_TOKEN
 
 
 class Reports:
-    """Reports of one worker, attached to the outputs of its steps."""
+    """Reports of one worker, attached to its steps' outputs without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type != "cpu"
@@ -76,3 +81,61 @@ class Reports:
             for request_id, values in zip(request_ids, outcomes.tolist())
         }
         return StepReport(number, proposed, measured, disabled)
+
+
+class ProposedTokensHandler(DraftTokensHandler):
+    """Reports each request's proposed tokens to the scheduler.
+
+    vLLM's handler reports ``num_speculative_tokens`` placeholders for every request. An
+    asynchronous scheduler assumes the same number, and reads the tokens only for structured output.
+
+    Args:
+        is_asynchronous: True if the scheduler is asynchronous.
+    """
+
+    def __init__(self, device: torch.device, is_asynchronous: bool) -> None:
+        super().__init__(device)
+        self._is_asynchronous = is_asynchronous
+        self._proposal: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._max_tokens = 0
+        self._device_tensors: tuple[torch.Tensor, ...] = ()
+        self._host_arrays: tuple[np.ndarray, ...] | None = None
+
+    def set_proposals(
+        self,
+        tokens: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
+        lengths: torch.Tensor | None,  # [num_reqs], int32; None if nothing was proposed
+    ) -> None:
+        """Set the proposals of the step's requests."""
+        self._proposal = None if lengths is None else (tokens, lengths)
+        self._max_tokens = tokens.shape[1]
+
+    def set_draft_tokens(self, input_batch, draft_tokens) -> None:
+        self.req_ids = input_batch.req_ids
+        if self._host_arrays is not None:
+            self.copy_event.synchronize()
+        self._host_arrays = None
+        if self._proposal is None:
+            return
+        if self._is_asynchronous and not input_batch.has_structured_output_reqs:
+            return
+        # Cloned and kept until they are copied: the next step overwrites vLLM's buffer.
+        tokens, lengths = self._proposal
+        self._device_tensors = tokens.clone(), lengths
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copy_stream):
+            self._host_arrays = tuple(async_copy_to_np(tensor) for tensor in self._device_tensors)
+            self.copy_event.record()
+
+    def get_draft_tokens(self) -> DraftTokenIds:
+        num_reqs = len(self.req_ids)
+        if self._host_arrays is None:
+            tokens = [[PAD_TOKEN] * self._max_tokens for _ in range(num_reqs)]
+            lengths = [0] * num_reqs
+        else:
+            self.copy_event.synchronize()
+            tokens, lengths = (array.tolist() for array in self._host_arrays)
+        if self._is_asynchronous:
+            # The full pass verifies the padding too, so the grammar's masks must cover it.
+            return DraftTokenIds(self.req_ids, tokens)
+        return DraftTokenIds(self.req_ids, [row[:length] for row, length in zip(tokens, lengths)])

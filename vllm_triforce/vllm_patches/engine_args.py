@@ -6,6 +6,7 @@ worker becomes our subclass. ``draft_model`` gives us the scheduler's lookahead 
 the draft's distributions. All checks run here, before weights load.
 """
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,9 @@ _DRAFT_KEYS = (
 
 # Key of a stock SpeculativeConfig about level 3's rejection sampling, passed on unchanged.
 _REJECTION_KEY = "rejection_sample_method"
+
+# By their names, as the workers: they build on this package.
+_PLATFORMS = "vllm_triforce.attention.platforms"
 
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
@@ -233,6 +237,7 @@ def _finish_config(vllm_config, config: TriForceConfig):
     checks.check_vllm_config(vllm_config, resolved)
     draft_model = vllm_config.additional_config[METHOD]["draft_model"]
     vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
+    _check_platform()
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(
@@ -254,6 +259,13 @@ def _finish_config(vllm_config, config: TriForceConfig):
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )
     return vllm_config
+
+
+def _check_platform() -> None:
+    """Refuse platforms without sparse attention, before any weights load."""
+    from vllm.platforms import current_platform
+
+    importlib.import_module(_PLATFORMS).platform_for(current_platform)
 
 
 def _choose_scheduler(vllm_config) -> None:
