@@ -52,7 +52,7 @@ class CostModel:
     begin_seconds: float = 0.0
     """Seconds per request and proposal: selection, block tables."""
     error: float = _FIRST_ERROR
-    """Relative error of predicted steps; a smaller gain is not worth trying."""
+    """Mean relative excess of steps over their prediction; a smaller gain is not worth trying."""
 
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""
@@ -250,7 +250,8 @@ class CostModel:
         part = _NEW * error / (1 + drafts**2)
         self.speculating[key] = max(0.0, constant + part)
         self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
-        relative = abs(seconds - expected) / max(seconds, expected)
+        # Signed: what is noise and no bias makes no plan worse.
+        relative = (seconds - expected) / max(seconds, expected)
         self.error = max(_MIN_ERROR, self.error + _NEW / 4 * (relative - self.error))
 
 

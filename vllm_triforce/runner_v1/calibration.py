@@ -43,6 +43,7 @@ _GRIDS = (
     _Grid((1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24, 25, 32, 33), (1024, 4096, 16384), 3),
     _Grid((1, 2, 4, 8, 12, 16, 17, 24, 33), (2048, 16384), 2),
     _Grid((1, 4, 8, 16, 17), (), 1),
+    _Grid((1, 2, 8), (), 1),  # a second token may cost more than the next six
     _Grid((1,), (), 1),
 )
 # Budget of the full passes; a slow model is measured at fewer points.
