@@ -28,7 +28,7 @@ from vllm_triforce.vllm_patches.stock_behavior import mark
 logger = init_logger("vllm.triforce")
 
 # Smallest block of vLLM's faster CPU kernels. Its default, 128, makes coarse retrieval chunks: on
-# SmolLM2 twice as many of level 2's tokens are rejected (docs/results.md).
+# SmolLM2 40 % more of level 2's tokens are rejected (docs/results.md).
 _CPU_BLOCK_SIZE = 32
 
 # Keys of a stock SpeculativeConfig about loading the draft, passed on unchanged.
