@@ -289,7 +289,7 @@ def _nan() -> list[Case]:
             level,
             NAN_PASS[level],
             NAN_PROMPTS,
-            14,
+            18,
             **_small("draft_model"),
         )
         for kind, level in (("greedy", 1), ("sampled", 1), ("sampled", 2))
