@@ -89,7 +89,7 @@ class ResolvedConfig(Keys):
 
     @property
     def budget_text(self) -> str:
-        """The budget in words."""
+        """Describe the budget in words."""
         least, most = self.min_retrieval_budget, self.retrieval_budget
         if least == most:
             return f"{most:,} tokens"
