@@ -102,9 +102,9 @@ class ResolvedConfig(Keys):
 
     @property
     def calibration_context(self) -> int:
-        """Tokens of context of the proposals that are measured at start-up: twice the budget.
+        """Tokens of context of the proposals that are measured at start-up.
 
-        A budget that depends on the context is measured at twice its least value.
+        Twice a fixed budget; where it is a share, the context whose budget is twice the least.
         """
         if self.min_retrieval_budget == self.retrieval_budget:
             return 2 * self.retrieval_budget
