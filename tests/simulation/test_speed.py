@@ -39,7 +39,8 @@ def test_stock_vllm_decodes_as_plainly_as_arithmetic_says():
     ],
 )
 def test_never_slower(machine, text, size, context):
-    assert speedup(served(machine, text, size, context), skip=150) >= 0.99
+    """After the first 250 steps, in which the engine learns what pays."""
+    assert speedup(served(machine, text, size, context, 600), skip=250) >= 0.99
 
 
 def test_as_fast_as_a_fixed_choice():

@@ -496,14 +496,14 @@ def test_measured_times_replace_the_prediction():
     before = model.level2(1, 3)
     for _ in range(100):
         model.observe("level 2", model.level2(1, 3), 3 * before)
-        model.observe_step(StepTime(True, [1], [16], 0.030))
+        model.observe_step(StepTime(True, [1], [16], 0.005))
         model.observe_step(StepTime(True, [7], [16], 0.005, num_drafts=6))
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
-    assert model.overhead(1) > 0.015
     assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
-    for _ in range(40):  # and plain steps stay slower
+    for _ in range(40):  # and then they are as fast as at start-up, with other work beside
         model.observe_step(StepTime(True, [1], [4000], 0.2))
     assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
+    assert model.full_pass([1], [16]) == pytest.approx(0.010, rel=0.05)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 6])
@@ -546,4 +546,5 @@ def test_a_trial_pays_for_verification_and_reevaluation():
         if not found.backoff.is_resting:
             candidates = [Candidate(str(i), 500, 16, confidence=matched(8)) for i in range(4)]
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
+            found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
     assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3

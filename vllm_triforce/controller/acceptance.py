@@ -11,10 +11,11 @@ LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.96."""
 ROUND_PRIOR = 2.0
 """Prior tokens of a round of levels 1 and 2."""
-CAUTION = 0.8
+CAUTION = {True: 0.9, False: 0.8}
 """Share of the prior that an engine begins with, where a token takes a pass.
 
-Where even that pays, everybody speculates; elsewhere trials find out."""
+Where even that pays, everybody speculates; elsewhere trials find out. The larger share is for
+engines that know the probability of each token's acceptance, since they are soon corrected."""
 
 # Tests after which an old one counts 1/e. With 512 for the engine, traffic that becomes good again
 # is found after more than 1,500 steps; with 128 after 750.
@@ -52,12 +53,22 @@ class Rate:
         tests = self.accepted + self.rejected + self.weight
         return (self.accepted + self.weight * self.prior) / tests
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Add a proposal: ``num_accepted`` tests, and a rejected one if it was longer."""
+    def add(
+        self, num_drafted: int, num_accepted: int, probs: Sequence[float] | None = None
+    ) -> None:
+        """Add a proposal.
+
+        Args:
+            probs: probability of acceptance of each token, which counts as a test. Without them,
+                ``num_accepted`` tests are added, and a rejected one if the proposal was longer.
+        """
         num_rejected = int(num_accepted < num_drafted)
-        keep = max(0.0, 1 - (num_accepted + num_rejected) / self.memory)
-        self.accepted = self.accepted * keep + num_accepted
-        self.rejected = self.rejected * keep + num_rejected
+        num_tests, accepted = num_accepted + num_rejected, float(num_accepted)
+        if probs:
+            num_tests, accepted = len(probs), sum(probs)
+        keep = max(0.0, 1 - num_tests / self.memory)
+        self.accepted = self.accepted * keep + accepted
+        self.rejected = self.rejected * keep + num_tests - accepted
         self.num_misses = 0 if num_accepted else self.num_misses + num_rejected
         if num_rejected and (1 - self.value) ** self.num_misses < _SURPRISING:
             # The text has changed. A rejected proposal is one test and an accepted one many, so
@@ -125,12 +136,15 @@ class Acceptance:
     """Estimates of all requests, and the engine's, which a new request begins with.
 
     Greedy and sampled requests are apart: sampled tokens are accepted less often.
+
+    Args:
+        knows_probs: True if proposals of level 2 come with the probability of each token.
     """
 
-    def __init__(self, sources: Sequence[SourceTraits]) -> None:
+    def __init__(self, sources: Sequence[SourceTraits], knows_probs: bool = True) -> None:
         self._sources = sources
-        self.greedy = Rates.prior(sources, CAUTION)
-        self.sampled = Rates.prior(sources, CAUTION)
+        self.greedy = Rates.prior(sources, CAUTION[knows_probs])
+        self.sampled = Rates.prior(sources, CAUTION[knows_probs])
         self.requests: dict[str, tuple[Rates, bool]] = {}
         """Estimates of each request, and True if it is greedy."""
 
@@ -185,12 +199,23 @@ class Acceptance:
                     rate.add(1, 0)
 
     def observe_full_pass(
-        self, request_id: str, choice: Choice, num_drafted: int, num_accepted: int
+        self,
+        request_id: str,
+        choice: Choice,
+        num_drafted: int,
+        num_accepted: int,
+        probs: Sequence[float] | None = None,
     ) -> None:
-        """Learn from the full pass's test of a proposal."""
+        """Learn from the full pass's test of a proposal.
+
+        Args:
+            probs: probability of acceptance of each token. Level 2 proposes what follows its own
+                tokens, so those behind a rejected one count as well. A match in the text goes on
+                after a rejected token as if nothing had happened, and they would flatter it.
+        """
         for rates in self.both(request_id):
             if choice.route == LEVELS:
-                rates.level2.add(num_drafted, num_accepted)
+                rates.level2.add(num_drafted, num_accepted, probs)
             elif choice.confidence is not None:
                 rates.of(choice.route, False, choice.confidence).add(num_drafted, num_accepted)
 

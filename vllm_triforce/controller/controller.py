@@ -75,7 +75,8 @@ class Controller:
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
         self._model: CostModel | None = None
-        self.acceptance = Acceptance(sources)
+        # Runner V2's outcomes are numbers of tokens.
+        self.acceptance = Acceptance(sources, knows_probs=not whole_rounds)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
@@ -189,6 +190,8 @@ class Controller:
         if (columns >= 0).any():
             self.backoff.restart()
         else:
+            if self.measured is not None:
+                self.measured.forget_a_little()
             num_steps = self.backoff.next_rest(reevaluation_s, costs.plain_s)
             for candidate in candidates:
                 if candidate.has_seed:  # no rest may delay its speculation
@@ -326,17 +329,19 @@ class Controller:
         drafted: int,
         accepted: int,
         choice: Choice | None = None,
+        probs: Sequence[float] | None = None,
     ) -> None:
         """Learn from the full pass's test of a request's proposal.
 
         Args:
             choice: that made it; by default the newest.
+            probs: probability of acceptance of each token, if known.
         """
         choice = choice or self._chosen.get(request_id, PLAIN)
         if choice is PLAIN or not self.chooses:
             return
         self._trials.on_verified(request_id, drafted, accepted)
-        self.acceptance.observe_full_pass(request_id, choice, drafted, accepted)
+        self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
         """Learn from the seconds of a step.

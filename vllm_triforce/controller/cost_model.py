@@ -11,11 +11,14 @@ from vllm_triforce.controller.measurements import Measurements, StepTime, interp
 
 # Weight of the newest value in moving averages.
 _NEW = 1 / 8
+_FORGOTTEN = 1 / 32
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.
 _FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
+# Steps that the first error is worth, and steps after which one counts 1/e.
+_FIRST_WEIGHT, _ERROR_MEMORY = 4, 32
 
 BatchKey = tuple[int, bool]
 """Size of a batch in powers of 2 (``int.bit_length``), and True if it is greedy."""
@@ -53,12 +56,30 @@ class CostModel:
     """Seconds per request and proposal: selection, block tables."""
     error: float = _FIRST_ERROR
     """Mean relative excess of steps over their prediction; a smaller gain is not worth trying."""
+    num_errors: int = 0
+    """Steps in ``error``."""
 
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         dicts: dict[str, Any] = {n: dict(v) for n, v in values.items() if isinstance(v, dict)}
         return dataclasses.replace(self, **dicts)
+
+    def forget_a_little(self) -> None:
+        """Move what is learned of proposals towards the start-up's measurements.
+
+        In steps without proposals nothing corrects it, and what a slow moment taught would forbid
+        proposals for good.
+        """
+        keep = 1 - _FORGOTTEN
+        for seconds in (self.speculating, self.per_draft):
+            for key in seconds:
+                seconds[key] *= keep
+        before = self.factors.get("level 2", 1.0)
+        for part, factor in self.factors.items():
+            self.factors[part] = 1 + keep * (factor - 1)
+        for size in self.rounds:
+            self.rounds[size] *= self.factors["level 2"] / before
 
     # Full passes.
 
@@ -227,8 +248,9 @@ class CostModel:
             more_s = max(0.0, seconds - passes_s - overhead_s)
             self.reevaluations[key] = _moved(self.reevaluations.get(key), more_s, seconds)
             return
-        if step.seconds < passes_s:
-            self.speed = _moved(self.speed, self.speed * step.seconds / passes_s, self.speed)
+        # Nothing but a slower start-up makes steps faster than their measured passes.
+        faster = min(1.0, self.speed * step.seconds / passes_s)
+        self.speed = _moved(self.speed, faster, self.speed)
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
             beside_s = max(0.0, seconds - passes_s)
@@ -252,7 +274,9 @@ class CostModel:
         self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
         # Signed: what is noise and no bias makes no plan worse.
         relative = (seconds - expected) / max(seconds, expected)
-        self.error = max(_MIN_ERROR, self.error + _NEW / 4 * (relative - self.error))
+        self.num_errors = min(self.num_errors + 1, _ERROR_MEMORY - _FIRST_WEIGHT)
+        error = self.error + (relative - self.error) / (_FIRST_WEIGHT + self.num_errors)
+        self.error = max(_MIN_ERROR, error)
 
 
 def _moved(old: float | None, new: float, max_change: float) -> float:

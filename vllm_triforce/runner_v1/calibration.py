@@ -42,12 +42,16 @@ class _Grid:
 _GRIDS = (
     _Grid((1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24, 25, 32, 33), (1024, 4096, 16384), 3),
     _Grid((1, 2, 4, 8, 12, 16, 17, 24, 33), (2048, 16384), 2),
-    _Grid((1, 4, 8, 16, 17), (), 1),
-    _Grid((1, 2, 8), (), 1),  # a second token may cost more than the next six
+    # A second token may cost more than the next six.
+    _Grid((1, 2, 4, 8, 16, 17), (), 2),
+    _Grid((1, 2, 8), (), 2),
+    _Grid((1, 2), (), 1),
     _Grid((1,), (), 1),
 )
 # Budget of the full passes; a slow model is measured at fewer points.
-_MAX_SECONDS = 6.0
+_MAX_SECONDS = 8.0
+# Share of the longest pass's seconds that a pass of one token takes, about.
+_ONE_TOKEN = 0.35
 
 
 class Calibration:
@@ -98,7 +102,8 @@ class Calibration:
         rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
         max_tokens = self._length + 1  # limit of the tables of ``_batch()``
         level2_tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
-        level2 = {q: self._level2(1, q, repeats) for q in level2_tokens}
+        # A decision to propose nothing would keep a level 2 that was disturbed from being timed.
+        level2 = {q: self._level2(1, q, repeats + 1) for q in level2_tokens}
         level2_per_row = draft = draft_per_row = draft_per_token = 0.0
         num_rows = min(4, self._max_reqs)
         if num_rows > 1:
@@ -126,8 +131,11 @@ class Calibration:
     def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
         """Choose the finest grid that fits the time budget.
 
-        A pass is assumed to take a tenth of ``slowest`` without context, and the rest in proportion
+        A pass is assumed to take a tenth of its seconds without context, and the rest in proportion
         to its context.
+
+        Args:
+            slowest: seconds of the longest pass at the longest context.
 
         Returns:
             Lengths, contexts and repeats.
@@ -137,7 +145,8 @@ class Calibration:
             inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._max_context]
             contexts = [min(_NO_CONTEXT, self._max_context - 1), *inner, self._max_context]
             shares = sum(0.1 + 0.9 * c / self._max_context for c in contexts)
-            if slowest * (grid.repeats + 1) * len(tokens) * shares < _MAX_SECONDS:
+            shares *= sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
+            if slowest * (grid.repeats + 1) * shares < _MAX_SECONDS:
                 break
         return tokens, contexts, grid.repeats
 

@@ -6,6 +6,7 @@ request of the batch has ``logprob_token_ids``, it returns their log-probabiliti
 On a CPU, greedy batches are verified on the host.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,12 +22,17 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_triforce.core.sampling import GREEDY_EPSILON
+from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
 
-def support_all_sampling_params(runner, vllm_config, device) -> None:
-    """Give a runner every built-in logits processor and a rejection sampler that applies them."""
+def support_all_sampling_params(runner, vllm_config, device) -> AcceptanceRecorder:
+    """Give a runner every built-in logits processor and a rejection sampler that applies them.
+
+    Returns:
+        The recorder of each step's acceptance probabilities.
+    """
     batch = runner.input_batch
     processors = LogitsProcessors(
         processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
@@ -39,16 +45,23 @@ def support_all_sampling_params(runner, vllm_config, device) -> None:
         swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
     sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
     swaps.REJECTION_SAMPLER.set(runner, sampler)
+    return sampler.acceptance
 
 
 class CompleteRejectionSampler(RejectionSampler):
     """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports."""
 
+    def __init__(self, sampler, spec_config, device) -> None:
+        super().__init__(sampler, spec_config, device)
+        self.acceptance = AcceptanceRecorder()
+
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         """Verify the draft tokens, as vLLM does."""
+        self.acceptance.clear()
         is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
         if is_on_host and needs_only_argmax(sampling_metadata):
-            tokens = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
+            tokens, agrees = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
+            self.acceptance.set(metadata.num_draft_tokens, torch.tensor(agrees))
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
         if self._logprob_token_ids:
@@ -58,7 +71,8 @@ class CompleteRejectionSampler(RejectionSampler):
                 logprob_token_ids=None,
                 max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
             )
-        return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        with nullcontext() if self.synthetic_mode else self.acceptance:
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):
         """Process the logits of draft tokens. The plain sampler processes rows without drafts."""
@@ -103,25 +117,30 @@ def needs_only_argmax(sampling: SamplingMetadata) -> bool:
     )
 
 
-def accepted_argmax(metadata: SpecDecodeMetadata, argmax: list[int]) -> torch.Tensor:
+def accepted_argmax(
+    metadata: SpecDecodeMetadata, argmax: list[int]
+) -> tuple[torch.Tensor, list[bool]]:
     """Verify greedy drafts on the host. vLLM's dozen small tensor operations take longer.
 
     Args:
         argmax: argmax at each draft token and at the bonus token, request after request.
 
     Returns:
-        [batch_size, max_spec_len + 1], int32: accepted tokens, the token after them, placeholders.
+        [batch_size, max_spec_len + 1], int32: accepted tokens, the token after them, placeholders;
+        and for each draft token, whether it is the argmax.
     """
     draft_ids = iter(metadata.draft_token_ids.tolist())
+    all_agrees: list[bool] = []
     rows, start = [], 0
     for count in metadata.num_draft_tokens:
         target_ids = argmax[start : start + count + 1]
         start += count + 1
         agrees = [next(draft_ids) == token for token in target_ids[:count]]
+        all_agrees += agrees
         num_accepted = (*agrees, False).index(False)
         padding = [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - num_accepted)
         rows.append(target_ids[: num_accepted + 1] + padding)
-    return torch.tensor(rows, dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32), all_agrees
 
 
 def _changes_argmax(processor) -> bool:

@@ -81,7 +81,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         max_len = self._runner.max_model_len + self.config.num_speculative_tokens + 1
         swaps.DRAFTER_LENGTH.set(self._runner, max_len)
         # The runner has its batch and its rejection sampler by now.
-        support_all_sampling_params(self._runner, self.vllm_config, self.device)
+        self._acceptance = support_all_sampling_params(self._runner, self.vllm_config, self.device)
         tables = self._runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         layers = attention_layers(self.vllm_config)
@@ -306,12 +306,16 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
 
     def _count_full_pass(self, counts: list[int]) -> None:
         """Count the accepted draft tokens of the step."""
-        observe = self._built.speculator.controller.observe_full_pass
-        request_ids = self._runner.input_batch.req_ids
-        for request_id, num_drafts, count in zip(request_ids, self._num_scheduled_drafts, counts):
-            if num_drafts and count:
-                observe(request_id, num_drafts, count - 1)
-                self.counters.add_full_pass(num_drafts, count - 1)
+        controller = self._built.speculator.controller
+        num_drafts = self._num_scheduled_drafts
+        probs = self._acceptance.by_row() if controller.chooses else None
+        for row, request_id in enumerate(self._runner.input_batch.req_ids[: len(num_drafts)]):
+            if num_drafts[row] and counts[row]:
+                num_accepted = counts[row] - 1
+                controller.observe_full_pass(
+                    request_id, num_drafts[row], num_accepted, probs=probs and probs[row]
+                )
+                self.counters.add_full_pass(num_drafts[row], num_accepted)
 
     def _forget_finished(self) -> None:
         """Release the state of requests that have left, or whose id has a new owner."""

@@ -183,6 +183,13 @@ REJECTION_SAMPLER_V2 = Swap(
     "vLLM's rejection sampler of Runner V2 returns them and accepts an index of distributions; "
     "parameters reach the speculator",
 )
+REJECTION_SAMPLE = Swap(
+    "vllm.v1.sample.rejection_sampler",
+    "rejection_sample",
+    "while tokens are sampled: the controller learns from the probability of each draft token's "
+    "acceptance (`runner_v1/acceptance.py`). Calls vLLM's function",
+    "vLLM's rejection sampler reports the probabilities",
+)
 TOP_K_TOP_P = Swap(
     "vllm.v1.sample (two modules)",
     "apply_top_k_top_p",

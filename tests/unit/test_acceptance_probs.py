@@ -1,0 +1,125 @@
+"""Promise: the controller learns how likely the tokens of a proposal were accepted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from tests.unit.test_argmax_verification import sampling_metadata, vllms_kernels  # noqa: F401
+from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
+from vllm_triforce.runner_v1.acceptance import acceptance_probs
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
+from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
+
+CPU = torch.device("cpu")
+VOCAB = 40
+
+
+def distributions(draw: torch.Generator, count: int) -> torch.Tensor:
+    return (2 * torch.randn(count, VOCAB, generator=draw)).softmax(-1)
+
+
+def test_by_hand():
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]])
+    q = torch.tensor([[0.2, 0.6, 0.2], [0.5, 0.25, 0.25], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+    ids, is_greedy = torch.tensor([1, 0, 1, 1]), torch.tensor([False, False, True, True])
+    found = acceptance_probs(ids, q, p.log(), is_greedy)
+    assert found.tolist() == pytest.approx([0.5, 0.2, 0.0, 1.0])
+    one_hot = acceptance_probs(ids[:2], None, p[:2].log(), is_greedy[:2])
+    assert one_hot.tolist() == pytest.approx([0.3, 0.1])
+    assert acceptance_probs(ids, None, p.log(), None).tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_their_mean_is_the_overlap_of_the_distributions():
+    draw = torch.Generator().manual_seed(3)
+    p, q = distributions(draw, 1), distributions(draw, 1)
+    ids = q.expand(20_000, -1).multinomial(1, generator=draw)[:, 0]
+    many = torch.ones(len(ids), 1)
+    found = acceptance_probs(ids, q * many, (p * many).log(), torch.zeros(len(ids)).bool())
+    assert found.mean().item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.01)
+
+
+def verify(sampler, counts, ids, q, logits, **parameters):
+    """Run the rejection sampler over drafts, request after request."""
+    it = iter(ids.tolist())
+    metadata = SpecDecodeMetadata.make_dummy([[next(it) for _ in range(n)] for n in counts], CPU)
+    bonus = metadata.cu_num_sampled_tokens - 1
+    every = torch.arange(len(logits), dtype=torch.int32)
+    metadata.bonus_logits_indices = bonus
+    metadata.target_logits_indices = every[~torch.isin(every, bonus)]
+    sampling = replace(sampling_metadata(), logitsprocs=LogitsProcessors(), **parameters)
+    return sampler(metadata, q, logits, sampling).sampled_token_ids, metadata.target_logits_indices
+
+
+@pytest.mark.parametrize("top_p", [None, 0.7])
+def test_the_rejection_sampler_records_each_rows_draft_tokens(top_p):
+    """A greedy and two sampled requests, one of them without drafts."""
+    fix_expand_kernel()
+    draw = torch.Generator().manual_seed(1)
+    counts, temperature = [3, 0, 4], torch.tensor([0.0, 1.0, 0.5])
+    q = distributions(draw, 7)
+    ids = q.multinomial(1, generator=draw)[:, 0]
+    logits = torch.randn(10, VOCAB, generator=draw)
+    sampler = CompleteRejectionSampler(Sampler(), None, CPU)
+    _, places = verify(
+        sampler,
+        counts,
+        ids,
+        q,
+        logits.clone(),
+        all_greedy=False,
+        temperature=temperature,
+        top_p=None if top_p is None else torch.full((3,), top_p),
+    )
+    greedy, none, sampled = sampler.acceptance.by_row()
+    agrees = logits[places[:3].long()].argmax(-1) == ids[:3]
+    assert greedy == agrees.float().tolist() and none == []
+    p = (logits[places[3:].long()] / 0.5).softmax(-1)
+    if top_p is not None:
+        ordered, order = p.sort(-1, descending=True)
+        dropped = ordered.cumsum(-1) - ordered >= top_p
+        p = p.masked_fill(dropped.gather(-1, order.argsort(-1)), 0.0)
+        p /= p.sum(-1, keepdim=True)
+    wanted = (p / q[3:]).gather(-1, ids[3:, None]).clamp(max=1)[:, 0]
+    assert sampled == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_a_greedy_batch_records_which_tokens_are_the_likeliest():
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, VOCAB, generator=draw)
+    ids = logits.argmax(-1)[[0, 1, 3, 4]]
+    ids[1] = (ids[1] + 1) % VOCAB
+    sampler = CompleteRejectionSampler(Sampler(), None, CPU)
+    verify(sampler, [2, 2], ids, None, logits)
+    assert sampler.acceptance.by_row() == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def test_vllms_function_is_back_after_the_test():
+    from vllm.v1.sample import rejection_sampler
+
+    before = rejection_sampler.rejection_sample
+    test_the_rejection_sampler_records_each_rows_draft_tokens(None)
+    assert rejection_sampler.rejection_sample is before
+
+
+def test_probabilities_count_as_tests():
+    """Tokens behind a rejected one say as much as those before it."""
+    rate = Rate(0.5, weight=2.0, memory=1e9)
+    rate.add(4, 1, [1.0, 0.2, 0.9, 0.9])
+    assert rate.value == pytest.approx((1.0 + 3.0) / (2.0 + 4.0))
+    assert (rate.accepted, rate.rejected) == pytest.approx((3.0, 1.0))
+
+
+def test_they_count_for_level_2_alone():
+    """A match goes on after a rejected token as if nothing had happened."""
+    acceptance = Acceptance([SourceTraits("lookup", (0.5,))])
+    before = acceptance.greedy.of("lookup", False, 0).value
+    acceptance.observe_full_pass("a", Choice("lookup", 4, 0), 4, 0, [0.0, 1.0, 1.0, 1.0])
+    assert acceptance.greedy.of("lookup", False, 0).value < before
+    before = acceptance.greedy.level2.value
+    acceptance.observe_full_pass("a", Choice(LEVELS, 8), 8, 0, [0.0] + 7 * [1.0])
+    assert acceptance.greedy.level2.value > before - 0.03

@@ -1,0 +1,96 @@
+"""Acceptance probabilities of a step's draft tokens, from which the controller learns.
+
+The test accepts a draft token x with probability min(1, p(x) / q(x)) (arXiv 2211.17192), whatever
+became of the tokens before it. So each token of a proposal says more than the outcome of its test,
+and those behind a rejected token say something too.
+"""
+
+import torch
+from vllm.v1.sample import rejection_sampler
+
+from vllm_triforce.vllm_patches import swaps
+
+
+class AcceptanceRecorder:
+    """Context manager that records the probabilities while vLLM's rejection sampler runs."""
+
+    def __init__(self) -> None:
+        self._num_draft_tokens: list[int] = []
+        self._probs = torch.empty(0)
+        self._rejection_sample = rejection_sampler.rejection_sample
+
+    def __enter__(self) -> None:
+        swaps.REJECTION_SAMPLE.set(rejection_sampler, self._sample)
+
+    def __exit__(self, *exception) -> None:
+        swaps.REJECTION_SAMPLE.set(rejection_sampler, self._rejection_sample)
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self._num_draft_tokens = []
+
+    def set(self, num_draft_tokens: list[int], probs: torch.Tensor) -> None:
+        """Record a step.
+
+        Args:
+            num_draft_tokens: of each row of the batch.
+            probs: [sum(num_draft_tokens)].
+        """
+        self._num_draft_tokens, self._probs = num_draft_tokens, probs
+
+    def by_row(self) -> list[list[float]] | None:
+        """Return the probabilities of each row's draft tokens, None if none were recorded."""
+        if not self._num_draft_tokens:
+            return None
+        parts = self._probs.double().cpu().split(self._num_draft_tokens)
+        return [part.tolist() for part in parts]
+
+    def _sample(
+        self,
+        draft_token_ids,
+        num_draft_tokens,
+        max_spec_len,
+        cu_num_draft_tokens,
+        draft_probs,
+        target_logits,
+        bonus_token_ids,
+        sampling_metadata,
+        **options,
+    ) -> torch.Tensor:
+        is_greedy = None
+        if sampling_metadata.temperature is not None:
+            is_greedy = (sampling_metadata.temperature == 0).repeat_interleave(
+                torch.tensor(num_draft_tokens, device=target_logits.device)
+            )
+        probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
+        self.set(num_draft_tokens, probs)
+        return self._rejection_sample(
+            draft_token_ids,
+            num_draft_tokens,
+            max_spec_len,
+            cu_num_draft_tokens,
+            draft_probs,
+            target_logits,
+            bonus_token_ids,
+            sampling_metadata,
+            **options,
+        )
+
+
+def acceptance_probs(
+    draft_token_ids: torch.Tensor,  # [num_tokens]
+    draft_probs: torch.Tensor | None,  # [num_tokens, vocab_size]; None for one-hot rows
+    target_logits: torch.Tensor,  # [num_tokens, vocab_size], processed
+    is_greedy: torch.Tensor | None,  # [num_tokens] bool; None if all requests are
+) -> torch.Tensor:  # [num_tokens]
+    """Compute the probability that the test accepts each token if it accepts those before it."""
+    ids = draft_token_ids.long()[:, None]
+    agrees = (target_logits.argmax(-1, keepdim=True) == ids).float()
+    if is_greedy is None:
+        return agrees[:, 0]
+    log_totals = target_logits.logsumexp(-1, keepdim=True)
+    probs = (target_logits.gather(1, ids) - log_totals).exp()
+    if draft_probs is not None:
+        probs /= draft_probs.gather(1, ids)
+    probs = probs.nan_to_num(0.0).clamp(max=1.0)
+    return torch.where(is_greedy[:, None], agrees, probs)[:, 0]
