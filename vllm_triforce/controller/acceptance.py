@@ -11,11 +11,10 @@ LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.96."""
 ROUND_PRIOR = 2.0
 """Prior tokens of a round of levels 1 and 2."""
-CAUTION = {True: 0.9, False: 0.8}
+CAUTION = 0.8
 """Share of the prior that an engine begins with, where a token takes a pass.
 
-Where even that pays, everybody speculates; elsewhere trials find out. The larger share is for
-engines that know the probability of each token's acceptance, since they are soon corrected."""
+Where even that pays, everybody speculates; elsewhere trials find out."""
 
 # Tests after which an old one counts 1/e. With 512 for the engine, traffic that becomes good again
 # is found after more than 1,500 steps; with 128 after 750.
@@ -136,15 +135,12 @@ class Acceptance:
     """Estimates of all requests, and the engine's, which a new request begins with.
 
     Greedy and sampled requests are apart: sampled tokens are accepted less often.
-
-    Args:
-        knows_probs: True if proposals of level 2 come with the probability of each token.
     """
 
-    def __init__(self, sources: Sequence[SourceTraits], knows_probs: bool = True) -> None:
+    def __init__(self, sources: Sequence[SourceTraits]) -> None:
         self._sources = sources
-        self.greedy = Rates.prior(sources, CAUTION[knows_probs])
-        self.sampled = Rates.prior(sources, CAUTION[knows_probs])
+        self.greedy = Rates.prior(sources, CAUTION)
+        self.sampled = Rates.prior(sources, CAUTION)
         self.requests: dict[str, tuple[Rates, bool]] = {}
         """Estimates of each request, and True if it is greedy."""
 

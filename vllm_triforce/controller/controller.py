@@ -75,8 +75,7 @@ class Controller:
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
         self._model: CostModel | None = None
-        # Runner V2's outcomes are numbers of tokens.
-        self.acceptance = Acceptance(sources, knows_probs=not whole_rounds)
+        self.acceptance = Acceptance(sources)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)

@@ -72,9 +72,8 @@ class CostModel:
         proposals for good.
         """
         keep = 1 - _FORGOTTEN
-        for seconds in (self.speculating, self.per_draft):
-            for key in seconds:
-                seconds[key] *= keep
+        self.speculating = {key: keep * s for key, s in self.speculating.items()}
+        self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
         before = self.factors.get("level 2", 1.0)
         for part, factor in self.factors.items():
             self.factors[part] = 1 + keep * (factor - 1)

@@ -3,6 +3,7 @@
 The passes are real ones over the KV cache, which has just been allocated and is still empty.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -155,18 +156,18 @@ class Calibration:
         return self._all_timed({"": run}, repeats)[""]
 
     def _all_timed(self, runs: Mapping[Any, Callable], repeats: int) -> dict[Any, float]:
-        """Return the seconds of the fastest repeat of each of ``runs``, after a warm-up.
+        """Return the median seconds of ``repeats`` of each of ``runs``, after a warm-up.
 
-        Runs take turns, so that a short disturbance does not slow all repeats of one.
+        Runs take turns, so that a short disturbance does not slow all repeats of one. Steps are
+        compared with these seconds, hence no minimum.
         """
-        fastest = {name: float("inf") for name in runs}
-        for turn in range(repeats + 1):
+        seconds: dict[Any, list[float]] = {name: [] for name in runs}
+        for _ in range(repeats + 1):
             for name, run in runs.items():
                 start = time.perf_counter()
                 run()
-                if turn:
-                    fastest[name] = min(fastest[name], time.perf_counter() - start)
-        return fastest
+                seconds[name].append(time.perf_counter() - start)
+        return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
     def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> list[np.ndarray]:
         """Make block tables without vLLM's null block, 0: num_rows * [width], int32."""

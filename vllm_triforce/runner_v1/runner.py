@@ -313,7 +313,10 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             if num_drafts[row] and counts[row]:
                 num_accepted = counts[row] - 1
                 controller.observe_full_pass(
-                    request_id, num_drafts[row], num_accepted, probs=probs and probs[row]
+                    request_id,
+                    num_drafts[row],
+                    num_accepted,
+                    probs=None if probs is None else probs[row],
                 )
                 self.counters.add_full_pass(num_drafts[row], num_accepted)
 
