@@ -85,6 +85,16 @@ class Engines:
         return self._live[key]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_calibration():
+    """Measure passes for a second, and not for ten, at the start of each engine that adapts."""
+    from vllm_triforce.runner_v1 import calibration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_MAX_SECONDS", 1.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def engines():
     return Engines()

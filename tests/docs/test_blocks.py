@@ -6,8 +6,8 @@ scripts must be in their help: what runs for minutes is run by other tests with 
 (``tests/bench``, ``tests/examples``). A command that nothing here knows is a failure.
 """
 
+import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +19,7 @@ import yaml
 
 from tests.docs.blocks import Block, blocks
 from tests.models import ROOT
+from tests.one_process import allow_many_engines
 
 pytestmark = pytest.mark.slow
 
@@ -55,28 +56,17 @@ def test_yaml(block: Block):
     assert yaml.safe_load(block.filled) is not None
 
 
-EAGER = "import functools, vllm; vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)\n"
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("block", of("python"))
-def test_python(block: Block, tmp_path):
-    """Run the block in a process of its own, without vLLM's compilation."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EAGER + block.filled],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+def test_python(block: Block, engines, tmp_path, monkeypatch):
+    """Run the block without vLLM's compilation."""
+    import vllm
+
+    engines.clear()
+    allow_many_engines()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
+    exec(compile(block.filled, str(block), "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", of("bash"))

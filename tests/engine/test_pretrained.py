@@ -9,7 +9,11 @@ from tests.conftest import triforce
 from tests.models import ROOT
 from vllm_triforce.metrics.report import counters_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("ranks_without_compiler"),
+]
 
 BUDGET = 256
 QUESTIONS = [

@@ -49,8 +49,12 @@ _GRIDS = (
     _Grid((1, 2), (), 1),
     _Grid((1,), (), 1),
 )
-# Budget of the full passes; a slow model is measured at fewer points.
+# Budget of the full passes; a slow model is measured at fewer points, and no pass is longer than a
+# share of the budget: beyond the longest context of those, the cost model extrapolates.
 _MAX_SECONDS = 8.0
+_LONGEST_PASS = 0.1
+# Context of the first pass that is timed.
+_PROBED_CONTEXT = 2048
 # Share of the longest pass's seconds that a pass of one token takes, about.
 _ONE_TOKEN = 0.35
 
@@ -91,9 +95,7 @@ class Calibration:
 
     def run(self) -> Measurements:
         """Measure all passes."""
-        slowest = self._timed(lambda: self._full_pass(1, self._length + 1, self._max_context), 1)
-        # All ranks must run the same passes.
-        tokens, contexts, repeats = self._grid(broadcast_from_first_rank(slowest))
+        tokens, contexts, repeats = self._grid(*self._longest_pass())
         rows = [n for n in _ROWS if n <= self._max_rows]
         passes = [(n, 1, _NO_CONTEXT) for n in rows]
         passes += [(1, q, c) for q in tokens for c in contexts]
@@ -129,23 +131,41 @@ class Calibration:
             self._sampling(32, repeats),
         )
 
-    def _grid(self, slowest: float) -> tuple[list[int], list[int], int]:
+    def _longest_pass(self) -> tuple[int, float]:
+        """Choose the longest context of full passes, from passes of most tokens at two others.
+
+        Returns:
+            The context, and the expected seconds of its pass of most tokens.
+        """
+        near, far = (min(c, self._max_context) for c in (_NO_CONTEXT, _PROBED_CONTEXT))
+        runs = {c: partial(self._full_pass, 1, self._length + 1, c) for c in (near, far)}
+        # All ranks must run the same passes.
+        seconds = broadcast_from_first_rank(self._all_timed(runs, 1))
+        if far == self._max_context:
+            return far, seconds[far]
+        per_token = max(1e-9, seconds[far] - seconds[near]) / (far - near)
+        room = (_LONGEST_PASS * _MAX_SECONDS - seconds[near]) / per_token
+        context = int(max(far, min(room, self._max_context)))
+        return context, seconds[near] + (context - near) * per_token
+
+    def _grid(self, longest: int, slowest: float) -> tuple[list[int], list[int], int]:
         """Choose the finest grid that fits the time budget.
 
         A pass is assumed to take a tenth of its seconds without context, and the rest in proportion
         to its context.
 
         Args:
-            slowest: seconds of the longest pass at the longest context.
+            longest: context.
+            slowest: seconds of the pass of most tokens there.
 
         Returns:
             Lengths, contexts and repeats.
         """
         for grid in _GRIDS:
             tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
-            inner = [c for c in grid.contexts if _NO_CONTEXT < c < self._max_context]
-            contexts = [min(_NO_CONTEXT, self._max_context - 1), *inner, self._max_context]
-            shares = sum(0.1 + 0.9 * c / self._max_context for c in contexts)
+            inner = [c for c in grid.contexts if _NO_CONTEXT < c < longest]
+            contexts = [min(_NO_CONTEXT, longest - 1), *inner, longest]
+            shares = sum(0.1 + 0.9 * c / longest for c in contexts)
             shares *= sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
             if slowest * (grid.repeats + 1) * shares < _MAX_SECONDS:
                 break
