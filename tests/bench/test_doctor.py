@@ -2,6 +2,7 @@
 what it calls refused is refused, and with the same words.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -94,7 +95,8 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
     assert memory["triforce_share_of_kv"] == pytest.approx(1 / 64)
 
 
-def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
+@pytest.mark.parametrize("kv_bytes", [2, 1], ids=["auto", "fp8"])
+def test_the_prediction_is_the_model_of_times(capsys, tmp_path, kv_bytes):
     from benchmarks.gpu.models import MODELS
     from vllm_triforce_bench.predict.settings import LOOKUP, Acceptance, settings
     from vllm_triforce_bench.predict.steps import Predictor
@@ -102,11 +104,14 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path):
     like = MODELS["llama-3.1-8b"]
     model = config_of_llama(tmp_path, like)
     options = ("--max-model-len", "65536", "--max-num-seqs", "4", "--acceptances", "0.9")
+    if kv_bytes == 1:
+        options += ("--kv-cache-dtype", "fp8")
     _, found = doctor(capsys, model, *options)
     prediction = found["prediction"]
     assert prediction["machine"] == "H200"
     assert [cell["batch"] for cell in prediction["cells"]] == [1, 4]
-    predictor = Predictor(MACHINES["H200"], like, None, chunk=32)
+    sizes = dataclasses.replace(like, kv_bytes_each=kv_bytes)
+    predictor = Predictor(MACHINES["H200"], sizes, None, chunk=32)
     among = settings(4096, (LOOKUP,))
     for cell in prediction["cells"]:
         last = cell["contexts"][-1]

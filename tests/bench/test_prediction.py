@@ -188,7 +188,7 @@ def test_a_config_is_read():
     file = ROOT / "examples" / "models" / "target" / "config.json"
     embedded = Geometry.from_config("embedded", json.loads(file.read_text()), "float32")
     assert embedded.is_tied and embedded.weights == 5_308_416, "without norms"
-    assert embedded.bytes_each == 4
+    assert (embedded.bytes_each, embedded.kv_bytes_each) == (4, 4)
     text = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, vocab_size=151936)
     text |= dict(num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128)
     text |= dict(moe_intermediate_size=768, num_experts_per_tok=8)

@@ -21,7 +21,7 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
         drafts = _draft_layers(vllm_config) if draft_model else {}
         fixed_bytes = sum(buffer_bytes(retrieving, drafts, config, vllm_config).values())
         share = summary_bytes_per_kv_byte(retrieving, config, vllm_config)
-    each = _bytes_of_kv_number(vllm_config)
+    each = kv_bytes_each(vllm_config)
     sharded = (_sharded(layer, layers.ranks) for layer in layers.all)
     kv_bytes = sum(2 * layer.num_kv_heads * layer.head_size * each for layer in sharded)
     results = {
@@ -60,6 +60,7 @@ def _draft_layers(vllm_config) -> dict[str, SimpleNamespace]:
     return {f"draft.{index}": layer for index in range(model.get_num_layers(parallel))}
 
 
-def _bytes_of_kv_number(vllm_config) -> int:
+def kv_bytes_each(vllm_config) -> int:
+    """Return the bytes of a number of the target's KV cache."""
     is_fp8 = "fp8" in vllm_config.cache_config.cache_dtype
     return 1 if is_fp8 else vllm_config.model_config.dtype.itemsize

@@ -6,6 +6,7 @@ from typing import Any
 from vllm_triforce.config import read_config
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce_bench.doctor.layers import Layers
+from vllm_triforce_bench.doctor.memory import kv_bytes_each
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
 from vllm_triforce_bench.predict.settings import DRAFT, LOOKUP, PLAIN, Acceptance, settings
@@ -65,7 +66,7 @@ def _predictor(vllm_config, layers: Layers, machine: Machine | None, say) -> Pre
         raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
     if layers.ranks > 1:
         raise ValueError(f"tensor parallelism ({layers.ranks} ranks) is not counted yet")
-    target = _geometry(vllm_config.model_config)
+    target = _geometry(vllm_config.model_config, kv_bytes_each(vllm_config))
     draft = None
     if keys["draft_model"]:
         draft = _geometry(vllm_config.speculative_config.draft_model_config)
@@ -78,9 +79,10 @@ def _predictor(vllm_config, layers: Layers, machine: Machine | None, say) -> Pre
     )
 
 
-def _geometry(model_config) -> Geometry:
+def _geometry(model_config, kv_bytes: int | None = None) -> Geometry:
     config, dtype = model_config.hf_config.to_dict(), str(model_config.dtype)
-    return Geometry.from_config(model_config.model, config, dtype.removeprefix("torch."))
+    dtype = dtype.removeprefix("torch.")
+    return Geometry.from_config(model_config.model, config, dtype, kv_bytes)
 
 
 def _this_machine(say: Callable[[str], None]) -> Machine:

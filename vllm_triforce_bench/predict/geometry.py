@@ -22,7 +22,8 @@ class Geometry:
         active_experts: experts of each token.
         shared_inner: width of the experts that every token passes.
         is_tied: True if the output head is the embedding.
-        bytes_each: bytes of a number, of weights and of the KV cache.
+        bytes_each: bytes of a weight.
+        kv_bytes_each: bytes of a number of the KV cache.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Geometry:
     shared_inner: int = 0
     is_tied: bool = False
     bytes_each: int = 2
+    kv_bytes_each: int = 2
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -53,7 +55,7 @@ class Geometry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_each
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes_each
 
     @property
     def expert_weights(self) -> int:
@@ -91,12 +93,15 @@ class Geometry:
         return self.experts * (1 - left_out)
 
     @classmethod
-    def from_config(cls, name: str, config: dict, dtype: str) -> "Geometry":
+    def from_config(
+        cls, name: str, config: dict, dtype: str, kv_bytes_each: int | None = None
+    ) -> "Geometry":
         """Read the sizes from a Hugging Face config.
 
         Args:
             config: content of config.json.
-            dtype: vLLM's, of weights and KV cache.
+            dtype: vLLM's, of the weights.
+            kv_bytes_each: bytes of a number of the KV cache; None if it has this dtype too.
 
         Raises:
             ValueError: the time of such a model is not predicted, or a size is missing.
@@ -130,6 +135,7 @@ class Geometry:
                 shared,
                 bool(text.get("tie_word_embeddings")),
                 _BYTES[dtype],
+                kv_bytes_each or _BYTES[dtype],
             )
         except KeyError as error:
             raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error

@@ -210,7 +210,7 @@ class Predictor:
         """
         machine = self.machine
         mean_keys = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
-        read_s = 2 * mean_keys / self.model.bytes_each / machine.bandwidth
+        read_s = 2 * mean_keys / self.model.kv_bytes_each / machine.bandwidth
         launch_s = PASS_SELECTION_KERNELS * self.model.layers * machine.kernel_seconds
         return read_s / machine.bandwidth_share + launch_s
 
