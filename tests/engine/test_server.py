@@ -370,7 +370,8 @@ def test_counters_where_an_answer_ends_inside_an_accepted_run(server, client, st
     later = {name: vllms[name] - sum(one[name] for one in spec) for name in vllms}
     most_later = len(spec) if end == "a stop string" else 0
     assert vllms == ours and 0 <= later["num_spec_steps"] <= most_later, (ours, later)
-    assert later["num_draft_tokens"] == 6 * later["num_spec_steps"]
+    # A proposal near max_tokens is shorter than the others.
+    assert later["num_spec_steps"] <= later["num_draft_tokens"] <= 6 * later["num_spec_steps"]
     got = [answer.usage.completion_tokens for answer in answers]
     made = [1 + one["num_spec_steps"] + one["num_accepted_draft_tokens"] for one in spec]
     behind = [its - own for its, own in zip(made, got)]

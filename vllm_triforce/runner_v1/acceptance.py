@@ -57,13 +57,15 @@ class AcceptanceRecorder:
         sampling_metadata,
         **options,
     ) -> torch.Tensor:
-        is_greedy = None
-        if sampling_metadata.temperature is not None:
-            is_greedy = (sampling_metadata.temperature == 0).repeat_interleave(
-                torch.tensor(num_draft_tokens, device=target_logits.device)
-            )
-        probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
-        self.set(num_draft_tokens, probs)
+        # A draft source's faulty distributions are not reported here: see draft_probs.py.
+        if draft_probs is None or draft_probs.shape == target_logits.shape:
+            is_greedy = None
+            if sampling_metadata.temperature is not None:
+                is_greedy = (sampling_metadata.temperature == 0).repeat_interleave(
+                    torch.tensor(num_draft_tokens, device=target_logits.device)
+                )
+            probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
+            self.set(num_draft_tokens, probs)
         return self._rejection_sample(
             draft_token_ids,
             num_draft_tokens,
