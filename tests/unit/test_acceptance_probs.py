@@ -31,7 +31,7 @@ def test_by_hand():
     assert found.tolist() == pytest.approx([0.5, 0.2, 0.0, 1.0])
     one_hot = acceptance_probs(ids[:2], None, p[:2].log(), is_greedy[:2])
     assert one_hot.tolist() == pytest.approx([0.3, 0.1])
-    assert acceptance_probs(ids, None, p.log(), None).tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert acceptance_probs(ids, None, p.log(), True).tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_their_mean_is_the_overlap_of_the_distributions():
@@ -39,7 +39,7 @@ def test_their_mean_is_the_overlap_of_the_distributions():
     p, q = distributions(draw, 1), distributions(draw, 1)
     ids = q.expand(20_000, -1).multinomial(1, generator=draw)[:, 0]
     many = torch.ones(len(ids), 1)
-    found = acceptance_probs(ids, q * many, (p * many).log(), torch.zeros(len(ids)).bool())
+    found = acceptance_probs(ids, q * many, (p * many).log(), False)
     assert found.mean().item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.01)
 
 

@@ -59,8 +59,8 @@ class AcceptanceRecorder:
     ) -> torch.Tensor:
         # A draft source's faulty distributions are not reported here: see draft_probs.py.
         if draft_probs is None or draft_probs.shape == target_logits.shape:
-            is_greedy = None
-            if sampling_metadata.temperature is not None:
+            is_greedy: torch.Tensor | bool = sampling_metadata.all_greedy
+            if not (sampling_metadata.all_greedy or sampling_metadata.all_random):
                 is_greedy = (sampling_metadata.temperature == 0).repeat_interleave(
                     torch.tensor(num_draft_tokens, device=target_logits.device)
                 )
@@ -83,16 +83,17 @@ def acceptance_probs(
     draft_token_ids: torch.Tensor,  # [num_tokens]
     draft_probs: torch.Tensor | None,  # [num_tokens, vocab_size]; None for one-hot rows
     target_logits: torch.Tensor,  # [num_tokens, vocab_size], processed
-    is_greedy: torch.Tensor | None,  # [num_tokens] bool; None if all requests are
+    is_greedy: torch.Tensor | bool,  # [num_tokens] bool, or of all
 ) -> torch.Tensor:  # [num_tokens]
     """Compute the probability that the test accepts each token if it accepts those before it."""
     ids = draft_token_ids.long()[:, None]
-    agrees = (target_logits.argmax(-1, keepdim=True) == ids).float()
-    if is_greedy is None:
-        return agrees[:, 0]
+    if is_greedy is not False:
+        agrees = (target_logits.argmax(-1) == draft_token_ids).float()
+        if is_greedy is True:
+            return agrees
     log_totals = target_logits.logsumexp(-1, keepdim=True)
     probs = (target_logits.gather(1, ids) - log_totals).exp()
     if draft_probs is not None:
         probs /= draft_probs.gather(1, ids)
-    probs = probs.nan_to_num(0.0).clamp(max=1.0)
-    return torch.where(is_greedy[:, None], agrees, probs)[:, 0]
+    probs = probs.nan_to_num(0.0).clamp(max=1.0)[:, 0]
+    return probs if is_greedy is False else torch.where(is_greedy, agrees, probs)
