@@ -78,7 +78,7 @@ class CostModel:
         for part, factor in self.factors.items():
             self.factors[part] = 1 + keep * (factor - 1)
         for size in self.rounds:
-            self.rounds[size] *= self.factors["level 2"] / before
+            self.rounds[size] *= self.factors.get("level 2", 1.0) / before
 
     # Full passes.
 

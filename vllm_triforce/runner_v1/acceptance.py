@@ -45,38 +45,18 @@ class AcceptanceRecorder:
         parts = self._probs.double().cpu().split(self._num_draft_tokens)
         return [part.tolist() for part in parts]
 
-    def _sample(
-        self,
-        draft_token_ids,
-        num_draft_tokens,
-        max_spec_len,
-        cu_num_draft_tokens,
-        draft_probs,
-        target_logits,
-        bonus_token_ids,
-        sampling_metadata,
-        **options,
-    ) -> torch.Tensor:
+    def _sample(self, *args, **options) -> torch.Tensor:
+        """Record a step's probabilities, and call vLLM's function."""
+        draft_token_ids, num_draft_tokens, _, _, draft_probs, target_logits, _, sampling = args
         # A draft source's faulty distributions are not reported here: see draft_probs.py.
         if draft_probs is None or draft_probs.shape == target_logits.shape:
-            is_greedy: torch.Tensor | bool = sampling_metadata.all_greedy
-            if not (sampling_metadata.all_greedy or sampling_metadata.all_random):
-                is_greedy = (sampling_metadata.temperature == 0).repeat_interleave(
-                    torch.tensor(num_draft_tokens, device=target_logits.device)
-                )
+            is_greedy: torch.Tensor | bool = sampling.all_greedy
+            if not (sampling.all_greedy or sampling.all_random):
+                counts = torch.tensor(num_draft_tokens, device=target_logits.device)
+                is_greedy = (sampling.temperature == 0).repeat_interleave(counts)
             probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
             self.set(num_draft_tokens, probs)
-        return self._rejection_sample(
-            draft_token_ids,
-            num_draft_tokens,
-            max_spec_len,
-            cu_num_draft_tokens,
-            draft_probs,
-            target_logits,
-            bonus_token_ids,
-            sampling_metadata,
-            **options,
-        )
+        return self._rejection_sample(*args, **options)
 
 
 def acceptance_probs(

@@ -105,7 +105,8 @@ class Calibration:
         rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
         max_tokens = self._length + 1  # limit of the tables of ``_batch()``
         level2_tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
-        # A decision to propose nothing would keep a level 2 that was disturbed from being timed.
+        # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
+        # corrects it soon.
         level2 = {q: self._level2(1, q, repeats + 1) for q in level2_tokens}
         level2_per_row = draft = draft_per_row = draft_per_token = 0.0
         num_rows = min(4, self._max_reqs)
