@@ -53,10 +53,10 @@ def speedup(
 def costs_of(stock: list[dict], triforce: list[dict]) -> Costs:
     """Compute the costs of one cell from bench's measurements of both methods."""
     steps = sum(record["num_steps"] for record in triforce)
-    rounds = max(1, sum(record["levels"]["num_level2_passes"] for record in triforce))
+    rounds = max(1, sum(record["parts"]["num_level2_passes"] for record in triforce))
     parts: dict[str, float] = defaultdict(float)
     for record in triforce:
-        for part, seconds in record["levels"]["time_seconds"].items():
+        for part, seconds in record["parts"]["time_seconds"].items():
             parts[part] += 1e3 * seconds
     step_ms = 1e3 * sum(record["seconds"] for record in triforce) / steps
     stock_ms = 1e3 * sum(record["seconds"] for record in stock)

@@ -1,6 +1,7 @@
-"""Runs the cases on an emulated GPU and says what came of each: ``make emulated-gpu``.
+"""Run the cases on an emulated GPU and print each verdict: ``make emulated-gpu``.
 
-The Python that runs this must be the emulation's (tools/gpu_emulation/setup.sh).
+The Python that runs this must be the emulation's (tools/gpu_emulation/setup.sh). With ``--device``
+the cases run on the machine's own GPU.
 """
 
 import argparse
@@ -27,16 +28,23 @@ class Runner:
     Args:
         work: what they read and write.
         pairs: folders of target and draft, without and with sliding windows.
+        on_device: run on a real GPU; ``PYTHONPATH`` has vLLM there.
     """
 
-    def __init__(self, work: Path, pairs: dict[bool, tuple[str, str]]) -> None:
+    def __init__(
+        self, work: Path, pairs: dict[bool, tuple[str, str]], on_device: bool = False
+    ) -> None:
         self._work = work
         self._pairs = pairs
+        self._launcher = [] if on_device else ["-m", "emu"]
         path = [ROOT, ROOT / "tools" / "gpu_emulation", plugin_folder(work / "plugin")]
+        if on_device:
+            path[1] = Path(os.environ.get("PYTHONPATH", ""))
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_TRIFORCE_CHECK": "raise",
             # Compiled modules are kept: to compile vLLM's takes 15 s a process.
@@ -50,13 +58,13 @@ class Runner:
         target, draft = self._pairs[case.windows]
         task = {"case": dataclasses.asdict(case), "target": target, "draft": draft}
         asked.write_text(json.dumps(task))
-        child = ["-m", "emu", "-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
+        child = ["-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
         begin = time.monotonic()
         faults = []
         with log.open("w") as said:
             try:
                 done = subprocess.run(
-                    [sys.executable, *child],
+                    [sys.executable, *self._launcher, *child],
                     cwd=ROOT,
                     env=self._environment,
                     stdout=said,
@@ -83,6 +91,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also what takes long: 2 hours")
     parser.add_argument("--list", action="store_true", help="the cases' names, and nothing else")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--device", action="store_true", help="on the GPU of this machine")
     args = parser.parse_args()
     try:
         cases = chosen(args.only) if args.only else every_case() if args.all else default_cases()
@@ -91,7 +100,7 @@ def main() -> None:
     if args.list:
         print(*(case.name for case in cases), sep="\n")
         return
-    verdicts = run_all(cases, args.jobs)
+    verdicts = run_all(cases, args.jobs, args.device)
     num_failed = sum(bool(verdict.faults) for verdict in verdicts)
     print(f"{len(verdicts) - num_failed} of {len(verdicts)} cases passed")
     sys.exit(1 if num_failed else 0)
@@ -123,7 +132,7 @@ def greedy(verdict: Verdict) -> str:
     return "identical"
 
 
-def run_all(cases: list[Case], num_jobs: int) -> list[Verdict]:
+def run_all(cases: list[Case], num_jobs: int, on_device: bool = False) -> list[Verdict]:
     """Says each case as soon as those before it have ended."""
     verdicts, results = [], {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
@@ -132,7 +141,7 @@ def run_all(cases: list[Case], num_jobs: int) -> list[Verdict]:
             for windows in {case.windows for case in cases}
         }
         exact = {windows: Exact(target) for windows, (target, _) in pairs.items()}
-        for verdict in pool.map(Runner(Path(folder), pairs), cases):
+        for verdict in pool.map(Runner(Path(folder), pairs, on_device), cases):
             if verdict.result is not None:
                 results[verdict.case] = verdict.result
                 judge(verdict, results, exact[verdict.case.windows])

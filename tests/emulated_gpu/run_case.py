@@ -1,6 +1,6 @@
-"""One case, in a process of its own, under the emulation:
+"""Run one case, in a process of its own, under the emulation or on a GPU:
 
-python -m emu -m tests.emulated_gpu.run_case CASE.json RESULT.json
+python [-m emu] -m tests.emulated_gpu.run_case CASE.json RESULT.json
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ from pathlib import Path
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import MIN_CONTEXT, REQUESTS
 
+IS_EMULATED = "emu" in sys.modules
+
 ENGINE = dict(
     skip_tokenizer_init=True,
-    disable_log_stats=True,
+    disable_log_stats=False,  # counters go the way of every server
     enable_prefix_caching=False,
     block_size=16,
     max_model_len=256,
@@ -23,6 +25,7 @@ ENGINE = dict(
     max_num_seqs=4,
     num_gpu_blocks_override=96,
     gpu_memory_utilization=0.1,
+    distributed_executor_backend="uni",
     seed=0,
 )
 # Whole decode passes, not compiled: what is captured is what the models launch.
@@ -45,8 +48,9 @@ def make_engine(case: Case, target: str, draft: str):
 
     gc.collect()
     gc.freeze()  # vLLM collects often, and what was imported never goes
-    # vLLM's kernel for top-k and top-p takes minutes in the interpreter; PyTorch's way is exact.
-    topk_topp_sampler.HAS_TRITON = False
+    if IS_EMULATED:
+        # vLLM's kernel for top-k and top-p takes minutes in the interpreter; PyTorch's is exact.
+        topk_topp_sampler.HAS_TRITON = False
     triforce = None
     if case.source:
         triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
@@ -65,6 +69,8 @@ def make_engine(case: Case, target: str, draft: str):
         speculative_config=triforce,
         enforce_eager=not case.graphs,
         **({"compilation_config": GRAPHS} if case.graphs else {}),
+        # Without a profile of the memory, which others beside it would disturb.
+        **({} if IS_EMULATED or case.offload else {"kv_cache_memory_bytes": 256 << 20}),
         **ENGINE,
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -100,6 +106,26 @@ def _count_replayed_rounds() -> Counter:
     return counted
 
 
+def _count_graphs() -> Counter:
+    """Count captures and replays of CUDA graphs."""
+    import torch
+
+    counted = Counter()
+
+    def count(name: str) -> None:
+        method = getattr(torch.cuda.CUDAGraph, name)
+
+        def counting(*args, **kwargs):
+            counted[name] += 1
+            return method(*args, **kwargs)
+
+        setattr(torch.cuda.CUDAGraph, name, counting)
+
+    count("capture_end")
+    count("replay")
+    return counted
+
+
 def run(case: Case, target: str, draft: str) -> dict:
     from vllm import SamplingParams
 
@@ -131,17 +157,24 @@ def run(case: Case, target: str, draft: str) -> dict:
 
 
 def main() -> None:
-    from emu import graphs
-    from emu.report import report
-
     asked, result = map(Path, sys.argv[1:])
     asked = json.loads(asked.read_text())
-    found = run(Case(**asked["case"]), asked["target"], asked["draft"])
-    found |= {
-        "kernels": {name: kernel.runs for name, kernel in report.kernels.items()},
-        "not_compiled": {name: report.kernels[name].compile_errors[0] for name in report.failed},
-        "graphs": [graphs.num_captured, graphs.num_replayed],
-    }
+    task = (Case(**asked["case"]), asked["target"], asked["draft"])
+    if IS_EMULATED:
+        from emu import graphs
+        from emu.report import report
+
+        found = run(*task)
+        found |= {
+            "not_compiled": {
+                name: report.kernels[name].compile_errors[0] for name in report.failed
+            },
+            "graphs": [graphs.num_captured, graphs.num_replayed],
+        }
+    else:
+        counted = _count_graphs()
+        found = run(*task)
+        found |= {"not_compiled": {}, "graphs": [counted["capture_end"], counted["replay"]]}
     result.write_text(json.dumps(found))
 
 

@@ -236,9 +236,11 @@ class DeviceCounters:
         _set(counters := LevelCounters(), self.sums)
         return counters
 
-    def reset(self) -> None:
-        """Set all sums to 0."""
-        self.sums.zero_()
+    def set(self, sums: torch.Tensor) -> None:
+        """Set all sums, and ``known`` with them; waits for the device."""
+        self.sums.copy_(sums)
+        self._copy = None  # what is on its way has the sums of before
+        _set(self.known, self.sums)
 
     def note(self) -> None:
         """Update ``known`` with the sums of an earlier call, without waiting for the device."""

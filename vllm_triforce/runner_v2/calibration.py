@@ -318,9 +318,7 @@ def warm_up_proposals(
     for request_id in built.slots.request_ids():
         built.slots.release(request_id)
     adapters = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
-    with built.recorder.without_recording(), adapters:
+    with built.recorder.without_recording(), built.proposer.without_counting(), adapters:
         if is_gpu:
             calibration.warm_up()
-        measurements = calibration.run() if measures else None
-    built.proposer.reset_counters()
-    return measurements
+        return calibration.run() if measures else None

@@ -3,7 +3,7 @@
 Rows have a fixed shape; both ways begin with ``take_slots()`` and ``init_rows()``.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,9 +177,22 @@ class ProposerV2(Observer):
 
     def reset_counters(self) -> None:
         """Reset all counters and times."""
-        self._counters.reset()
-        self._num_passes = 0
+        self._set_counts(torch.zeros_like(self._counters.sums), 0, {})
+
+    @contextmanager
+    def without_counting(self):
+        """Leave counters and times as they are; waits for the device."""
+        counts = self._counters.sums.clone(), self._num_passes, dict(self.times.seconds)
+        yield
+        self._set_counts(*counts)
+
+    def _set_counts(self, sums: torch.Tensor, num_passes: int, seconds: dict[str, float]) -> None:
+        self._num_passes = num_passes
         self.times.seconds.clear()
+        self.times.seconds.update(seconds)
+        self._counters.set(sums)
+        self._counters.known.time_seconds.clear()
+        self._with_host_counts(self._counters.known)
 
     def note_counters(self) -> None:
         """Update ``known_counters`` to the state at the last call, without a wait."""

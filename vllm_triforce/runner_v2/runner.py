@@ -199,8 +199,10 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def warm_up(self) -> None:
         """Compile proposals' kernels and, where the controller chooses, measure passes.
 
-        Called after CUDA graphs are captured.
+        Called after CUDA graphs are captured and vLLM has served its own warm-up requests, which
+        are not counted.
         """
+        self._built.proposer.reset_counters()
         self._measurements = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
         self._reports.set_measurements(self._measurements)
 

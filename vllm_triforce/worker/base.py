@@ -110,12 +110,14 @@ class TriForceWorkerMixin(Worker):
             max_len = self.vllm_config.model_config.max_model_len
             report_offload(self._offload, kv_cache_config, max_len)
         self.triforce.allocate(kv_cache_config, self._offload)
-        self._counter_sender = CounterSender(self.triforce.sent_counters)
 
     def compile_or_warm_up_model(self):
         # Before vLLM resets the seed, which it does last.
         self.triforce.calibrate()
-        return super().compile_or_warm_up_model()
+        seconds = super().compile_or_warm_up_model()
+        # Warm-up requests are not counted, and counters that fell would end the front end.
+        self._counter_sender = CounterSender(self.triforce.sent_counters)
+        return seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         self.triforce.begin_step(scheduler_output)

@@ -37,6 +37,8 @@ class Method:
         return None if self.keys is None else self.keys["method"]
 
 
+_ALWAYS = {"adaptive": False, "min_context": 0}
+
 METHODS: dict[str, Method] = {
     STOCK: Method("stock vLLM", None),
     "draft_model": Method(
@@ -61,19 +63,19 @@ METHODS: dict[str, Method] = {
     ),
     # The defaults.
     "triforce": Method("TriForce", {"method": TRIFORCE}),
-    # Levels switched off one by one; the controller must not switch off the rest.
+    # Levels switched off one by one; nothing may switch off the rest.
     "triforce:all": Method(
-        "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3", "adaptive": False}
+        "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3"} | _ALWAYS
     ),
     "triforce:level1": Method(
-        "TriForce, level 1 only", {"method": TRIFORCE, "levels": "1,3", "adaptive": False}
+        "TriForce, level 1 only", {"method": TRIFORCE, "levels": "1,3"} | _ALWAYS
     ),
     "triforce:retrieval": Method(
-        "TriForce, retrieval only", {"method": TRIFORCE, "levels": "2,3", "adaptive": False}
+        "TriForce, retrieval only", {"method": TRIFORCE, "levels": "2,3"} | _ALWAYS
     ),
     "triforce:streaming": Method(
         "TriForce, streaming for retrieval",
-        {"method": TRIFORCE, "selection": "streaming", "adaptive": False},
+        {"method": TRIFORCE, "selection": "streaming"} | _ALWAYS,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -101,6 +102,13 @@ class Engine:
     def levels(self) -> LevelCounters | None:
         return counters_of(self.llm) if self.variant.is_triforce else None
 
+    @contextmanager
+    def waiting_for_the_device(self):
+        """Let each part of a proposal wait for the device: times of launches become its own."""
+        self.llm.collective_rpc("triforce_synchronize_times", args=(True,))
+        yield
+        self.llm.collective_rpc("triforce_synchronize_times", args=(False,))
+
 
 def start(
     settings: BatchSettings,
@@ -140,9 +148,6 @@ def start(
     passes = PassTimes() if settings.pass_times else None
     if passes is not None:
         passes.watch(llm)
-        if variant.is_triforce and not current_platform.is_cpu():
-            # Without waits for the device, times of parts would be those of their launches.
-            llm.collective_rpc("triforce_synchronize_times", args=(True,))
     return Engine(variant, llm, recorder, max(0, _memory_bytes() - before), passes)
 
 

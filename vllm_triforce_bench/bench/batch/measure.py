@@ -4,6 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from vllm.platforms import current_platform
+
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce_bench.bench.batch import grid, identity
 from vllm_triforce_bench.bench.batch.engines import DevicePeak, Engine, end, start
@@ -130,22 +133,9 @@ class Measurement:
     def _measure_one(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
     ) -> tuple[dict, Streamed]:
-        settings, variant = self._settings, engine.variant
-        device, levels_before = DevicePeak(), engine.levels()
+        variant, device = engine.variant, DevicePeak()
         engine.recorder.stats.clear()
-        streamed = stream(
-            engine.llm,
-            texts,
-            settings.tokens,
-            paired.temperature,
-            settings.top_p,
-            settings.seed + paired.repetition,
-            engine.passes,
-        )
-        levels = engine.levels()
-        if levels is not None and levels_before is not None:
-            levels = levels.since(levels_before)
-        _check_cached(streamed, texts)
+        streamed, levels = self._decode(engine, paired, texts)
         record = {
             **paired._asdict(),
             "method": variant.method,
@@ -163,7 +153,34 @@ class Measurement:
             "greedy": None,
             "memory_bytes": engine.memory_bytes + device.growth_bytes(),
         }
+        if self._settings.pass_times and levels is not None:
+            if not current_platform.is_cpu():
+                with engine.waiting_for_the_device():
+                    _, levels = self._decode(engine, paired, texts)
+            assert levels is not None
+            record["parts"] = {
+                "num_level2_passes": levels.num_level2_passes,
+                "time_seconds": levels.time_seconds,
+            }
         return record, streamed
+
+    def _decode(
+        self, engine: Engine, paired: PairedSet, texts: list[list[int]]
+    ) -> tuple[Streamed, LevelCounters | None]:
+        """Decode a set's prompts, and count what the levels did."""
+        settings, before = self._settings, engine.levels()
+        streamed = stream(
+            engine.llm,
+            texts,
+            settings.tokens,
+            paired.temperature,
+            settings.top_p,
+            settings.seed + paired.repetition,
+            engine.passes,
+        )
+        _check_cached(streamed, texts)
+        levels = engine.levels()
+        return streamed, None if levels is None or before is None else levels.since(before)
 
     def _check_identity(
         self,
