@@ -59,7 +59,8 @@ def make_engine(case: Case, target: str, draft: str):
     if case.plan == "plain":
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
-        triforce |= {"kv_offload_gib": 0.01}
+        # With min_context 0 vLLM's warm-up requests propose too, which must not be counted.
+        triforce |= {"kv_offload_gib": 0.01, "min_context": 0}
     if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(

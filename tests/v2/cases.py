@@ -40,8 +40,9 @@ def run(asked: dict) -> dict:
     at_start = llm.collective_rpc("triforce_measured")[0]
     results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
     assert len(built(llm).slots), "requests that have left still have slots"
+    before = _counts(llm)
     anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
-    results["measured"] = {"at start": at_start, "anew": anew}
+    results["measured"] = {"at start": at_start, "anew": anew, "counts": [before, _counts(llm)]}
     del llm
     gc.collect()
     if torch.cpu._is_avx512_supported():  # without, vLLM's CPU build has no fp8 KV cache
@@ -121,6 +122,12 @@ def _sampled_beside_padding(llm, prompts) -> dict:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "level2_acceptance_rate": speculator_of(llm).counters.level2_acceptance_rate,
     }
+
+
+def _counts(llm) -> list[dict]:
+    """The counters as they are, and as they go to /metrics."""
+    speculator = speculator_of(llm)
+    return [dataclasses.asdict(speculator.counters), dataclasses.asdict(speculator.sent_counters)]
 
 
 def _outputs(llm, prompts, params: list[dict]):

@@ -119,6 +119,13 @@ def test_what_passes_take_is_told(found):
     assert [rows for rows, _, _ in measured["full_by_num_reqs"]] == [2, 4]
 
 
+def test_measuring_is_not_counted(found):
+    """Counters that fell would end a front end whose Prometheus metrics have them."""
+    before, after = found["measured"]["counts"]
+    assert before == after and before[0]["num_proposals"] > 0
+    assert before[1]["num_level2_passes"] > 0 and before[1]["time_seconds"]
+
+
 def test_an_fp8_kv_cache_in_host_memory_is_what_it_is_on_the_device(found):
     """To the token, and level 2 accepts and is accepted as often."""
     if "quantized" not in found:

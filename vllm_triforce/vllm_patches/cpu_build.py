@@ -10,6 +10,7 @@ import builtins
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from vllm_triforce.vllm_patches import swaps
 
@@ -29,7 +30,7 @@ def expand_kernel_works() -> bool:
 
 
 def fix_expand_kernel() -> bool:
-    """Replace the kernel if the self-check fails; idempotent.
+    """Replace the kernel on a CPU if the self-check fails; idempotent.
 
     With vLLM's kernel, speculative sampling divides by uninitialised temperatures.
 
@@ -39,7 +40,7 @@ def fix_expand_kernel() -> bool:
     Raises:
         RuntimeError: the replacement fails the self-check too.
     """
-    if expand_kernel_works():
+    if not current_platform.is_cpu() or expand_kernel_works():
         return False
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils import cpu_triton_utils
@@ -64,7 +65,7 @@ def _expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_
 
 
 def fix_kernel_rebinding() -> None:
-    """Let vLLM scan all loaded modules if llvmlite is among them; idempotent.
+    """Let vLLM's CPU build scan all loaded modules if llvmlite is among them; idempotent.
 
     To replace kernels, vLLM reads ``vars(value).get("kernel")`` for every value of every module.
     numba, loaded by ``ngram`` and ``runner_v1/top_p_rows.py``, brings ``llvmlite.binding.ffi.lib``.
