@@ -196,8 +196,7 @@ class Keys:
     kv_offload_gib: float | None = _key(
         None,
         _MEMORY,
-        "On Runner V2: host memory for the KV cache of the last layers ([how](offload.md)). No GPU "
-        "has run it yet",
+        "On Runner V2: host memory for the KV cache of the last layers ([how](offload.md))",
         unit="GiB of each rank",
         low=0.001,
         default_text="none",
