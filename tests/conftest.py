@@ -62,7 +62,6 @@ class Engines:
     def clear(self) -> None:
         """End all live engines, and then vLLM's process groups."""
         self._live.clear()
-        gc.unfreeze()
         gc.collect()
         end_process_groups()
 
@@ -74,9 +73,7 @@ class Engines:
             allow_many_engines()
             while len(self._live) >= self._keep:
                 self._live.pop(next(iter(self._live)))
-                gc.unfreeze()  # vLLM freezes what it loads, and what is frozen is never collected
                 gc.collect()
-                gc.freeze()  # it collects as often as it loads, half a second each without this
             arguments = {**ENGINE, "max_model_len": 10240, **kwargs}
             if model != str(PAIR / "target"):
                 arguments.setdefault("skip_tokenizer_init", True)

@@ -18,6 +18,23 @@ def allow_many_engines() -> None:
 
     core.cleanup_dist_env_and_memory = gc.collect
     fix_kernel_rebinding()
+    _freeze_modules()
+
+
+def _freeze_modules() -> None:
+    """Freeze what is imported by now, and let nobody freeze or unfreeze anything later.
+
+    vLLM freezes an engine with all modules, and unfreezes both when the engine ends. It collects
+    seven times an engine, each time for half a second if the modules are among what is collected.
+    """
+    if gc.freeze is not _leave_frozen:
+        gc.collect()
+        gc.freeze()
+        gc.freeze = gc.unfreeze = _leave_frozen
+
+
+def _leave_frozen() -> None:
+    pass
 
 
 def end_process_groups() -> None:

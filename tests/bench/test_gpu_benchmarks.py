@@ -1,12 +1,16 @@
 """Promise: a GPU session checks answers first; its speed-ups follow from the times of passes."""
 
+import functools
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
+from _pytest.mark.expression import Expression
 
+from benchmarks.gpu import test_exactness
 from benchmarks.gpu.speedup import Costs, costs_of, speedup, table
-from benchmarks.gpu.test_exactness import CASES, difference
+from benchmarks.gpu.test_exactness import difference
 from tests.models import ROOT
 
 COSTS = Costs(20.0, 0.5, 0.3, 4.0, 0.1, 24.0)
@@ -42,8 +46,8 @@ def test_the_formula_is_what_the_algorithm_costs(k, gamma, a2, a1):
 def test_costs_are_those_of_the_measurements():
     stock = [{"num_steps": 10, "seconds": 0.2}]
     spent = {"selection": 0.01, "level 1": 0.04, "level 2": 0.1, "verification": 0.02}
-    levels = {"num_level2_passes": 20, "time_seconds": spent}
-    ours = [{"num_steps": 10, "seconds": 0.4, "levels": levels}]
+    parts = {"num_level2_passes": 20, "time_seconds": spent}
+    ours = [{"num_steps": 10, "seconds": 0.4, "parts": parts}]
     costs = costs_of(stock, ours)
     assert costs == Costs(*map(pytest.approx, (20.0, 1.0, 1.0, 5.0, 1.0, 40 - 17)))
     cell = {"context": 8000, "batch_size": 1}
@@ -66,11 +70,21 @@ def test_tokens_may_part_only_where_stocks_two_best_are_near():
 
 
 def test_correctness_comes_first_and_every_case_is_run():
+    """Each case of test_exactness.py is chosen by one ``-k`` expression of the session."""
     script = (ROOT / "benchmarks" / "gpu" / "session.sh").read_text()
-    steps = ["test_one_prompt", "tests/kernels", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"]
-    steps += ["-k offload", "vllm_triforce.cli bench", "benchmarks.gpu.speedup"]
+    steps = ["test_one_prompt", "tests/kernels", "tests.emulated_gpu", "FLASH_ATTN", "-k offload"]
+    steps += ["vllm_triforce.cli bench", "benchmarks.gpu.speedup"]
     places = [script.index(step) for step in steps]
     assert places == sorted(places)
-    patterns = [part.split('"')[0] for part in script.split(" -k ")[1:]]
-    for case in CASES:
-        assert sum(pattern in case.id for pattern in patterns) == 1, case.id
+    (backends,) = re.findall(r"for backend in ([A-Z_ ]+); do", script)
+    chosen = []
+    for expression in re.findall(r"-k '?([^'\"]+)", script):
+        each = backends.split() if "$backend" in expression else [""]
+        chosen += [Expression.compile(expression.replace("$backend", name)) for name in each]
+    tests = ("test_greedy_outputs_are_stocks", "test_samples_follow_the_targets_distribution")
+    assert all(hasattr(test_exactness, name) for name in tests)
+    ids = [f"{tests[0]}[{case.id}]" for case in test_exactness.CASES]
+    ids += [f"{tests[1]}[{where}-T1]" for where in (*test_exactness.BACKENDS, "FLASH-offload")]
+    for name in ids:
+        words = functools.partial(lambda name, word, **_: word in name, name)
+        assert sum(one.evaluate(words) for one in chosen) == 1, name

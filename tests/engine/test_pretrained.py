@@ -22,9 +22,9 @@ pytestmark = [
 BUDGET = 256
 QUESTIONS = [
     "What does the with statement do?",
-    "How are default parameter values of a function evaluated?",
     "List the comparison operators.",
 ]
+NUM_TOKENS = 28
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ TOOL = {
 def answers(llm, chats, tools=None, **params) -> list:
     from vllm import SamplingParams
 
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 40, "logprobs": 1, **params})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "logprobs": 1, **params})
     outputs = llm.chat(chats, params, use_tqdm=False, tools=tools)
     assert min(len(output.prompt_token_ids) for output in outputs) > 2 * BUDGET
     return [output.outputs[0] for output in outputs]
@@ -89,7 +89,7 @@ def test_greedy_answers_are_stock_vllms(engines, model, chats, stock, refresh_in
             assert ours.token_ids == theirs.token_ids
             assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
     counted = counters_of(llm).since(before)
-    assert counted.num_level2_drafted > 50
+    assert counted.num_level2_drafted > 40
     assert counted.num_level2_accepted > 0.7 * counted.num_level2_drafted
 
 
@@ -99,7 +99,7 @@ def test_a_budget_over_the_whole_context_accepts_all(engines, model, chats):
     before = counters_of(llm)
     answers(llm, chats)
     counted = counters_of(llm).since(before)
-    assert counted.num_level2_accepted == counted.num_level2_drafted > 50
+    assert counted.num_level2_accepted == counted.num_level2_drafted > 25
 
 
 def test_streamed_pieces_are_stock_vllms_answer(engines, model, chats, stock):
@@ -112,13 +112,15 @@ def test_streamed_pieces_are_stock_vllms_answer(engines, model, chats, stock):
     chat = llm.get_tokenizer().apply_chat_template(
         chats[0], add_generation_prompt=True, tokenize=False
     )
-    params = SamplingParams(temperature=0, max_tokens=40, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, output_kind=RequestOutputKind.DELTA
+    )
     llm.llm_engine.add_request("streamed", chat, params)
     pieces = []
     while llm.llm_engine.has_unfinished_requests():
         pieces += [output.outputs[0].text for output in llm.llm_engine.step()]
     assert "".join(pieces) == stock[0].text
-    assert 1 < len(pieces) < 40, "some pieces bring several tokens"
+    assert 1 < len(pieces) < NUM_TOKENS, "some pieces bring several tokens"
 
 
 @pytest.mark.thorough

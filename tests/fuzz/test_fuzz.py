@@ -101,7 +101,7 @@ def fuzzed(runner: str, num_streams: int) -> dict:
 
 
 def test_short_run():
-    assert fuzzed("v1", 5)["streams driven"] == 5
+    assert fuzzed("v1", 3)["streams driven"] == 3
 
 
 @needs_interpreter

@@ -191,7 +191,7 @@ def _dice() -> list[Case]:
             "dice-sampled",
             "Whatever is planned for each request in each step, sampled tokens have exactly the "
             "target's distribution.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 26),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
             keys=EIGHT,
@@ -227,7 +227,7 @@ def _in_pass() -> list[Case]:
         Case(
             "in pass-sampled",
             "Whatever each pass selects, sampled tokens have exactly the target's distribution.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 26),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
             keys=EIGHT | {"refresh_interval": 0},
@@ -437,8 +437,8 @@ def _scheduling() -> list[Case]:
             "Requests that lose their blocks and come back answer as stock vLLM does, and leave "
             "nothing behind.",
             (
-                tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
-                (Request(0, 220, {"max_tokens": 20}),),
+                tuple(Request(100 * i, 250, {"max_tokens": 24}) for i in range(4)),
+                (Request(0, 220, {"max_tokens": 12}),),
             ),
             ("stock", "preempted", "nothing kept"),
             **CRAMPED,
@@ -649,7 +649,7 @@ def _calibrated() -> list[Case]:
         Case(
             "sampled-various",
             distribution.format("different parameters, and greedy requests, in one batch"),
-            _eight(VARIOUS, 34),
+            _eight(VARIOUS, 26),
             ("stock", *wrong_at_times),
             source="prompt_lookup",
             keys=EIGHT,
@@ -671,7 +671,7 @@ def _calibrated() -> list[Case]:
         Case(
             "sampled-full-budget",
             distribution.format("and level 2's own is read back as it was handed up"),
-            _eight(VARIOUS, 34),
+            _eight(VARIOUS, 26),
             ("stock", "calibrated", "always right"),
             source="prompt_lookup",
             keys=EIGHT | {"retrieval_budget": 1024},
@@ -1066,8 +1066,8 @@ def _offloaded(cases: list[Case]) -> list[Case]:
             "plain decoding, in host memory",
             "Without speculation too; requests of one step may share what is read in that step.",
             (
-                tuple(Request(2000, n, {"max_tokens": 14}) for n in (330, 330, 401)),
-                requests(520, 90, max_tokens=14),
+                tuple(Request(2000, n, {"max_tokens": 6}) for n in (330, 330, 401)),
+                requests(520, 90, max_tokens=6),
             ),
             ("stock", "nothing proposed", "read together"),
             source="prompt_lookup",
@@ -1105,7 +1105,9 @@ THOROUGH = {
         "nan-sampled-1",
         "nan-sampled-2, in host memory",
         "preemption, in host memory",
+        "prefix caching, in host memory",
         "sampled-block",
+        "sampled-draft_model",
         "sampled-full-budget",
         "sampled-prompt_lookup",
         "shaped-full-window",
