@@ -2,8 +2,8 @@
 
     python examples/offload.py --target MODEL --draft DRAFT --prompt FILE --gib 16
 
-It needs a GPU, where vLLM's Model Runner V2 is the default. This script is tested under Triton's
-interpreter; what it uses, on an H200.
+It needs a GPU, where vLLM's Model Runner V2 is the default. This script has run under Triton's
+interpreter only; tests of the same engines ran on an H200.
 """
 
 import argparse

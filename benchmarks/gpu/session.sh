@@ -7,6 +7,11 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) kit=${2:-}
 parts=${PARTS:-correctness times}
+for part in $parts; do
+  [[ $part =~ ^(correctness|times)$ ]] || { echo "PARTS has '$part': it takes correctness and times" >&2; exit 2; }
+done
+# Background jobs ignore an interrupt, and their engines would hold the GPU.
+trap 'for job in $(jobs -p); do pkill -TERM -P "$job"; done; exit 130' INT TERM
 
 if ! python3 -c "import vllm" 2>/dev/null; then
   [ -n "$kit" ] || { echo "vLLM is not installed; give a KIT (tools/gpu_kit)" >&2; exit 2; }
@@ -46,6 +51,7 @@ fi
 if [[ $parts == *times* ]]; then
   export model=${MODEL:-llama-3.1-8b} engine=${ENGINE:-'{"load_format": "dummy"}'} out
   python3 -m benchmarks.gpu.models "$out/models" "$model"
+  touch "$out/begin"
   bench() {
     python3 -m vllm_triforce.cli bench --target "$out/models/$model" \
       --draft "$out/models/$model-draft" --methods "${METHODS:-stock,triforce:all}" \
@@ -53,8 +59,8 @@ if [[ $parts == *times* ]]; then
       --batch-sizes "${BATCH_SIZES:-1}" --tokens "${TOKENS:-128}" \
       --repetitions "${REPETITIONS:-3}" --engine "$engine" --pass-times --engines-at-once 2 \
       --output "$out/times"
-    # Greedy outputs of random weights part at every rounding, which exit code 1 says.
-    [ $? -le 1 ]
+    # Greedy outputs of random weights part at every rounding, which exit code 1 says; so do errors.
+    [ $? -le 1 ] && [ "$out/times/results.json" -nt "$out/begin" ]
   }
   export -f bench
   step times "${TIMES_LIMIT:-1200}" bash -c bench

@@ -52,13 +52,14 @@ def speedup(
 
 def costs_of(stock: list[dict], triforce: list[dict]) -> Costs:
     """Compute the costs of one cell from bench's measurements of both methods."""
-    steps = sum(record["num_steps"] for record in triforce)
-    rounds = max(1, sum(record["parts"]["num_level2_passes"] for record in triforce))
+    measured = [record["parts"] for record in triforce]
+    steps = sum(its["num_steps"] for its in measured)
+    rounds = max(1, sum(its["num_level2_passes"] for its in measured))
     parts: dict[str, float] = defaultdict(float)
-    for record in triforce:
-        for part, seconds in record["parts"]["time_seconds"].items():
+    for its in measured:
+        for part, seconds in its["time_seconds"].items():
             parts[part] += 1e3 * seconds
-    step_ms = 1e3 * sum(record["seconds"] for record in triforce) / steps
+    step_ms = 1e3 * sum(its["seconds"] for its in measured) / steps
     stock_ms = 1e3 * sum(record["seconds"] for record in stock)
     return Costs(
         stock_step=stock_ms / sum(record["num_steps"] for record in stock),
@@ -94,4 +95,7 @@ def table(records: list[dict]) -> str:
 
 if __name__ == "__main__":
     text = (Path(sys.argv[1]) / "results.jsonl").read_text()
-    print(table([json.loads(line) for line in text.splitlines()]))
+    records = [json.loads(line) for line in text.splitlines()]
+    if not any("parts" in record for record in records):
+        sys.exit(f"{sys.argv[1]} has no times of parts: run bench with --pass-times")
+    print(table(records))

@@ -99,7 +99,7 @@ def measured(pair, tmp_path_factory):
     """One run of the command, as a user gives it."""
     folder = tmp_path_factory.mktemp("bench")
     more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
-    more += ["--budgets", "128", "--triforce", '{"min_context": 0}', "--output", str(folder)]
+    more += ["--budgets", "128", "--output", str(folder)]
     more += ["--pass-times", "--dtypes", "float32"]
     given = arguments(pair, *more, "--engine", '{"enforce_eager": true, "block_size": 32}')
     done = subprocess.run(

@@ -46,8 +46,8 @@ def test_the_formula_is_what_the_algorithm_costs(k, gamma, a2, a1):
 def test_costs_are_those_of_the_measurements():
     stock = [{"num_steps": 10, "seconds": 0.2}]
     spent = {"selection": 0.01, "level 1": 0.04, "level 2": 0.1, "verification": 0.02}
-    parts = {"num_level2_passes": 20, "time_seconds": spent}
-    ours = [{"num_steps": 10, "seconds": 0.4, "parts": parts}]
+    parts = {"num_steps": 10, "seconds": 0.4, "num_level2_passes": 20, "time_seconds": spent}
+    ours = [{"num_steps": 9, "seconds": 0.3, "parts": parts}]
     costs = costs_of(stock, ours)
     assert costs == Costs(*map(pytest.approx, (20.0, 1.0, 1.0, 5.0, 1.0, 40 - 17)))
     cell = {"context": 8000, "batch_size": 1}

@@ -59,8 +59,9 @@ def make_engine(case: Case, target: str, draft: str):
     if case.plan == "plain":
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
-        # With min_context 0 vLLM's warm-up requests propose too, which must not be counted.
-        triforce |= {"kv_offload_gib": 0.01, "min_context": 0}
+        triforce |= {"kv_offload_gib": 0.01}
+        if case.source:  # vLLM's warm-up requests propose too, which must not be counted
+            triforce |= {"min_context": 0}
     if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(
@@ -71,7 +72,7 @@ def make_engine(case: Case, target: str, draft: str):
         enforce_eager=not case.graphs,
         **({"compilation_config": GRAPHS} if case.graphs else {}),
         # Without a profile of the memory, which others beside it would disturb.
-        **({} if IS_EMULATED or case.offload else {"kv_cache_memory_bytes": 256 << 20}),
+        **({} if IS_EMULATED else {"kv_cache_memory_bytes": 256 << 20}),
         **ENGINE,
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner

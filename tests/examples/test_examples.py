@@ -50,11 +50,10 @@ def documented() -> tuple[list[str], dict[str, str]]:
 def server(tmp_path_factory):
     """Start the documented server, without the controller, as these texts are short."""
     (target, *options), variables = documented()
+    options += ["--distributed-executor-backend", "uni"]  # a process less that imports vLLM
     place = options.index("--speculative-config") + 1
     options[place] = json.dumps(json.loads(options[place]) | KEYS)
     log = tmp_path_factory.mktemp("server") / "log"
-    # To import vLLM anew in each process takes half a minute; tests/engine/test_server.py does.
-    variables["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
     with serve(target, log, *options, **variables) as server:
         yield server
         counted = server.metrics()

@@ -45,7 +45,6 @@ class Running:
     def end(self) -> None:
         """Also of one that is broken."""
         self.llm = self.watch = None
-        gc.unfreeze()  # vLLM freezes what it loads, and what is frozen is never collected
         gc.collect()
 
 

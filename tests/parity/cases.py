@@ -117,12 +117,8 @@ def _by_source(source: str) -> list[Case]:
             "Greedy output is stock vLLM's, alone and in a batch of unequal lengths that is read "
             "in chunks; requests below min_context are not speculated on, those above are.",
             (
-                requests(90, max_tokens=14),
-                (
-                    Request(0, 520, {"max_tokens": 14}),
-                    Request(0, 90, {"max_tokens": 14}),
-                    Request(0, 400, {"max_tokens": 14}),
-                ),
+                requests(90, max_tokens=10),
+                requests(520, 90, 400, max_tokens=10),
             ),
             ("stock", "gate"),
             **small,
@@ -191,7 +187,7 @@ def _dice() -> list[Case]:
             "dice-sampled",
             "Whatever is planned for each request in each step, sampled tokens have exactly the "
             "target's distribution.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 26),
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
             keys=EIGHT,
@@ -220,14 +216,14 @@ def _in_pass() -> list[Case]:
         Case(
             "in pass-greedy",
             "Whatever each pass selects, greedy output is stock vLLM's, in a batch that changes.",
-            (requests(90, 520, 400, max_tokens=14),),
+            (requests(90, 520, 400, max_tokens=10),),
             **_small("draft_model", keys=DRAFT | {"refresh_interval": 0, "min_context": 0}),
             skip=skip,
         ),
         Case(
             "in pass-sampled",
             "Whatever each pass selects, sampled tokens have exactly the target's distribution.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 26),
+            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
             keys=EIGHT | {"refresh_interval": 0},
@@ -437,7 +433,7 @@ def _scheduling() -> list[Case]:
             "Requests that lose their blocks and come back answer as stock vLLM does, and leave "
             "nothing behind.",
             (
-                tuple(Request(100 * i, 250, {"max_tokens": 24}) for i in range(4)),
+                tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
                 (Request(0, 220, {"max_tokens": 12}),),
             ),
             ("stock", "preempted", "nothing kept"),
@@ -649,7 +645,7 @@ def _calibrated() -> list[Case]:
         Case(
             "sampled-various",
             distribution.format("different parameters, and greedy requests, in one batch"),
-            _eight(VARIOUS, 26),
+            _eight(VARIOUS, 34),
             ("stock", *wrong_at_times),
             source="prompt_lookup",
             keys=EIGHT,
@@ -671,7 +667,7 @@ def _calibrated() -> list[Case]:
         Case(
             "sampled-full-budget",
             distribution.format("and level 2's own is read back as it was handed up"),
-            _eight(VARIOUS, 26),
+            _eight(VARIOUS, 34),
             ("stock", "calibrated", "always right"),
             source="prompt_lookup",
             keys=EIGHT | {"retrieval_budget": 1024},
@@ -914,7 +910,7 @@ def in_batches(lengths: list[int]) -> tuple[Round, ...]:
 
 # Model, source, gamma, num_speculative_tokens, retrieval budget in tokens, prompts' lengths.
 SWEEPS = (
-    ("pair", "draft_model", 2, 6, 1024, LENGTHS[1::4]),
+    ("pair", "draft_model", 2, 6, 1024, LENGTHS[1::5]),
     ("pair", "draft_model", 1, 1, 128, LENGTHS[0::5]),
     ("pair", "draft_model", 4, 8, 256, LENGTHS[1::5]),
     ("pair", "prompt_lookup", 3, 5, 512, LENGTHS[2::5]),
@@ -960,7 +956,7 @@ def _sweeps() -> list[Case]:
         Case(
             "chunked prefill",
             "Long prompts are read in small chunks while other requests speculate.",
-            (tuple(_long(n) for n in LENGTHS[:32:4]),),
+            (tuple(_long(n) for n in LENGTHS[:32:5]),),
             keys={"retrieval_budget": 256},
             engine=dict(max_num_batched_tokens=256, enable_prefix_caching=True),
             ties=1.0,
@@ -999,14 +995,17 @@ def _joint() -> list[Case]:
     cases = [
         Case(
             f"joint-{source}-{name}",
-            "6,000 completions follow the exact joint distribution of two speculated tokens.",
-            completions(6000, [asked]),
+            "4,000 completions follow the exact joint distribution of two speculated tokens.",
+            completions(4000, [asked]),
             ("joint", "rejected at both levels"),
             source=source,
             **shape,
-            skip=slow(f"sampled-{source}"),
+            skip=slow(stand_in),
         )
-        for source in ("draft_model", "prompt_lookup")
+        for source, stand_in in (
+            ("draft_model", "in pass-sampled"),
+            ("prompt_lookup", "sampled-various"),
+        )
         for name, asked in (("T=1", dict(temperature=1.0)), ("T=0.6", NARROW))
     ]
     return [
@@ -1015,7 +1014,7 @@ def _joint() -> list[Case]:
             "joint, other parameters",
             "Each request's tokens have the distribution that it asked for, whatever runs beside "
             "it: min_p and logit_bias, which vLLM refuses beside any other speculation, and more.",
-            completions(1500, list(ASKED.values()), n=10),
+            completions(1000, list(ASKED.values()), n=10),
             ("joint", "rejected by level 3"),
             **shape,
             skip=slow("sampled-various"),

@@ -11,6 +11,8 @@ from vllm.config.compilation import CUDAGraphMode
 from tests.unit.fake_graphs import full_graph_by_size, full_graphs, manager_of, without_gpu
 from tools import memory_table
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.metrics import carrier
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import (
     add_plain_decode_graphs,
     disable_recording_in_plain_graphs,
@@ -275,7 +277,13 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
     calls = []
     monkeypatch.setattr(jit_monitor, "activate", lambda **_: calls.append("watched"))
     worker = object.__new__(TriForceGPUWorker)
-    worker.triforce = SimpleNamespace(warm_up=lambda: calls.append("warm"))
+    counters = LevelCounters()
+
+    def warm_up() -> None:
+        calls.append("warm")
+        counters.num_proposals = 2  # what is counted by then is not sent
+
+    worker.triforce = SimpleNamespace(warm_up=warm_up, sent_counters=counters)
     worker.vllm_config = SimpleNamespace(
         kernel_config=SimpleNamespace(enable_jit_warmup=has_jit_warmup)
     )
@@ -284,6 +292,9 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
     )
     worker._maybe_activate_jit_monitor()
     assert calls == ["warm", "watched"][: 1 + has_jit_warmup]
+    counters.num_proposals += 3
+    output = worker._with_counters(SimpleNamespace(req_ids=["a"]))
+    assert carrier.attached(output) == {"num_proposals": 3}
 
 
 def test_graphs_are_at_most_a_third_more_than_stock_vllms():

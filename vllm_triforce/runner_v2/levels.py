@@ -183,8 +183,10 @@ class ProposerV2(Observer):
     def without_counting(self):
         """Leave counters and times as they are; waits for the device."""
         counts = self._counters.sums.clone(), self._num_passes, dict(self.times.seconds)
-        yield
-        self._set_counts(*counts)
+        try:
+            yield
+        finally:
+            self._set_counts(*counts)
 
     def _set_counts(self, sums: torch.Tensor, num_passes: int, seconds: dict[str, float]) -> None:
         self._num_passes = num_passes

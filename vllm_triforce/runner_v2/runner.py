@@ -203,6 +203,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         are not counted.
         """
         self._built.proposer.reset_counters()
+        self._report = IntervalReport(self.config.log_interval)
+        self._num_nan_requests = 0
         self._measurements = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
         self._reports.set_measurements(self._measurements)
 

@@ -104,6 +104,10 @@ class PlainSpeculatorV2(SpeculatorV2):
             layers, builder, Recorder(), offload.make_host_layers({}, self._counts.sums)
         )
 
+    def warm_up(self) -> None:
+        """Forget what vLLM's warm-up requests read."""
+        self._counts.reset()
+
     @property
     def counters(self) -> LevelCounters:
         return self._counts.read()

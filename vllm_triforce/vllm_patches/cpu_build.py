@@ -73,7 +73,8 @@ def fix_kernel_rebinding() -> None:
     """
     from vllm.triton_utils import dispatcher
 
-    swaps.DISPATCHER_VARS.set(dispatcher, _vars)
+    if current_platform.is_cpu():
+        swaps.DISPATCHER_VARS.set(dispatcher, _vars)
 
 
 def _vars(value: Any) -> dict:

@@ -114,10 +114,13 @@ class TriForceWorkerMixin(Worker):
     def compile_or_warm_up_model(self):
         # Before vLLM resets the seed, which it does last.
         self.triforce.calibrate()
-        seconds = super().compile_or_warm_up_model()
+        return super().compile_or_warm_up_model()
+
+    def warm_up_triforce(self) -> None:
+        """Warm up behind vLLM's own warm-up, and send counters from then on."""
+        self.triforce.warm_up()
         # Warm-up requests are not counted, and counters that fell would end the front end.
         self._counter_sender = CounterSender(self.triforce.sent_counters)
-        return seconds
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         self.triforce.begin_step(scheduler_output)

@@ -16,7 +16,7 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
 
     def compile_or_warm_up_model(self):
         seconds = super().compile_or_warm_up_model()
-        self.triforce.warm_up()
+        self.warm_up_triforce()
         return seconds
 
     def determine_available_memory(self) -> int:

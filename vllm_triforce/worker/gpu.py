@@ -33,7 +33,7 @@ class TriForceGPUWorker(TriForceWorkerMixin, Worker):
 
     def _maybe_activate_jit_monitor(self) -> None:
         # From here on a compilation ends an engine with jit_monitor_mode="error".
-        self.triforce.warm_up()
+        self.warm_up_triforce()
         super()._maybe_activate_jit_monitor()
 
     def _unprofiled_bytes(self) -> dict[str, int]:

@@ -106,8 +106,10 @@ class Engine:
     def waiting_for_the_device(self):
         """Let each part of a proposal wait for the device: times of launches become its own."""
         self.llm.collective_rpc("triforce_synchronize_times", args=(True,))
-        yield
-        self.llm.collective_rpc("triforce_synchronize_times", args=(False,))
+        try:
+            yield
+        finally:
+            self.llm.collective_rpc("triforce_synchronize_times", args=(False,))
 
 
 def start(
