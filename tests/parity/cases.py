@@ -1014,7 +1014,7 @@ def _joint() -> list[Case]:
             "joint, other parameters",
             "Each request's tokens have the distribution that it asked for, whatever runs beside "
             "it: min_p and logit_bias, which vLLM refuses beside any other speculation, and more.",
-            completions(1000, list(ASKED.values()), n=10),
+            completions(1500, list(ASKED.values()), n=10),
             ("joint", "rejected by level 3"),
             **shape,
             skip=slow("sampled-various"),
