@@ -1,4 +1,4 @@
-"""What the scheduler learns of a step: the proposed tokens, and a report of their outcomes."""
+"""Reports to the scheduler: a step's proposed tokens, and their outcomes."""
 
 from collections.abc import Callable
 from functools import partial
