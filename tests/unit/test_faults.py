@@ -10,8 +10,8 @@ from tests.models import make_llama
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import loading_draft
-from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.verification import verify
 
 # The draft's files.

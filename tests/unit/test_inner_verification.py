@@ -12,10 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1 import verification as inner
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import token_distribution
+from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 
 VOCAB = 5
 ROUNDS = 12_000

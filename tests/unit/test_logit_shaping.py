@@ -10,9 +10,9 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing, process_logits
+from vllm_triforce.runner_v1.sampling import SamplingRows
 
 VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
 ASKED: dict[str, dict] = {

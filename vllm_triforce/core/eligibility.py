@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from vllm.logger import init_logger
 
-from vllm_triforce.core.sampling import GREEDY_EPSILON
-
 logger = init_logger("vllm.triforce")
+
+# Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
+GREEDY_EPSILON = 1e-5
 
 
 def decodes_plainly(params) -> bool:

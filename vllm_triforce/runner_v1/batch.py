@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
-from vllm_triforce.core.sampling import GREEDY_EPSILON, SamplingRows
+from vllm_triforce.core.eligibility import GREEDY_EPSILON, decodes_plainly, sampling_seed
 from vllm_triforce.runner_v1.draft_batch import DraftBatch
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.vllm_patches import swaps
 
 

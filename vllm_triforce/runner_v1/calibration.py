@@ -17,9 +17,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.model_pass import PassInput, run_model
-from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.sampling import token_distribution
+from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 

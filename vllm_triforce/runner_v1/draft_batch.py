@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_triforce.core.sampling import SamplingRows
+from vllm_triforce.runner_v1.sampling import SamplingRows
 
 
 @dataclass

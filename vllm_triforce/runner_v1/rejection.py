@@ -21,7 +21,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_triforce.core.sampling import GREEDY_EPSILON
+from vllm_triforce.core.eligibility import GREEDY_EPSILON
 from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps

@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_triforce.core.sampling import SamplingRows
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import NAN_TOKEN, greedy_tokens, has_nan, token_distribution
+from vllm_triforce.runner_v1.sampling import (
+    NAN_TOKEN,
+    SamplingRows,
+    greedy_tokens,
+    has_nan,
+    token_distribution,
+)
 
 
 @dataclass
