@@ -59,7 +59,7 @@ if [[ $parts == *times* ]]; then
       --batch-sizes "${BATCH_SIZES:-1}" --tokens "${TOKENS:-128}" \
       --repetitions "${REPETITIONS:-3}" --engine "$engine" --pass-times --engines-at-once 2 \
       --output "$out/times"
-    # Greedy outputs of random weights part at every rounding, which exit code 1 says; so do errors.
+    # Exit code 1: greedy outputs differ (random weights: expected), or an error: no new results.
     [ $? -le 1 ] && [ "$out/times/results.json" -nt "$out/begin" ]
   }
   export -f bench
