@@ -285,7 +285,7 @@ def _nan() -> list[Case]:
             level,
             NAN_PASS[level],
             NAN_PROMPTS,
-            18,
+            22,
             **_small("draft_model"),
         )
         for kind, level in (("greedy", 1), ("sampled", 1), ("sampled", 2))
