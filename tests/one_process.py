@@ -26,7 +26,7 @@ def _freeze_modules() -> None:
 
     vLLM freezes an engine with all modules, and unfreezes both when the engine ends. It collects
     seven times an engine, each time for half a second if the modules are among what is collected.
-    An engine that is there by now is never collected.
+    An engine that exists by now is never collected.
     """
     if gc.freeze is not _leave_frozen:
         gc.collect()

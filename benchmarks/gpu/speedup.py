@@ -53,13 +53,13 @@ def speedup(
 def costs_of(stock: list[dict], triforce: list[dict]) -> Costs:
     """Compute the costs of one cell from bench's measurements of both methods."""
     measured = [record["parts"] for record in triforce]
-    steps = sum(its["num_steps"] for its in measured)
-    rounds = max(1, sum(its["num_level2_passes"] for its in measured))
+    steps = sum(decode["num_steps"] for decode in measured)
+    rounds = max(1, sum(decode["num_level2_passes"] for decode in measured))
     parts: dict[str, float] = defaultdict(float)
-    for its in measured:
-        for part, seconds in its["time_seconds"].items():
+    for decode in measured:
+        for part, seconds in decode["time_seconds"].items():
             parts[part] += 1e3 * seconds
-    step_ms = 1e3 * sum(its["seconds"] for its in measured) / steps
+    step_ms = 1e3 * sum(decode["seconds"] for decode in measured) / steps
     stock_ms = 1e3 * sum(record["seconds"] for record in stock)
     return Costs(
         stock_step=stock_ms / sum(record["num_steps"] for record in stock),

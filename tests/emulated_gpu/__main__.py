@@ -37,12 +37,12 @@ class Runner:
         self._work = work
         self._pairs = pairs
         self._launcher = [] if on_device else ["-m", "emu"]
-        path = [ROOT, ROOT / "tools" / "gpu_emulation", plugin_folder(work / "plugin")]
-        if on_device:
-            path[1] = Path(os.environ.get("PYTHONPATH", ""))
+        emulation = ROOT / "tools" / "gpu_emulation"
+        vllm = os.environ.get("PYTHONPATH", "") if on_device else emulation
+        path = [ROOT, vllm, plugin_folder(work / "plugin")]
         self._environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, map(str, path))),
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",

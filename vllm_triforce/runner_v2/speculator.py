@@ -105,7 +105,7 @@ class PlainSpeculatorV2(SpeculatorV2):
         )
 
     def warm_up(self) -> None:
-        """Forget what vLLM's warm-up requests read."""
+        """Reset the counters, which vLLM's warm-up requests have moved."""
         self._counts.reset()
 
     @property

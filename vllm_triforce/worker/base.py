@@ -117,7 +117,7 @@ class TriForceWorkerMixin(Worker):
         return super().compile_or_warm_up_model()
 
     def warm_up_triforce(self) -> None:
-        """Warm up behind vLLM's own warm-up, and send counters from then on."""
+        """Warm TriForce up after vLLM's own warm-up, and send counters from then on."""
         self.triforce.warm_up()
         # Warm-up requests are not counted, and counters that fell would end the front end.
         self._counter_sender = CounterSender(self.triforce.sent_counters)

@@ -181,7 +181,7 @@ class Measurement:
     def _decode(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]]
     ) -> tuple[Streamed, LevelCounters | None]:
-        """Decode a set's prompts, and count what the levels did."""
+        """Decode a set's prompts; return the decode, and the increments of TriForce's counters."""
         settings, before = self._settings, engine.levels()
         streamed = stream(
             engine.llm,
