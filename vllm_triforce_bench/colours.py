@@ -6,6 +6,7 @@ and Ito); markers differ, too.
 
 _ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
 _INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
+_TEAL = "#2aa198"
 
 METHODS = {
     "stock": _GREY,
@@ -17,6 +18,7 @@ METHODS = {
     "triforce:level1": _VERMILION,
     "triforce:retrieval": _GREEN,
     "triforce:streaming": _PLUM,
+    "triforce:refresh8": _TEAL,
 }
 # Parts of a step, and the rest of it.
 PARTS = {"selection": _PINK, "level 1": _ORANGE, "level 2": _BLUE, "verification": _GREEN}

@@ -101,15 +101,19 @@ def with_model(keys: dict, pair, with_draft: bool) -> dict:
     return {**keys, "model": pair["draft"]} if with_draft else keys
 
 
+ALWAYS, CHOOSING = triforce(**LONG), {"method": "triforce", "num_speculative_tokens": 32}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(
-    "keys",
-    [triforce(**LONG), {"method": "triforce", "num_speculative_tokens": 32}],
-    ids=["always", "choosing"],
+    "num_blocks, with_draft, keys, caching",
+    [
+        pytest.param(26, True, ALWAYS, True, id="draft-always"),
+        pytest.param(27, False, ALWAYS, False, id="lookup-always"),
+        pytest.param(26, True, CHOOSING, False, id="draft-choosing"),
+        pytest.param(27, False, CHOOSING, True, id="lookup-choosing"),
+    ],
 )
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
-@pytest.mark.parametrize("num_blocks", [26, 27])
 def test_800_tokens_in_25_blocks(engines, pair, text, loop, num_blocks, with_draft, keys, caching):
     limits = dict(
         max_model_len=800,
@@ -133,14 +137,16 @@ def test_a_kv_cache_that_is_too_small_is_refused_as_by_stock(engines, pair):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "keys",
-    [{"method": "triforce"}, {"method": "triforce", "min_context": 0}, triforce()],
-    ids=["default", "from-the-start", "always"],
-)
-@pytest.mark.parametrize("with_draft", [True, False], ids=["draft", "lookup"])
-@pytest.mark.parametrize(
-    "length, seqs, batched, block",
-    [(100, 8, 128, 128), (129, 1, 129, 128), (64, 1, 64, 32), (256, 2, 64, 32), (16, 1, 16, 16)],
+    "length, seqs, batched, block, with_draft, keys",
+    [
+        (100, 8, 128, 128, True, {"method": "triforce"}),
+        (129, 1, 129, 128, False, {"method": "triforce", "min_context": 0}),
+        (64, 1, 64, 32, True, {"method": "triforce", "min_context": 0}),
+        (256, 2, 64, 32, True, triforce()),
+        (256, 2, 64, 32, False, {"method": "triforce"}),
+        (16, 1, 16, 32, False, triforce()),
+        (16, 1, 16, 32, True, {"method": "triforce"}),
+    ],
 )
 def test_very_small_limits(
     engines, pair, text, loop, length, seqs, batched, block, with_draft, keys

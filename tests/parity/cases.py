@@ -50,6 +50,8 @@ class Case:
     """Where level 1's tokens come from."""
     drafts_by_target: bool = False
     """Whether the draft model is the target."""
+    level2_model: str = ""
+    """A dtype, or one of the model's checkpoints (``models.py``)."""
     keys: Mapping = field(default_factory=dict)
     """TriForce's."""
     engine: Mapping = field(default_factory=dict)
@@ -229,6 +231,50 @@ def _in_pass() -> list[Case]:
             keys=EIGHT | {"refresh_interval": 0},
             engine=SMALL | {"max_num_batched_tokens": 2048},
             skip=skip,
+        ),
+    ]
+
+
+def _copies() -> list[Case]:
+    """Level 2 by a copy of the target, over the target's KV cache."""
+    greedy = "Whatever model level 2 is, greedy output is stock vLLM's."
+    sampled = "Whatever model level 2 is, sampled tokens have exactly the target's distribution."
+    return [
+        *(
+            Case(
+                f"copy-greedy-{name}",
+                greedy,
+                (requests(520, 90, 400, max_tokens=10),),
+                level2_model=name,
+                **_small("draft_model", keys=DRAFT | {"refresh_interval": interval}),
+            )
+            for name, interval in (("bfloat16", 0), ("int8", 8))
+        ),
+        Case(
+            "copy-adapters",
+            "The copy drafts without a request's adapter, and the output is the adapter's.",
+            (
+                tuple(
+                    Request(0, n, {"max_tokens": 10}, adapter)
+                    for n, adapter in ((260, 1), (240, 2), (250, 0))
+                ),
+            ),
+            level2_model="bfloat16",
+            **_small("prompt_lookup", engine=SMALL | ADAPTERS),
+        ),
+        *(
+            Case(
+                f"copy-sampled-{name}",
+                sampled,
+                _eight((dict(temperature=1.0), NARROW, dict(temperature=0), NARROW), 34),
+                ("stock", "calibrated"),
+                model="eight",
+                level2_model=name,
+                keys=EIGHT | {"refresh_interval": interval},
+                engine=SMALL | {"max_num_batched_tokens": 2048},
+                at_least={"num_level2_drafted": 40, "num_level3_rejections": 1},
+            )
+            for name, interval in (("bfloat16", 0), ("random", 8))
         ),
     ]
 
@@ -1084,7 +1130,7 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_calibrated(), *_sweeps(), *_joint()]
+    both += [*_dice(), *_in_pass(), *_copies(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
     return both
@@ -1093,6 +1139,9 @@ def _all() -> list[Case]:
 # Left for ``make test-all``, by runner: what another case, or the other runner, holds in less time.
 THOROUGH = {
     "device": {
+        "copy-adapters",
+        "copy-sampled-random",
+        "in pass-greedy",
         "adapters-full-budget",
         "chosen while running-draft_model",
         "crossing the gate-draft_model",

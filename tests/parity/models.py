@@ -1,7 +1,8 @@
 """The models of the matrix, with a text each."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from tests.models import (
     held_out_tokens,
     make_adapter,
     make_architecture,
+    make_int8,
     make_llama,
     with_adapter,
 )
@@ -26,6 +28,8 @@ class Model:
     has_tokenizer: bool = False
     adapters: tuple[str, ...] = ()
     """Folders of LoRA adapters, numbered from 1."""
+    level2_models: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoints of the target's shape, by name."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -39,7 +43,9 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     pair = str(PAIR / "target"), str(PAIR / "draft")
     held_out = held_out_tokens(AutoTokenizer.from_pretrained(pair[0]), 16000)
     # Peaked, so that a few hundred samples say something.
-    eight = make_llama(folder / "eight", vocab_size=8, num_kv_heads=2, std=0.25, query_scale=1.5)
+    of_eight_shape = dict(vocab_size=8, num_kv_heads=2, std=0.25, query_scale=1.5)
+    eight = make_llama(folder / "eight", **of_eight_shape)
+    random_of_eight = make_llama(folder / "random8", **of_eight_shape, seed=5)
     draft_of_eight = make_llama(folder / "draft8", vocab_size=8, num_layers=1, std=0.1, seed=1)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
@@ -50,10 +56,22 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         for name, target, how in (("pair", pair[0], {}), ("eight", eight, {"with_head": True}))
     )
     return {
-        "pair": Model(*pair, held_out, has_tokenizer=True, adapters=of_pair),
+        "pair": Model(
+            *pair,
+            held_out,
+            has_tokenizer=True,
+            adapters=of_pair,
+            level2_models={"int8": make_int8(folder / "int8", pair[0])},
+        ),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
-        "eight": Model(eight, draft_of_eight, _random(8, least=0), adapters=of_eight),
+        "eight": Model(
+            eight,
+            draft_of_eight,
+            _random(8, least=0),
+            adapters=of_eight,
+            level2_models={"random": random_of_eight},
+        ),
         "twelve": Model(twelve["target"], twelve["draft"], joint.make_prompt()),
     }
 

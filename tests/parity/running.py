@@ -235,6 +235,8 @@ def make_job(case: Case, models, stock) -> Job:
         keys["draft_sources"] = case.source
         if SOURCES[case.source].needs_model:
             keys["model"] = model.target if case.drafts_by_target else model.draft
+    if name := case.level2_model:
+        keys["level2_model"] = model.level2_models.get(name, name)
     rounds = [[_asked(request, model, stock) for request in batch] for batch in case.rounds]
     return Job(
         case.name,

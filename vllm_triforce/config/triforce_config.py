@@ -150,6 +150,11 @@ class TriForceConfig(Keys):
                 f"{' or '.join(map(repr, POLICIES.names))}, or install the package that has it "
                 "in this environment."
             )
+        if self.level2_model is not None and "2" not in self.levels.split(","):
+            raise ValueError(
+                f"level2_model={self.level2_model!r} is not used with levels={self.levels!r}. "
+                "Leave one of them out."
+            )
         if (
             self.retrieval_recent_tokens is not None
             and self.retrieval_budget is not None

@@ -13,6 +13,7 @@ from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
 from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.noise import InnerNoise
@@ -27,7 +28,7 @@ class BuiltSpeculator:
 
     Args:
         parts: configuration, device and draft.
-        target: as loaded by vLLM.
+        level2_model: the target, or its copy.
         target_layers: its attention layers by name.
         attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
         block_sizes: tokens per block of each KV cache group.
@@ -36,7 +37,7 @@ class BuiltSpeculator:
     def __init__(
         self,
         parts: SourceParts,
-        target,
+        level2_model: Level2Model,
         target_layers: dict,
         kv_cache_config,
         attn_groups,
@@ -79,7 +80,7 @@ class BuiltSpeculator:
         controller = Controller(config, [source.traits() for source in sources])
         self.speculator = TriForceSpeculator(
             Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
-            RetrievalLevel(target, vllm_config, groups, attention, cache, device),
+            RetrievalLevel(level2_model, groups, attention, cache, device),
             controller,
             InnerNoise(
                 vllm_config.model_config.seed,

@@ -1,7 +1,6 @@
 """Level 2: the target with sparse attention over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
@@ -21,22 +21,20 @@ class RetrievalLevel:
     again, so no approximate KV survives.
 
     Args:
-        model: target as loaded by vLLM.
+        level2_model: the target, or its copy.
         groups: vLLM's KV cache groups; all sparse layers are in one of them.
         attention: sparse attention of the platform.
     """
 
     def __init__(
         self,
-        model: Any,
-        vllm_config,
+        level2_model: Level2Model,
         groups: list[KVGroup],
         attention: RaggedRetrievalAttention,
         cache: RetrievalCache,
         device: torch.device,
     ) -> None:
-        self._model = model
-        self._vllm_config = vllm_config
+        self._model, self._vllm_config, _ = level2_model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self._attention = attention

@@ -17,6 +17,7 @@ from vllm_triforce.controller import CostModel, Measurements
 from vllm_triforce.controller.controller import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.kv_groups import attention_layers
+from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
@@ -56,9 +57,12 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     # Start-up, in the order of the calls.
 
     def load_model(self, target_model) -> None:
-        """Load the draft model, if there is one, with vLLM's loader."""
+        """Load the models of levels 1 and 2, where they are not the target, by vLLM's loader."""
         self._target = target_model
         self.target_layers = attention_layers(self.vllm_config)
+        self._level2_model = load_level2_model(
+            self.config.level2_model, target_model, self.target_layers, self.vllm_config
+        )
         if self._draft_model is None:
             return
         with loading_draft(self._draft_model):
@@ -67,9 +71,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self.draft_layer_names = layers.keys() - self.target_layers.keys()
 
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
-        """Compile the draft during the target's warm-up."""
+        """Compile the draft and level 2's copy during the target's warm-up."""
         if self._draft_model is not None:
             warm_up(self.model, self.vllm_config, self.device)
+        if self._level2_model.is_copy:
+            warm_up(self._level2_model.model, self._level2_model.vllm_config, self.device)
 
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
         """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
@@ -89,7 +95,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         draft = getattr(self, "model", None)
         self._built = BuiltSpeculator(
             SourceParts(self.vllm_config, self.config, draft, draft_layers, self.device),
-            self._target,
+            self._level2_model,
             self.target_layers,
             kv_cache_config,
             self._runner.attn_groups,
@@ -101,7 +107,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         disabled = speculator.disabled_requests
         self._batch = RunnerBatch(self._runner, self.config, recorder, disabled, self.device)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
-        if self._adapters is not None:
+        if self._adapters is not None and not self._level2_model.is_copy:
             speculator.level2.before_pass = self._adapters.before_pass
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = PlainSteps(

@@ -10,6 +10,7 @@ from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
+from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
 from vllm_triforce.kernels.rows import RowLimits, Rows
@@ -39,6 +40,8 @@ class SpeculatorBuild:
     """Proposer of one engine, and the parts of it that the runner's adapter uses.
 
     Args:
+        level2_model: the target, or its copy.
+        target_layers: attention layers of the target, by name.
         vocab_size: of the draft's logits, which vLLM's rejection sampler compares with the
             target's.
         offload: layers whose KV cache lies in host memory; None if there are none.
@@ -49,7 +52,8 @@ class SpeculatorBuild:
         vllm_config,
         config: ResolvedConfig,
         runner,
-        target: LoadedModel,
+        level2_model: Level2Model,
+        target_layers: dict,
         draft: LoadedModel,
         kv_cache_config,
         vocab_size: int,
@@ -61,7 +65,7 @@ class SpeculatorBuild:
         block_sizes = runner.block_tables.block_sizes
         check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
         groups, layers, builder = group_layers(
-            kv_cache_config, runner.attn_groups, block_sizes, target.layers, attention_class, config
+            kv_cache_config, runner.attn_groups, block_sizes, target_layers, attention_class, config
         )
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.num_slots = min(max_num_seqs, config.max_speculating_seqs)
@@ -134,12 +138,12 @@ class SpeculatorBuild:
             )
         level2 = RetrievalLevelV2(
             self.context,
-            target.model,
+            level2_model,
             groups,
             attention,
             selections,
             self.tables,
-            self.adapters,
+            None if level2_model.is_copy else self.adapters,
             pool,
         )
         parts = SourcePartsV2(

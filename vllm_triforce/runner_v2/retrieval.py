@@ -7,6 +7,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
@@ -93,9 +94,10 @@ class RetrievalLevelV2:
     write nothing.
 
     Args:
+        level2_model: the target, or its copy.
         groups: vLLM's KV cache groups; one of them has all sparse layers.
         tables: buffers of each batch's block tables, [max_rows, width], int32, one for each group.
-        adapters: None without LoRA.
+        adapters: None without LoRA, and for a copy of the target, which has none.
         pool: blocks of the layers whose KV cache lies in host memory, which are the last layers;
             None if there are none.
     """
@@ -103,7 +105,7 @@ class RetrievalLevelV2:
     def __init__(
         self,
         context: ProposalContext,
-        model: Any,
+        level2_model: Level2Model,
         groups: list[KVGroup],
         attention: RetrievalAttention,
         selections: SelectionsV2,
@@ -111,9 +113,9 @@ class RetrievalLevelV2:
         adapters: LevelAdapters | None = None,
         pool: "RetrievalPool | None" = None,
     ) -> None:
-        rows, vllm_config = context.rows, context.vllm_config
+        rows = context.rows
         self._context = context
-        self._model = model
+        self._model, vllm_config, _ = level2_model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self._attention = attention
@@ -135,7 +137,7 @@ class RetrievalLevelV2:
             self._scrubbers.append(scrubber)
         num_seqs = rows.max_rows * self._num_kv_heads
         self._pass = ModelPass(
-            model,
+            self._model,
             vllm_config,
             PassInputs(rows.max_rows, rows.gamma + 1, num_seqs, context.device),
             vllm_config.model_config,

@@ -145,7 +145,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
             self.vllm_config,
             self.config,
             self._runner,
-            LoadedModel(self._target, self.target_layers),
+            self.level2_model,
+            self.target_layers,
             LoadedModel(self.model, draft_layers),
             kv_cache_config,
             self.vocab_size,
@@ -250,6 +251,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if dummy_run:
             if skip_attn_for_dummy_run and self.model is not None:
                 warm_up(self.model, self.vllm_config, self.device)
+            if skip_attn_for_dummy_run and self.level2_model.is_copy:
+                warm_up(self.level2_model.model, self.level2_model.vllm_config, self.device)
             return draft_tokens
         proposer = self._built.proposer
         states = input_batch.idx_mapping[:num_reqs]

@@ -15,6 +15,7 @@ from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
+from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
@@ -56,6 +57,9 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         if self._draft_model is not None:
             with loading_draft(self._draft_model):
                 super().load_model(target_model)
+        self.level2_model = load_level2_model(
+            self.config.level2_model, target_model, self.target_layers, self.vllm_config
+        )
 
     @property
     def draft_layer_names(self) -> set[str]:

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig, check_draft, checks
 from vllm_triforce.config.keys import METHOD
+from vllm_triforce.config.level2_model import check_level2_model, level2_model_config
 from vllm_triforce.config.refusal import refusing
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
@@ -210,6 +211,10 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
+    if name := config.level2_model:
+        check_level2_model(
+            name, level2_model_config(name, target_model_config), target_model_config
+        )
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model

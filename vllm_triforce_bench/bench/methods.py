@@ -77,6 +77,10 @@ METHODS: dict[str, Method] = {
         "TriForce, streaming for retrieval",
         {"method": TRIFORCE, "selection": "streaming"} | _ALWAYS,
     ),
+    "triforce:refresh8": Method(
+        "TriForce, selection every 8 full passes",
+        {"method": TRIFORCE, "refresh_interval": 8} | _ALWAYS,
+    ),
 }
 
 
