@@ -1,4 +1,5 @@
-# make demo    installs into .venv and runs the main job: stock vLLM beside TriForce
+# make demo    installs into .venv and runs stock vLLM beside TriForce on a pretrained model; without
+#              a download of that model: ARGS=--toy
 # make test    installs into .venv and passes the tests (about 20 minutes on two cores)
 # make test-all  and those of them that are left for a release
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of

@@ -6,7 +6,7 @@ and Ito); markers differ, too.
 
 _ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
 _INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
-_TEAL = "#2aa198"
+_TEAL, _NAVY = "#2aa198", "#3b6fb5"
 
 METHODS = {
     "stock": _GREY,
@@ -14,6 +14,7 @@ METHODS = {
     "ngram": _PINK,
     "suffix": _OLIVE,
     "triforce": _BLUE,
+    "triforce:copy": _NAVY,
     "triforce:all": _INDIGO,
     "triforce:level1": _VERMILION,
     "triforce:retrieval": _GREEN,

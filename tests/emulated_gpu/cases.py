@@ -26,6 +26,7 @@ class Case:
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
         is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
         windows: whether every other layer of the target has a sliding window.
+        copies: whether level 2 is a copy of the target in another type.
     """
 
     backend: str
@@ -36,13 +37,14 @@ class Case:
     offload: bool = False
     is_single: bool = False
     windows: bool = False
+    copies: bool = False
 
     @property
     def name(self) -> str:
         stock = "" if self.plan else "stock"
         parts = [self.backend, self.source or stock, self.selection, self.plan]
         parts += ["offload" * self.offload, "single" * self.is_single]
-        parts += ["windows" * self.windows, "graphs" * self.graphs]
+        parts += ["windows" * self.windows, "copies" * self.copies, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -84,9 +86,16 @@ def every_case() -> list[Case]:
     plain = [
         Case("FLASH_ATTN", plan="plain", offload=True, graphs=graphs) for graphs in (False, True)
     ]
+    copies = [
+        Case("FLASH_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
+        for graphs in (False, True)
+    ]
     # A draft has layers of one kind.
     return (
-        stock + plain + [its for its in cases if not (its.windows and its.source == "draft_model")]
+        stock
+        + plain
+        + copies
+        + [its for its in cases if not (its.windows and its.source == "draft_model")]
     )
 
 

@@ -73,8 +73,9 @@ def test_architecture(engines, tmp_path, name):
 
 
 def test_passes_are_measured_beside_adapters(engines, pair):
-    """Before vLLM's layers were told of any token."""
-    llm = engines.get(pair["target"], triforce(adaptive=True), enable_lora=True, max_lora_rank=8)
+    """Before vLLM's layers were told of any token; level 2's copy has no adapters."""
+    keys = triforce(adaptive=True, level2_model="bfloat16")
+    llm = engines.get(pair["target"], keys, enable_lora=True, max_lora_rank=8)
     assert controller_of(llm).measured is not None
 
 

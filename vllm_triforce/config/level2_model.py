@@ -1,8 +1,23 @@
 """Configuration of level 2's copy of the target (``level2_model``), and its checks."""
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def online_schemes(target_config) -> dict[str, Any]:
+    """Return vLLM's online quantization schemes that reach this target's weights, by name."""
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    has_experts = target_config.get_num_experts() > 0
+    schemes = {
+        name: scheme
+        for name, scheme in _ONLINE_SHORTHANDS.items()
+        if scheme.linear is not None or has_experts
+    }
+    return {"fp8": schemes["fp8_per_tensor"], **schemes}
 
 
 def level2_model_config(name: str, target_config) -> Any:
@@ -14,63 +29,88 @@ def level2_model_config(name: str, target_config) -> Any:
         target_config: ``ModelConfig`` of the target.
 
     Raises:
-        ValueError: there is no such checkpoint, or vLLM cannot serve the copy here.
+        ValueError: there is no such checkpoint, or the copy would save nothing.
     """
+    schemes = online_schemes(target_config)
+    if name not in (*DTYPES, *schemes):
+        return _checkpoint_config(name, target_config, schemes)
+    target, dtype = target_config.model, target_config.dtype
+    if target_config.quantization is not None:
+        raise ValueError(
+            f"level2_model={name!r}: the target {target!r} is quantized itself "
+            f"({target_config.quantization}), so that this copy saves nothing. Name a checkpoint "
+            "with fewer bits a weight, or leave it out."
+        )
+    config = copy.copy(target_config)
+    if name in schemes:
+        config.quantization = "fp8_per_tensor" if name == "fp8" else name
+        config.quantization_config = schemes[name]
+        return config
+    import torch
+
+    config.dtype = getattr(torch, name)
+    if config.dtype.itemsize >= dtype.itemsize:
+        raise ValueError(
+            f"level2_model={name!r} has no fewer bits than {str(dtype).removeprefix('torch.')}, in "
+            f"which the target {target!r} is served, so that a copy saves nothing. Name "
+            f"{_names(schemes)} or a quantized checkpoint of the target, or leave it out."
+        )
+    return config
+
+
+def _checkpoint_config(name: str, target_config, schemes: dict[str, Any]) -> Any:
     from vllm.config import ModelConfig
 
-    is_dtype, is_scheme = name in DTYPES, name in online_schemes()
-    is_same_checkpoint = is_dtype or is_scheme
-    quantization = target_config.quantization if is_dtype else name if is_scheme else None
     try:
-        return ModelConfig(
-            model=target_config.model if is_same_checkpoint else name,
+        config = ModelConfig(
+            model=name,
             tokenizer=target_config.tokenizer,
             tokenizer_mode=target_config.tokenizer_mode,
-            trust_remote_code=target_config.trust_remote_code,
-            revision=target_config.revision if is_same_checkpoint else None,
-            code_revision=target_config.code_revision if is_same_checkpoint else None,
             tokenizer_revision=target_config.tokenizer_revision,
-            dtype=name if is_dtype else target_config.dtype if is_scheme else "auto",
-            quantization=quantization,
+            trust_remote_code=target_config.trust_remote_code,
             seed=target_config.seed,
-            max_model_len=target_config.max_model_len,
             hf_overrides=target_config.hf_overrides,
-            config_format=target_config.config_format,
             enforce_eager=target_config.enforce_eager,
+            model_impl=target_config.model_impl,
+            disable_sliding_window=target_config.disable_sliding_window,
         )
     except Exception as error:
-        known = ", ".join(map(repr, (*DTYPES, *sorted(online_schemes()))))
         raise ValueError(
-            f"level2_model={name!r} cannot be served ({error}). Name a checkpoint of the target "
-            f"with fewer bits a weight, or one of {known}."
+            f"level2_model={name!r} cannot be served ({_reason(error)}). Name a checkpoint of the target "
+            f"with fewer bits a weight, or one of {_names((*DTYPES, *schemes))}."
         ) from error
+    config.max_model_len = target_config.max_model_len
+    return config
 
 
-def online_schemes() -> set[str]:
-    """Return the names of vLLM's online quantization schemes, such as ``fp8_per_tensor``."""
-    from vllm.config.quantization import _ONLINE_SHORTHANDS
+def _reason(error: Exception) -> str:
+    """Return an error's message without the frame that pydantic puts around it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    if "validation error" in lines[0] and len(lines) > 1:
+        return lines[1].strip().removeprefix("Value error, ").split(" [type=")[0]
+    return lines[0]
 
-    return {"fp8", *_ONLINE_SHORTHANDS}
+
+def _names(values) -> str:
+    return ", ".join(map(repr, values))
 
 
-def check_level2_model(name: str, copy_config, target_config) -> None:
-    """Refuse a copy that cannot read the target's KV cache, or that gains nothing.
+def check_level2_model(name: str, vllm_config) -> None:
+    """Refuse a copy that cannot be loaded here, or cannot read the target's KV cache.
 
     Args:
-        copy_config, target_config: vLLM's ``ModelConfig`` of each.
+        vllm_config: of the engine.
     """
-    is_same_checkpoint = copy_config.model == target_config.model
-    same_numbers = copy_config.dtype == target_config.dtype
-    if (
-        is_same_checkpoint
-        and same_numbers
-        and copy_config.quantization == (target_config.quantization)
-    ):
+    from vllm.config import VllmConfig
+
+    target_config = vllm_config.model_config
+    if vllm_config.parallel_config.enable_eplb:
         raise ValueError(
-            f"level2_model={name!r} is what the target {target_config.model!r} is served in, so "
-            "that a copy saves nothing. Name fewer bits a weight, or leave it out."
+            f"level2_model={name!r} is not supported with --enable-eplb: vLLM moves the experts of "
+            "the target alone. Leave one of them out."
         )
-    ours, theirs = _shape(copy_config), _shape(target_config)
+    config = level2_model_config(name, target_config)
+    ours, theirs = _shape(config), _shape(target_config)
     for field, value in theirs.items():
         if ours[field] != value:
             raise ValueError(
@@ -78,6 +118,24 @@ def check_level2_model(name: str, copy_config, target_config) -> None:
                 f"its {field} is {ours[field]!r}, the target's {value!r}. Level 2 reads the "
                 "target's KV cache. Use a quantized checkpoint of the target itself."
             )
+    try:
+        VllmConfig.get_quantization_config(config, level2_load_config(config, vllm_config))
+    except Exception as error:
+        raise ValueError(
+            f"level2_model={name!r} cannot be served here ({_reason(error)}). Use another dtype, scheme or "
+            "checkpoint, or leave it out."
+        ) from error
+
+
+def level2_load_config(config, vllm_config) -> Any:
+    """Return vLLM's ``LoadConfig`` of the copy; another checkpoint may be in another format."""
+    load_config = vllm_config.load_config
+    is_same_checkpoint = config.model == vllm_config.model_config.model
+    if load_config.load_format == "dummy" or (
+        is_same_checkpoint and load_config.load_format != "ipc_cache"
+    ):
+        return load_config
+    return replace(load_config, load_format="auto", model_loader_extra_config={})
 
 
 def _shape(model_config) -> dict[str, Any]:

@@ -150,6 +150,11 @@ class TriForceConfig(Keys):
                 f"{' or '.join(map(repr, POLICIES.names))}, or install the package that has it "
                 "in this environment."
             )
+        if self.level2_model == "":
+            raise ValueError(
+                "level2_model='' names no model. Use a dtype, a scheme or a checkpoint, or leave "
+                "it out."
+            )
         if self.level2_model is not None and "2" not in self.levels.split(","):
             raise ValueError(
                 f"level2_model={self.level2_model!r} is not used with levels={self.levels!r}. "

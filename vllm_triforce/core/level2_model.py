@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.utils.mem_utils import format_gib
 
-from vllm_triforce.config.level2_model import level2_model_config
+from vllm_triforce.config.level2_model import level2_load_config, level2_model_config
 
 logger = init_logger("vllm.triforce")
 
@@ -39,10 +39,24 @@ class SharedAttention(nn.Module):
         self._dtype = dtype
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
+        self,
+        query: torch.Tensor,  # as of vLLM's Attention
+        key: torch.Tensor | None,  # None, as value, where the KV cache is another layer's
+        value: torch.Tensor | None,
+        *args,
+        **kwargs,
     ) -> torch.Tensor:
-        parts = (part.to(self._dtype) for part in (query, key, value))
-        return self.layer(*parts, *args, **kwargs).to(query.dtype)
+        dtype = self._dtype
+        if key is not None and value is not None:
+            key, value = key.to(dtype), value.to(dtype)
+        return self.layer(query.to(dtype), key, value, *args, **kwargs).to(query.dtype)
+
+    def __getattr__(self, name: str):
+        """Return an attribute of the target's layer, as some models read them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
 
 
 def load_level2_model(
@@ -60,7 +74,7 @@ def load_level2_model(
     if name is None:
         return Level2Model(target, vllm_config, is_copy=False)
     try:
-        config = _copy_config(name, vllm_config)
+        config = copy_config(name, vllm_config)
         with set_model_tag("level2_model"):
             model = get_model(vllm_config=config)
     except Exception as error:
@@ -82,17 +96,24 @@ def load_level2_model(
     return Level2Model(model, config, is_copy=True)
 
 
-def _copy_config(name: str, vllm_config) -> VllmConfig:
+def copy_config(name: str, vllm_config) -> VllmConfig:
     """Return a config for the copy, which registers its layers apart from the target's."""
     config = copy.copy(vllm_config)
     config.model_config = level2_model_config(name, vllm_config.model_config)
+    config.load_config = level2_load_config(config.model_config, vllm_config)
     config.quant_config = VllmConfig.get_quantization_config(
-        config.model_config, vllm_config.load_config
+        config.model_config, config.load_config
     )
+    # As VllmConfig does, but for formats that do not tell.
+    if config.load_config.load_format in ("auto", "hf", "safetensors"):
+        config.model_config.maybe_untie_word_embeddings()
     # A checkpoint with scales of a KV cache of its own sets the dtype of the cache.
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    # Fused, attention would change the scales of layers that are the target's.
+    config.compilation_config.pass_config = copy.copy(config.compilation_config.pass_config)
+    config.compilation_config.pass_config.fuse_attn_quant = False
     config.compilation_config.static_all_moe_layers = []
     config.lora_config = None
     config.speculative_config = None

@@ -64,6 +64,7 @@ class Calibration:
     Args:
         attn_groups: vLLM's attention groups per KV cache group.
         block_sizes: tokens per block of each KV cache group.
+        before_full_pass: called with request ids and the tokens of each (``AdapterSwitch``).
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Calibration:
         block_sizes: list[int],
         num_blocks: int,
         device: torch.device,
+        before_full_pass: Callable[[list[str], list[int]], None] | None = None,
     ) -> None:
         self._speculator = speculator
+        self._before_full_pass = before_full_pass
         self._target = target
         self._vllm_config = vllm_config
         self._attn_groups = attn_groups
@@ -211,8 +214,10 @@ class Calibration:
                 built = group.get_metadata_builder().build(0, common)
                 metadata |= dict.fromkeys(group.layer_names, built)
                 slots |= dict.fromkeys(group.layer_names, mapping)
-        if (before_pass := self._speculator.level2.before_pass) is not None:
-            before_pass([f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows)
+        if self._before_full_pass is not None:
+            self._before_full_pass(
+                [f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows
+            )
         hidden = run_model(self._target, self._vllm_config, inputs, metadata, slots)
         self._target.compute_logits(hidden)
 

@@ -1,4 +1,4 @@
-"""Level 2: the target with sparse attention over the retrieval cache (paper, section 4.2)."""
+"""Level 2: the target, or its copy, over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
 

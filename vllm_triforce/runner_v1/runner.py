@@ -142,6 +142,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self._block_sizes,
             self._num_blocks,
             self.device,
+            None if self._adapters is None else self._adapters.before_pass,
         )
         with self._built.recorder.without_recording(), torch.inference_mode():
             return calibration.run()
@@ -247,7 +248,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 with self._built.recorder.without_recording():
                     proposal = self._built.speculator.propose(batch)
             finally:
-                if self._adapters is not None:
+                if self._adapters is not None and not self._level2_model.is_copy:
                     self._adapters.restore()
             self._steps.add_propose_seconds(time.perf_counter() - start)
             for row, token_ids in zip(rows, proposal.token_ids):

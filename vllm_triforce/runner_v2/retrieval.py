@@ -1,4 +1,4 @@
-"""Level 2: the target's own weights over the retrieval cache (paper, section 4.2)."""
+"""Level 2: the target, or its copy, over the retrieval cache (paper, section 4.2)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ class RetrievalLevelV2:
         self._attention = attention
         self.selections = selections
         self._rows = rows
-        self._max_position = vllm_config.model_config.max_model_len - 1
+        self._max_position = context.vllm_config.model_config.max_model_len - 1
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]

@@ -168,6 +168,10 @@ class TriForceSpeculatorV2(SpeculatorV2):
         else:
             self._built.proposer.capture(self._graph_mode)
 
+    @property
+    def _has_level2_adapters(self) -> bool:
+        return self._runner.lora_config is not None and not self.level2_model.is_copy
+
     def _estimated_graph_bytes(self) -> int:
         """Estimate the bytes of proposals' graphs as vLLM does for that many graphs of its own."""
         runner = self._runner
@@ -177,7 +181,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
                 min(self.max_num_reqs, self.config.max_speculating_seqs),
                 self.vllm_config.compilation_config.max_cudagraph_capture_size,
                 self.model is not None,
-                len(runner.lora_capture_cases) if runner.lora_config else 0,
+                len(runner.lora_capture_cases) if self._has_level2_adapters else 0,
             ).values()
         )
         samples = runner.cudagraph_manager._capture_mem_samples

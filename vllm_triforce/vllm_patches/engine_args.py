@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig, check_draft, checks
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2_model import check_level2_model, level2_model_config
+from vllm_triforce.config.level2_model import check_level2_model
 from vllm_triforce.config.refusal import refusing
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
@@ -211,10 +211,6 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
-    if name := config.level2_model:
-        check_level2_model(
-            name, level2_model_config(name, target_model_config), target_model_config
-        )
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model
@@ -240,6 +236,8 @@ def _finish_config(vllm_config, config: TriForceConfig):
             resolved.retrieval_budget,
         )
     checks.check_vllm_config(vllm_config, resolved)
+    if resolved.level2_model is not None:
+        check_level2_model(resolved.level2_model, vllm_config)
     draft_model = vllm_config.additional_config[METHOD]["draft_model"]
     vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
     _check_platform()

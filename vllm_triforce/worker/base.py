@@ -3,6 +3,8 @@
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 else:
     # A mixin comes before its base, so only type checkers see vLLM's worker here.
     Worker = object
+
+
+logger = init_logger("vllm.triforce")
 
 
 def _speculator_v2(config: ResolvedConfig) -> type:
@@ -70,6 +75,15 @@ class TriForceWorkerMixin(Worker):
             from vllm_triforce.runner_v2.grammar_masks import bound_grammar_masks
 
             bound_grammar_masks(self.model_runner, self.triforce_config)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        if (name := self.triforce_config.level2_model) is not None:
+            logger.warning(
+                "level2_model=%s keeps the weights from before. Outputs are right, but fewer "
+                "tokens of level 2 are accepted; start the engine again to load it anew.",
+                name,
+            )
 
     def get_kv_cache_spec(self) -> dict:
         """Return vLLM's specs without the draft's layers: level 1 has a private cache."""

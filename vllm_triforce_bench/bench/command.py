@@ -72,6 +72,7 @@ def _decode_batches(
     settings.check_context(target.max_context)
     dtypes = model_facts.served_dtypes(settings.target, settings.dtypes, settings.engine_keys)
     settings = replace(settings, dtypes=dtypes)
+    methods.check_copies(variants, dtypes)
     with console.status("reading the prompts"):
         tokenizer = prompts.load_tokenizer(settings.target, settings.engine_keys)
         tokens = prompts.token_stream(settings, tokenizer)

@@ -63,6 +63,9 @@ METHODS: dict[str, Method] = {
     ),
     # The defaults.
     "triforce": Method("TriForce", {"method": TRIFORCE}),
+    "triforce:copy": Method(
+        "TriForce, level 2 in bfloat16", {"method": TRIFORCE, "level2_model": "bfloat16"}
+    ),
     # Levels switched off one by one; nothing may switch off the rest.
     "triforce:all": Method(
         "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3"} | _ALWAYS
@@ -162,6 +165,20 @@ def variants(
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants
+
+
+def check_copies(variants: list[Variant], dtypes: list[str]) -> None:
+    """Raise BadInput if level 2's copy has the dtype, or more bits than one, of the target."""
+    names = {"bfloat16": 2, "float16": 2, "float32": 4}
+    for variant in variants:
+        copy = (variant.keys or {}).get("level2_model")
+        for dtype in dtypes:
+            if copy in names and names[copy] >= names[dtype]:
+                raise BadInput(
+                    f"method {variant.method!r}: level 2 in {copy} saves nothing where the target "
+                    f"is served in {dtype}; give --dtypes float32, or --triforce "
+                    """'{"level2_model": "fp8"}'"""
+                )
 
 
 def _check_triforce(name: str, keys: dict[str, Any]) -> None:

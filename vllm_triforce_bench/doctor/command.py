@@ -90,11 +90,12 @@ def examine(
     if vllm_config is None:
         return results
     from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of
-    from vllm_triforce_bench.doctor.memory import memory
+    from vllm_triforce_bench.doctor.memory import level2_model_bytes, memory
     from vllm_triforce_bench.doctor.prediction import predict
 
     try:
         layers = layers_of(vllm_config)
+        copy_bytes = level2_model_bytes(vllm_config, layers)
     except NotBuilt as error:
         results["layers"] = {"error": str(error)}
         results["runs"] = None
@@ -104,8 +105,10 @@ def examine(
     if not results["runs"]:
         results["layers"]["refusal"] = NO_SPARSE_LAYER
         return results
-    results["memory"] = memory(vllm_config, layers)
-    results["prediction"] = predict(vllm_config, layers, machine, acceptances, _print_progress)
+    results["memory"] = memory(vllm_config, layers, copy_bytes)
+    results["prediction"] = predict(
+        vllm_config, layers, copy_bytes, machine, acceptances, _print_progress
+    )
     results["prediction"]["is_asked_for"] = machine is not None
     return results
 

@@ -68,6 +68,18 @@ def layers_of(vllm_config) -> Layers:
     return Layers(backend, retrieving, dense, weight_bytes, ranks)
 
 
+def weight_bytes_of_copy(name: str, vllm_config) -> int:
+    """Build level 2's copy of the target from its checkpoint's configuration, and count its bytes.
+
+    Raises:
+        NotBuilt: the model's code needs weights.
+    """
+    from vllm_triforce.core.level2_model import copy_config
+
+    model = _build(copy_config(name, vllm_config))
+    return sum(tensor.nbytes for tensor in model.parameters())
+
+
 def _build(vllm_config):
     import torch
     from vllm.config import set_current_vllm_config

@@ -3,13 +3,20 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from vllm_triforce.config import read_config
-from vllm_triforce_bench.doctor.layers import Layers
+from vllm_triforce.config.level2_model import DTYPES, online_schemes
+from vllm_triforce_bench.doctor.layers import Layers, weight_bytes_of_copy
 from vllm_triforce_bench.predict.steps import OTHER_BYTES
 
 
-def memory(vllm_config, layers: Layers) -> dict[str, Any]:
-    """Compute the bytes of one rank, with weights and heads divided evenly over ranks."""
+def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
+    """Compute the bytes of one rank, with weights and heads divided evenly over ranks.
+
+    Args:
+        copy_bytes: of level 2's copy of the whole target.
+    """
     from vllm.platforms import current_platform
 
     from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
@@ -27,6 +34,7 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
     results = {
         "ranks": layers.ranks,
         "weight_bytes": layers.weight_bytes // layers.ranks,
+        "level2_model_bytes": copy_bytes // layers.ranks,
         "kv_bytes_per_token": kv_bytes,
         "triforce_bytes": fixed_bytes,
         "triforce_share_of_kv": share,
@@ -36,10 +44,31 @@ def memory(vllm_config, layers: Layers) -> dict[str, Any]:
     if not current_platform.is_cpu():
         device_bytes = current_platform.get_device_total_memory()
         free_bytes = device_bytes * vllm_config.cache_config.gpu_memory_utilization
-        free_bytes -= results["weight_bytes"] + OTHER_BYTES + fixed_bytes
+        free_bytes -= results["weight_bytes"] + results["level2_model_bytes"]
+        free_bytes -= OTHER_BYTES + fixed_bytes
         results["device_bytes"] = device_bytes
         results["device_kv_tokens"] = max(0, int(free_bytes / (kv_bytes * (1 + share))))
     return results
+
+
+def level2_model_bytes(vllm_config, layers: Layers) -> int:
+    """Compute the bytes of level 2's copy of the whole target; 0 without one.
+
+    Raises:
+        NotBuilt: the copy is another checkpoint, and its code needs weights.
+    """
+    name, config = read_config(vllm_config)[0].level2_model, vllm_config.model_config
+    if name is None:
+        return 0
+    if name in DTYPES:
+        return layers.weight_bytes // config.dtype.itemsize * getattr(torch, name).itemsize
+    if name in online_schemes(config):  # which leave the embedding and the output head
+        text = config.hf_text_config
+        num_ends = 1 if getattr(text, "tie_word_embeddings", False) else 2
+        kept = num_ends * config.get_vocab_size() * text.hidden_size * config.dtype.itemsize
+        bits = 4 if name.endswith("4") else 8
+        return kept + (layers.weight_bytes - kept) * bits // (8 * config.dtype.itemsize)
+    return weight_bytes_of_copy(name, vllm_config)
 
 
 def _sharded(layer, ranks: int) -> SimpleNamespace:

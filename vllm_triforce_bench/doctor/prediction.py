@@ -21,6 +21,7 @@ _MIN_GAIN = 1.05
 def predict(
     vllm_config,
     layers: Layers,
+    copy_bytes: int,
     machine: Machine | None,
     acceptances: list[Acceptance],
     say: Callable[[str], None],
@@ -28,6 +29,7 @@ def predict(
     """Predict speed-ups over plain decoding, by batch, acceptance and context.
 
     Args:
+        copy_bytes: of level 2's copy of the target; 0 without one.
         machine: None for this one.
         acceptances: acceptances of level 2's tokens by the full pass.
         say: shows a line before slow work.
@@ -36,7 +38,7 @@ def predict(
         The cells; or ``not_predicted``, the reason.
     """
     try:
-        predictor = _predictor(vllm_config, layers, machine, say)
+        predictor = _predictor(vllm_config, layers, copy_bytes, machine, say)
     except ValueError as error:
         return {"not_predicted": str(error)}
     config, _ = read_config(vllm_config)
@@ -54,7 +56,9 @@ def predict(
     return {"machine": predictor.machine.name, "assumed": level1, "cells": cells}
 
 
-def _predictor(vllm_config, layers: Layers, machine: Machine | None, say) -> Predictor:
+def _predictor(
+    vllm_config, layers: Layers, copy_bytes: int, machine: Machine | None, say
+) -> Predictor:
     """
     Raises:
         ValueError: the configuration or the machine is not covered by the model of time.
@@ -70,12 +74,16 @@ def _predictor(vllm_config, layers: Layers, machine: Machine | None, say) -> Pre
     draft = None
     if keys["draft_model"]:
         draft = _geometry(vllm_config.speculative_config.draft_model_config)
+    copy_bytes_each = None
+    if copy_bytes:
+        copy_bytes_each = target.bytes_each * copy_bytes / layers.weight_bytes
     return Predictor(
         machine or _this_machine(say),
         target,
         draft,
         window=keys["num_sink_tokens"] + keys["num_recent_tokens"],
         chunk=vllm_config.cache_config.block_size,
+        copy_bytes_each=copy_bytes_each,
     )
 
 

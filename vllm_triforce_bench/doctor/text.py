@@ -109,6 +109,8 @@ def _layers(results: dict[str, Any]) -> Iterator[str]:
 def _memory(results: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
     of = " of each rank" if results["ranks"] > 1 else ""
     yield _line("weights", f"{_size(results['weight_bytes'])}{of}")
+    if num_bytes := results["level2_model_bytes"]:
+        yield _line("level 2's model", f"{_size(num_bytes)}{of}, beside the weights")
     kv, longest = results["kv_bytes_per_token"], engine["max_model_len"]
     total = _size(kv * longest)
     yield _line("KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}")

@@ -38,7 +38,7 @@ class Geometry:
     active_experts: int = 0
     shared_inner: int = 0
     is_tied: bool = False
-    bytes_each: int = 2
+    bytes_each: float = 2
     kv_bytes_each: int = 2
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Geometry:
         return self.dense_weights + embedding + experts
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         return self.weights * self.bytes_each
 
     def experts_touched(self, num_tokens: int) -> float:

@@ -10,7 +10,7 @@ ones and the bonus or recovered token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -127,6 +127,7 @@ class Predictor:
         draft: level 1's model; None for prompt lookup alone.
         window: tokens of KV cache that the draft reads.
         chunk: tokens of a retrieval chunk; level 2 scores one mean key of each.
+        copy_bytes_each: bytes of a weight of level 2's copy of the target; None without a copy.
     """
 
     machine: Machine
@@ -134,13 +135,15 @@ class Predictor:
     draft: Geometry | None = None
     window: int = 256
     chunk: int = 16
+    copy_bytes_each: float | None = None
 
     def fits(self, context: int, batch: int) -> bool:
         """True if weights, KV cache and mean keys fit the device's memory."""
         draft_bytes = self.draft.weight_bytes if self.draft else 0
+        copy_bytes = self.model.weights * (self.copy_bytes_each or 0)
         kv_bytes = context * batch * self.model.kv_bytes_per_token * (1 + 0.5 / self.chunk)
         room_bytes = _MEMORY_SHARE * self.machine.memory_bytes - OTHER_BYTES
-        return self.model.weight_bytes + draft_bytes + kv_bytes <= room_bytes
+        return self.model.weight_bytes + draft_bytes + copy_bytes + kv_bytes <= room_bytes
 
     # Passes, in seconds.
 
@@ -153,11 +156,15 @@ class Predictor:
         return self.full_pass([tokens] * batch, [context] * batch)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> float:
-        """Predict a pass of the target over a part of the KV cache.
+        """Predict a pass of the target, or of its copy, over a part of the KV cache.
 
         Each KV head of a request is a sequence; the number of thread blocks is the same.
         """
-        return self.uniform_full_pass(batch, tokens, min(budget, context))
+        model = self.model
+        if self.copy_bytes_each is not None:
+            model = replace(model, bytes_each=self.copy_bytes_each)
+        kv_tokens = [min(budget, context)] * batch
+        return pass_seconds(self.machine, model, [tokens] * batch, kv_tokens)
 
     def draft_pass(self, batch: int, context: int, gamma: int = 1) -> float:
         """Predict one of ``gamma`` draft passes that share a CUDA graph."""

@@ -1,0 +1,108 @@
+"""Promise: level 2's copy is the target with fewer bits a weight, or is refused before it loads."""
+
+import copy
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.models import PAIR, make_int8
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.level2_model import check_level2_model, level2_model_config
+
+TARGET = str(PAIR / "target")
+
+
+@pytest.fixture(scope="module")
+def target():
+    from vllm.config import ModelConfig
+
+    return ModelConfig(TARGET, dtype="float32", max_model_len=4096)
+
+
+def made(name: str, target, enable_eplb: bool = False):
+    from vllm.config import LoadConfig
+
+    parallel = SimpleNamespace(enable_eplb=enable_eplb)
+    engine = SimpleNamespace(
+        model_config=target, parallel_config=parallel, load_config=LoadConfig()
+    )
+    check_level2_model(name, engine)
+    return level2_model_config(name, target)
+
+
+def test_a_dtype_is_the_targets_checkpoint_in_it(target):
+    config = made("bfloat16", target)
+    assert (config.model, str(config.dtype)) == (TARGET, "torch.bfloat16")
+    assert config.max_model_len == target.max_model_len and config.quantization is None
+
+
+def test_a_quantized_checkpoint_keeps_its_own_scheme(target, tmp_path):
+    config = made(make_int8(tmp_path / "int8", TARGET), target)
+    assert config.quantization == "compressed-tensors"
+
+
+def test_overrides_of_the_target_reach_the_copy():
+    from vllm.config import ModelConfig
+
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=1e4)
+    target = ModelConfig(TARGET, dtype="float32", hf_overrides={"rope_parameters": yarn})
+    config = made("bfloat16", target)
+    assert config.hf_text_config.rope_parameters == target.hf_text_config.rope_parameters
+    assert config.hf_text_config.rope_parameters["factor"] == 4.0
+
+
+def test_what_the_target_is_served_in_saves_nothing(target):
+    for name in ("float32", "bfloat16"):
+        served = copy.copy(target)
+        served.dtype = torch.bfloat16 if name == "bfloat16" else target.dtype
+        with pytest.raises(ValueError, match=f"level2_model='{name}' has no fewer bits than"):
+            made(name, served)
+
+
+def test_a_quantized_target_needs_a_checkpoint(tmp_path):
+    from vllm.config import ModelConfig
+
+    target = ModelConfig(make_int8(tmp_path / "int8", TARGET), dtype="float32")
+    with pytest.raises(ValueError, match=r"is quantized itself \(compressed-tensors\)"):
+        made("bfloat16", target)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("num_hidden_layers", 1), ("num_key_value_heads", 2), ("vocab_size", 4000), ("rope_theta", 5)],
+)
+def test_another_model_is_refused_by_the_field_that_differs(target, tmp_path, field, value):
+    other = shutil.copytree(TARGET, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    assert config.get(field) != value
+    if field == "rope_theta":
+        config.pop("rope_theta", None)
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(value)}
+        field = "rope_parameters"
+    else:
+        config[field] = value
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"its {field} is .*, the target's"):
+        made(str(other), target)
+
+
+def test_experts_that_move_are_refused(target):
+    with pytest.raises(ValueError, match="not supported with --enable-eplb"):
+        made("bfloat16", target, enable_eplb=True)
+
+
+@pytest.mark.parametrize("name", ["int8_per_channel_weight_only", "bfloat17"])
+def test_schemes_for_experts_alone_are_unknown_to_a_dense_target(target, name):
+    """vLLM would leave all weights of a dense model as they are."""
+    with pytest.raises(ValueError, match=rf"level2_model='{name}' cannot be served .*'fp8'"):
+        made(name, target)
+
+
+def test_without_level_2_there_is_nothing_to_copy_for():
+    with pytest.raises(ValueError, match=r"level2_model='bfloat16' is not used with levels='1,3'"):
+        TriForceConfig(level2_model="bfloat16", levels="1,3")
+    with pytest.raises(ValueError, match="level2_model='' names no model"):
+        TriForceConfig(level2_model="")
