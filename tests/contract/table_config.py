@@ -15,7 +15,20 @@ CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
 MIXIN = "vllm_triforce/worker/base.py"
 BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
+COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2_model.py"
+
 TABLE: list[Surface] = [
+    has("config/model.py", "ModelConfig", "model tokenizer tokenizer_mode tokenizer_revision trust_remote_code seed hf_overrides enforce_eager model_impl disable_sliding_window quantization quantization_config dtype get_num_experts get_total_num_kv_heads get_head_size", COPY_CONFIG),
+    has("config/quantization.py", "QuantizationConfigArgs", "linear", COPY_CONFIG),
+    has("config/parallel.py", "ParallelConfig", "enable_eplb", COPY_CONFIG),
+    has("config/load.py", "LoadConfig", "load_format model_loader_extra_config", COPY_CONFIG),
+    calls("config/vllm.py", "VllmConfig.get_quantization_config", "model_config, load_config", COPY),
+    has("config/model.py", "ModelConfig", "maybe_untie_word_embeddings", COPY),
+    has("config/compilation.py", "CompilationConfig", "static_forward_context static_all_moe_layers pass_config", COPY),
+    has("config/compilation.py", "PassConfig", "fuse_attn_quant", COPY),
+    calls("model_executor/model_loader/__init__.py", "get_model", "vllm_config=", COPY),
+    calls("compilation/backends.py", "set_model_tag", "tag", COPY),
+    calls("model_executor/layers/attention/attention.py", "Attention.forward", "query, key, value", COPY),
     overrides(ARGS, "EngineArgs.add_cli_args", "parser", CLI),
     overrides(ARGS, "EngineArgs.from_cli_args", "cls, args", CLI),
     overrides(ARGS, "EngineArgs.create_engine_config", "self, usage_context=, headless=", OURS),

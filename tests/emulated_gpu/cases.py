@@ -26,7 +26,7 @@ class Case:
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
         is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
         windows: whether every other layer of the target has a sliding window.
-        copies: whether level 2 is a copy of the target in another type.
+        copies: whether level 2 is a copy of the target, in bfloat16 of float32.
     """
 
     backend: str
@@ -87,7 +87,7 @@ def every_case() -> list[Case]:
         Case("FLASH_ATTN", plan="plain", offload=True, graphs=graphs) for graphs in (False, True)
     ]
     copies = [
-        Case("FLASH_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
+        Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
         for graphs in (False, True)
     ]
     # A draft has layers of one kind.

@@ -63,7 +63,7 @@ def make_engine(case: Case, target: str, draft: str):
         if case.source:  # vLLM's warm-up requests propose too, which must not be counted
             triforce |= {"min_context": 0}
     if case.copies:
-        triforce |= {"level2_model": "float16"}
+        triforce |= {"level2_model": "bfloat16"}
     if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(

@@ -231,6 +231,24 @@ OUR_OBJECTS = {
 BY_HAND = {
     "config/refusal.py": {"error", "sys.excepthook"},  # Python's
     "plugin.py": {"loader.exec_module"},  # Python's
+    # Copies of vLLM's configurations, for level 2's copy of the target.
+    "config/level2_model.py": {
+        f"config.{name}"
+        for name in ("dtype", "max_model_len", "quantization", "quantization_config")
+    },
+    "core/level2_model.py": {
+        "config.cache_config",
+        "config.compilation_config",
+        "config.compilation_config.pass_config",
+        "config.compilation_config.pass_config.fuse_attn_quant",
+        "config.compilation_config.static_all_moe_layers",
+        "config.compilation_config.static_forward_context",
+        "config.load_config",
+        "config.lora_config",
+        "config.model_config",
+        "config.quant_config",
+        "config.speculative_config",
+    },
     "core/plan.py": {"scheduler_output"},
     "scheduler/v2.py": {"request.spec_token_ids"},
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},

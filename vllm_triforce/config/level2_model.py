@@ -76,8 +76,8 @@ def _checkpoint_config(name: str, target_config, schemes: dict[str, Any]) -> Any
         )
     except Exception as error:
         raise ValueError(
-            f"level2_model={name!r} cannot be served ({_reason(error)}). Name a checkpoint of the target "
-            f"with fewer bits a weight, or one of {_names((*DTYPES, *schemes))}."
+            f"level2_model={name!r} cannot be served ({_reason(error)}). Name a checkpoint "
+            f"of the target with fewer bits a weight, or one of {_names((*DTYPES, *schemes))}."
         ) from error
     config.max_model_len = target_config.max_model_len
     return config
@@ -122,8 +122,8 @@ def check_level2_model(name: str, vllm_config) -> None:
         VllmConfig.get_quantization_config(config, level2_load_config(config, vllm_config))
     except Exception as error:
         raise ValueError(
-            f"level2_model={name!r} cannot be served here ({_reason(error)}). Use another dtype, scheme or "
-            "checkpoint, or leave it out."
+            f"level2_model={name!r} cannot be served here ({_reason(error)}). Use another dtype, "
+            "scheme or checkpoint, or leave it out."
         ) from error
 
 
