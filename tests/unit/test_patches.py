@@ -248,6 +248,7 @@ BY_HAND = {
         "config.model_config",
         "config.quant_config",
         "config.speculative_config",
+        "model.get_submodule(parent)",  # of the copy
     },
     "core/plan.py": {"scheduler_output"},
     "scheduler/v2.py": {"request.spec_token_ids"},
