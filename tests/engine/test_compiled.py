@@ -45,13 +45,15 @@ def assert_as_eager(stock, answered: list[list[int]]) -> None:
 
 
 @pytest.mark.slow  # before tests that load modules anew: Dynamo knows its classes by identity
-def test_traced(engines, tmp_path, monkeypatch):
-    """Dynamo traces the models of all levels once, for passes of any length: its graphs, run by
-    PyTorch."""
+@pytest.mark.parametrize(
+    "copy", [None, pytest.param("bfloat16", marks=pytest.mark.thorough)], ids=["target", "copy"]
+)
+def test_traced(engines, tmp_path, monkeypatch, copy):
+    """Dynamo traces both models once, for passes of any length: its graphs, run by PyTorch."""
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     target = make_llama(tmp_path / "target", num_layers=1, std=0.11, query_scale=2.5)
     draft = make_llama(tmp_path / "draft", num_layers=1, std=0.11, seed=1)
-    keys = triforce(model=draft, retrieval_budget=256, level2_model="bfloat16")
+    keys = triforce(model=draft, retrieval_budget=256, level2_model=copy)
     llm = engines.get(target, keys, **ENGINE)
     assert not llm.llm_engine.vllm_config.model_config.enforce_eager
     with speculating(llm):

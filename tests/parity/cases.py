@@ -1140,6 +1140,7 @@ def _all() -> list[Case]:
 THOROUGH = {
     "device": {
         "copy-adapters",
+        "copy-sampled-bfloat16",
         "copy-sampled-random",
         "in pass-greedy",
         "adapters-full-budget",

@@ -55,7 +55,7 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
         self.config, self.device, self.vllm_config = config, device, vllm_config
         self.max_num_reqs, self.num_speculative_steps, self.vocab_size = 2, 6, 100
         self.draft_tokens, self.draft_attn_layer_names = torch.zeros(2, 6), set()
-        self.model = self._target = None
+        self.model = self.level2_model = None
         self.target_layers, self._runner = {}, runner
         self._handler = SimpleNamespace(set_proposals=lambda *args: None)
 

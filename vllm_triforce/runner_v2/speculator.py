@@ -52,7 +52,6 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     # Start-up, in the order of vLLM's calls.
 
     def load_model(self, target_model) -> None:
-        self._target = target_model
         self.target_layers = attention_layers(self.vllm_config)
         if self._draft_model is not None:
             with loading_draft(self._draft_model):
