@@ -50,14 +50,16 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--target", help="another model with a chat template")
     parser.add_argument("--draft", help="by default none: prompt lookup; '' for none with --toy")
-    parser.add_argument("--document", type=Path, help="default: Python's language reference")
+    parser.add_argument(
+        "--document", type=Path, help="default: Python's reference of compound statements"
+    )
     parser.add_argument("--context", type=int, help="tokens of the document")
     parser.add_argument("--tokens", type=int, help="tokens of an answer")
     parser.add_argument("--temperature", type=float, help="of the answers; default 0.7, --toy 0")
     parser.add_argument("--runs", type=int, default=3, help="stretches of the text, with --toy")
     parser.add_argument("--keys", type=json.loads, default={}, help="TriForce's keys, as JSON")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--compile", action="store_true", help="models too; --toy does")
+    parser.add_argument("--compile", action="store_true", help="compile the models, as --toy does")
     parser.add_argument("--quiet", action="store_true", help="do not show the text")
     args = parser.parse_args()
     if args.toy:
@@ -75,7 +77,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclass
 class Task:
-    """What both engines do in turn.
+    """Describe one completion that both engines generate.
 
     Args:
         group: tasks of a group share a line of the summary.
@@ -91,7 +93,7 @@ class Task:
 
 @dataclass
 class Group:
-    """Tokens and seconds behind the first token, of each task by engine."""
+    """Collect tokens and seconds after the first output, of each task by engine."""
 
     tokens: dict[str, list[int]] = field(default_factory=lambda: {STOCK: [], TRIFORCE: []})
     seconds: dict[str, list[float]] = field(default_factory=lambda: {STOCK: [], TRIFORCE: []})
@@ -205,7 +207,7 @@ def decode(llm, task: Task, show: bool, length: int | None = None) -> tuple[list
 
 
 def run_task(engines: dict, task: Task, group: Group, show: bool) -> None:
-    """Let both engines do a task, and add it to its group."""
+    """Run a task on both engines and record it in its group."""
     print(f"\n--- {task.title}")
     found = {}
     for name, llm in engines.items():

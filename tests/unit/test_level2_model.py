@@ -10,7 +10,11 @@ import torch
 
 from tests.models import PAIR, make_int8
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.level2_model import check_level2_model, level2_model_config
+from vllm_triforce.config.level2_model import (
+    check_level2_model,
+    level2_model_config,
+    online_schemes,
+)
 
 TARGET = str(PAIR / "target")
 
@@ -97,8 +101,19 @@ def test_experts_that_move_are_refused(target):
 @pytest.mark.parametrize("name", ["int8_per_channel_weight_only", "bfloat17"])
 def test_schemes_for_experts_alone_are_unknown_to_a_dense_target(target, name):
     """vLLM would leave all weights of a dense model as they are."""
-    with pytest.raises(ValueError, match=rf"level2_model='{name}' cannot be served .*'fp8'"):
+    with pytest.raises(ValueError, match=rf"level2_model='{name}' cannot be served .*'bfloat16'"):
         made(name, target)
+
+
+def test_schemes_need_a_target_in_16_bits(target):
+    """As vLLM's online quantization does."""
+    assert not online_schemes(target)
+    served = copy.copy(target)
+    served.dtype = torch.bfloat16
+    config = level2_model_config("fp8", served)
+    assert config.quantization == "fp8_per_tensor" and config.quantization_config is not None
+    with pytest.raises(ValueError, match=r"Name 'fp8', .*, a checkpoint of the target"):
+        level2_model_config("float16", served)
 
 
 def test_without_level_2_there_is_nothing_to_copy_for():

@@ -149,12 +149,13 @@ class Keys:
         None,
         _LEVEL2,
         "A copy of the target with fewer bits a weight, for level 2's passes: a dtype such as "
-        "`bfloat16`, a scheme of vLLM's online quantization such as `fp8_per_tensor`, or a "
-        "quantized checkpoint of the target. It reads and writes the target's KV cache, and takes "
-        "memory of its own. A request with an adapter is drafted without it",
+        "`bfloat16`, for a target in 16 bits a scheme of vLLM's online quantization such as "
+        "`fp8_per_tensor`, or a quantized checkpoint of the target. It reads and writes the "
+        "target's KV cache, and takes memory of its own. A request with an adapter is drafted "
+        "without it",
         default_text="none: the target's weights",
-        change="where weights, not the KV cache, are most of what a step reads: short contexts, "
-        "few requests ([when](choosing.md#a-copy-for-level-2))",
+        change="where level 2's passes read more weights than KV cache; measure it first "
+        "([when](choosing.md#a-copy-for-level-2))",
     )
     num_sink_tokens: int = _key(
         16,

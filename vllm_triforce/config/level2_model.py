@@ -8,8 +8,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def online_schemes(target_config) -> dict[str, Any]:
-    """Return vLLM's online quantization schemes that reach this target's weights, by name."""
+    """Return vLLM's online quantization schemes that fit this target, by name.
+
+    Some reach experts alone, and all need activations of 16 bits.
+    """
     from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    if target_config.dtype.itemsize != 2:
+        return {}
 
     has_experts = target_config.get_num_experts() > 0
     schemes = {
@@ -29,11 +35,11 @@ def level2_model_config(name: str, target_config) -> Any:
         target_config: ``ModelConfig`` of the target.
 
     Raises:
-        ValueError: there is no such checkpoint, or the copy would save nothing.
+        ValueError: the checkpoint cannot be read, or the dtype saves nothing.
     """
     schemes = online_schemes(target_config)
     if name not in (*DTYPES, *schemes):
-        return _checkpoint_config(name, target_config, schemes)
+        return _checkpoint_config(name, target_config)
     target, dtype = target_config.model, target_config.dtype
     if target_config.quantization is not None:
         raise ValueError(
@@ -53,12 +59,12 @@ def level2_model_config(name: str, target_config) -> Any:
         raise ValueError(
             f"level2_model={name!r} has no fewer bits than {str(dtype).removeprefix('torch.')}, in "
             f"which the target {target!r} is served, so that a copy saves nothing. Name "
-            f"{_names(schemes)} or a quantized checkpoint of the target, or leave it out."
+            f"{_remedy(target_config)}, or leave it out."
         )
     return config
 
 
-def _checkpoint_config(name: str, target_config, schemes: dict[str, Any]) -> Any:
+def _checkpoint_config(name: str, target_config) -> Any:
     from vllm.config import ModelConfig
 
     try:
@@ -76,8 +82,8 @@ def _checkpoint_config(name: str, target_config, schemes: dict[str, Any]) -> Any
         )
     except Exception as error:
         raise ValueError(
-            f"level2_model={name!r} cannot be served ({_reason(error)}). Name a checkpoint "
-            f"of the target with fewer bits a weight, or one of {_names((*DTYPES, *schemes))}."
+            f"level2_model={name!r} cannot be served ({_reason(error)}). Name "
+            f"{_remedy(target_config)}, or leave it out."
         ) from error
     config.max_model_len = target_config.max_model_len
     return config
@@ -91,15 +97,24 @@ def _reason(error: Exception) -> str:
     return lines[0]
 
 
-def _names(values) -> str:
-    return ", ".join(map(repr, values))
+def _remedy(target_config) -> str:
+    """List the values that fit the target."""
+    values: list[str] = []
+    if target_config.quantization is None:
+        schemes = online_schemes(target_config)
+        values = [*schemes] if schemes else ["bfloat16", "float16"]
+    return ", ".join([*map(repr, values), "a checkpoint of the target with fewer bits a weight"])
 
 
 def check_level2_model(name: str, vllm_config) -> None:
-    """Refuse a copy that cannot be loaded here, or cannot read the target's KV cache.
+    """Refuse a copy that cannot be loaded here, or cannot share the target's KV cache.
 
     Args:
+        name: value of ``level2_model``.
         vllm_config: of the engine.
+
+    Raises:
+        ValueError: it is such a copy; the message names the field that differs.
     """
     from vllm.config import VllmConfig
 
@@ -139,7 +154,7 @@ def level2_load_config(config, vllm_config) -> Any:
 
 
 def _shape(model_config) -> dict[str, Any]:
-    """Return all that decides what a model reads from and writes to its KV cache."""
+    """Return the fields in which the copy must equal the target."""
     text = model_config.hf_text_config
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     windows = ("rope_parameters", "sliding_window", "layer_types")

@@ -62,10 +62,11 @@ class SharedAttention(nn.Module):
 def load_level2_model(
     name: str | None, target: nn.Module, target_layers: dict[str, Attention], vllm_config
 ) -> Level2Model:
-    """Load the copy with vLLM's loader; without a name level 2 is the target itself.
+    """Load the copy that ``name`` names, or return the target where there is no name.
 
     Args:
         name: value of ``level2_model``.
+        target: as loaded by vLLM.
         target_layers: the target's attention layers, by name.
 
     Raises:
@@ -79,8 +80,8 @@ def load_level2_model(
             model = get_model(vllm_config=config)
     except Exception as error:
         raise RuntimeError(
-            f"level2_model={name!r} could not be loaded ({type(error).__name__}: {error}); check "
-            "its files, or leave level2_model out of speculative_config"
+            f"level2_model={name!r} could not be loaded ({type(error).__name__}: {error}); use "
+            "another dtype, scheme or checkpoint, or leave level2_model out of speculative_config"
         ) from error
     shared = _share_attention(model, target_layers, vllm_config.model_config.dtype)
     if missing := sorted(target_layers.keys() ^ shared):
@@ -88,7 +89,7 @@ def load_level2_model(
             f"level2_model={name!r}: the attention layers {missing[:3]} are not in both models; "
             "use a checkpoint of the target itself"
         )
-    # Layers find themselves in the context of a pass by their names: these are the target's.
+    # A pass looks attention layers up by name; these names must find the target's layers.
     config.compilation_config.static_forward_context.update(target_layers)
     target_parts = {id(part) for layer in target_layers.values() for part in layer.parameters()}
     num_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in target_parts)
@@ -97,21 +98,21 @@ def load_level2_model(
 
 
 def copy_config(name: str, vllm_config) -> VllmConfig:
-    """Return a config for the copy, which registers its layers apart from the target's."""
+    """Return a config under which the copy's layers register apart from the target's."""
     config = copy.copy(vllm_config)
     config.model_config = level2_model_config(name, vllm_config.model_config)
     config.load_config = level2_load_config(config.model_config, vllm_config)
     config.quant_config = VllmConfig.get_quantization_config(
         config.model_config, config.load_config
     )
-    # As VllmConfig does, but for formats that do not tell.
+    # As VllmConfig does, for the formats whose checkpoints it reads.
     if config.load_config.load_format in ("auto", "hf", "safetensors"):
         config.model_config.maybe_untie_word_embeddings()
-    # A checkpoint with scales of a KV cache of its own sets the dtype of the cache.
+    # A checkpoint with KV scales sets ``cache_dtype``; the target's stays.
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
-    # Fused, attention would change the scales of layers that are the target's.
+    # Fused quantization would write scales into the target's attention layers.
     config.compilation_config.pass_config = copy.copy(config.compilation_config.pass_config)
     config.compilation_config.pass_config.fuse_attn_quant = False
     config.compilation_config.static_all_moe_layers = []
