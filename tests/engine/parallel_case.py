@@ -1,7 +1,7 @@
 """Runs TriForce over two ranks or two engines through AsyncLLM and prints what it saw as JSON.
 
-``python -m tests.engine.parallel_case tensor|data|ray``; ray is two tensor-parallel ranks that are
-Ray's actors, see tests/engine/ray_on_cpu, and needs ``pip install ray``.
+``python -m tests.engine.parallel_case tensor|copy|chosen|data|ray``; ray is two tensor-parallel
+ranks that are Ray's actors, see tests/engine/ray_on_cpu, and needs ``pip install ray``.
 """
 
 import asyncio
@@ -77,6 +77,8 @@ async def main(case: str) -> None:
         use_ray_on_the_cpu()
         arguments["distributed_executor_backend"] = "ray"
     keys = triforce(model=str(PAIR / "draft"), retrieval_budget=256)
+    if case == "copy":
+        keys["level2_model"] = "bfloat16"
     if case == "chosen":  # by the controller, whose ranks must decide alike
         keys = {**keys, "adaptive": True}
         del keys["min_context"]

@@ -204,7 +204,7 @@ def test_what_cannot_work_is_refused_at_start(gqa_pair, arguments, named):
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRIFORCE_TEST_PARALLEL" not in os.environ, reason="takes minutes")
-@pytest.mark.parametrize("case", ["tensor", "chosen", "data", "ray"])
+@pytest.mark.parametrize("case", ["tensor", "copy", "chosen", "data", "ray"])
 def test_parallel(engines, pair, text, case):
     """Real processes through AsyncLLM. All ranks of a tensor-parallel target must propose the
     same: their counters are alike. Data-parallel engines answer each on its own."""
