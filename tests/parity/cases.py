@@ -1166,6 +1166,7 @@ THOROUGH = {
         "greedy-gqa-draft_model-4-8-256",
         "greedy-gqa-prompt_lookup-1-3-128",
         "greedy-pair-draft_model-1-1-128",
+        "greedy-pair-draft_model-2-6-1024",
         "greedy-pair-draft_model-4-8-256",
         "greedy-pair-prompt_lookup-1-3-128",
         "greedy-pair-prompt_lookup-2-6-4096",
