@@ -1139,17 +1139,17 @@ def _all() -> list[Case]:
 # Left for ``make test-all``, by runner: what another case, or the other runner, holds in less time.
 THOROUGH = {
     "device": {
+        "adapters-full-budget",
+        "chosen while running-draft_model",
         "copy-adapters",
         "copy-sampled-bfloat16",
         "copy-sampled-random",
-        "in pass-greedy",
-        "adapters-full-budget",
-        "chosen while running-draft_model",
         "crossing the gate-draft_model",
         "dice-biased",
         "dice-sampled, in host memory",
         "ends-draft_model",
         "greedy-draft_model, in host memory",
+        "in pass-greedy",
         "joining and leaving, in host memory",
         "nan-sampled-1",
         "nan-sampled-2, in host memory",

@@ -168,12 +168,12 @@ def variants(
 
 
 def check_copies(variants: list[Variant], dtypes: list[str]) -> None:
-    """Raise BadInput if level 2's copy has the dtype, or more bits than one, of the target."""
-    names = {"bfloat16": 2, "float16": 2, "float32": 4}
+    """Raise BadInput if level 2's copy has no fewer bits a weight than the target."""
+    weight_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}
     for variant in variants:
         copy = (variant.keys or {}).get("level2_model")
         for dtype in dtypes:
-            if copy in names and names[copy] >= names[dtype]:
+            if copy in weight_bytes and weight_bytes[copy] >= weight_bytes[dtype]:
                 raise BadInput(
                     f"method {variant.method!r}: level 2 in {copy} saves nothing where the target "
                     f"is served in {dtype}; give --dtypes float32, or --triforce "
