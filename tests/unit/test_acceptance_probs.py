@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -9,7 +10,12 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from tests.unit.test_argmax_verification import sampling_metadata, vllms_kernels  # noqa: F401
-from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.acceptance import (
+    Acceptance,
+    Rate,
+    Rates,
+    expected_by_length,
+)
 from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
 from vllm_triforce.runner_v1.acceptance import acceptance_probs
 from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
@@ -123,3 +129,31 @@ def test_they_count_for_level_2_alone():
     before = acceptance.greedy.level2.value
     acceptance.observe_full_pass("a", Choice(LEVELS, 8), 8, 0, [0.0] + 7 * [1.0])
     assert acceptance.greedy.level2.value > before - 0.03
+
+
+@pytest.mark.parametrize(
+    "num_drafted, num_accepted, tests",
+    [
+        (4, 0, [(0, 0), (0, 1), (0, 0), (0, 0)]),
+        (4, 1, [(0, 0), (1, 0), (0, 1), (0, 0)]),
+        (6, 5, [(0, 0), (1, 0), (1, 0), (3, 1)]),
+        (2, 2, [(0, 0), (1, 0), (1, 0), (0, 0)]),
+        (0, 0, [(0, 0)] * 4),
+    ],
+)
+def test_an_accepted_token_moves_a_draft_up_a_class(num_drafted, num_accepted, tests):
+    """A match of two tokens whose next one is accepted has become one of three."""
+    classes = Rates.prior([SourceTraits("lookup", (0.1, 0.2, 0.3, 0.4))])
+    assert classes.by_place("lookup", True, 1, 4) == [0.2, 0.3, 0.4, 0.4]
+    for rate in classes.level1["lookup", True]:
+        rate.memory = 1e9
+    classes.add_draft("lookup", True, 1, num_drafted, num_accepted)
+    rates = classes.level1["lookup", True]
+    assert [(rate.accepted, rate.rejected) for rate in rates] == tests
+    assert all(rate.accepted == rate.rejected == 0 for rate in classes.level1["lookup", False])
+
+
+def test_expected_tokens_multiply_the_acceptances_of_all_places():
+    expected = expected_by_length(np.array([[0.5, 0.5, 0.5], [1.0, 0.2, 0.0]]))
+    assert expected == pytest.approx(np.array([[0, 0.5, 0.75, 0.875], [0, 1.0, 1.2, 1.2]]))
+    assert expected_by_length(np.array([])).tolist() == [0.0]

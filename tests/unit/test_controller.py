@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import math
 import random
 from collections import Counter
 
@@ -164,12 +165,13 @@ def test_options_add_up_their_passes():
         attention = model.attention_table([candidate.context], 17)[0]
         per_token = 1e-3 + (0 if candidate.is_greedy else 1e-4)
         seconds = n * per_token + 0.5 * (attention[n + 1] - attention[1])
-        rate = {
-            LEVELS: rates[row].level2,
-            LOOKUP: rates[row].of(LOOKUP, False, 1),
-            DRAFT: rates[row].of(DRAFT, False, 0),
-        }[choice.route].value
-        tokens = sum(rate**i for i in range(1, n + 1))
+        # The match of two tokens grows by each that is accepted, up to the class of eight.
+        by_place = {
+            LEVELS: [rates[row].level2] * n,
+            LOOKUP: [rates[row].of(LOOKUP, False, min(1 + i, 7)) for i in range(n)],
+            DRAFT: [rates[row].of(DRAFT, False, 0)] * n,
+        }[choice.route]
+        tokens = sum(math.prod(rate.value for rate in by_place[:i]) for i in range(1, n + 1))
         if choice.route == LEVELS:
             seconds += 0.002 + n / rates[row].round_tokens * 0.01
         elif choice.route == DRAFT:

@@ -89,7 +89,8 @@ class Rates:
     Args:
         level2: acceptance of level 2's tokens by the full pass.
         level1: acceptance of level 1's tokens by class of confidence, by (source, through level 2):
-            level 2 tests them where True, the full pass where False.
+            level 2 tests them where True, the full pass where False. Each token of a draft is one
+            class above the token before it, up to the last class.
         round_tokens: tokens that a round of levels 1 and 2 adds.
     """
 
@@ -126,6 +127,34 @@ class Rates:
 
     def of(self, source: str, through_level2: bool, confidence: int) -> Rate:
         return self.level1[source, through_level2][confidence]
+
+    def by_place(
+        self, source: str, through_level2: bool, confidence: int, num_tokens: int
+    ) -> list[float]:
+        """Return the acceptance of each token of a draft whose first is of class ``confidence``."""
+        rates = self.level1[source, through_level2]
+        values = [rate.value for rate in rates[confidence : confidence + num_tokens]]
+        return values + [rates[-1].value] * (num_tokens - len(values))
+
+    def add_draft(
+        self,
+        source: str,
+        through_level2: bool,
+        confidence: int,
+        num_drafted: int,
+        num_accepted: int,
+    ) -> None:
+        """Add the test of a draft whose first token is of class ``confidence``."""
+        *rates, last = self.level1[source, through_level2][confidence:]
+        for rate in rates:
+            if not num_drafted:
+                return
+            rate.add(1, min(1, num_accepted))
+            if not num_accepted:
+                return
+            num_drafted, num_accepted = num_drafted - 1, num_accepted - 1
+        if num_drafted:
+            last.add(num_drafted, num_accepted)
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
@@ -171,7 +200,7 @@ class Acceptance:
         for rates in self.both(request_id):
             rates.add_round(num_accepted + 1)
             if source is not None and confidence is not None:
-                rates.of(source, True, confidence).add(num_drafted, num_accepted)
+                rates.add_draft(source, True, confidence, num_drafted, num_accepted)
             for other in self._sources:
                 if other.takes_passes and other.name != source:
                     rates.of(other.name, True, 0).fade()
@@ -213,22 +242,25 @@ class Acceptance:
             if choice.route == LEVELS:
                 rates.level2.add(num_drafted, num_accepted, probs)
             elif choice.confidence is not None:
-                rates.of(choice.route, False, choice.confidence).add(num_drafted, num_accepted)
+                rates.add_draft(choice.route, False, choice.confidence, num_drafted, num_accepted)
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
 
 
-def expected_by_length(rate, max_tokens: int) -> np.ndarray:
+def expected_by_length(acceptance: np.ndarray) -> np.ndarray:
     """Return the expected accepted tokens of proposals of 0, 1 ... ``max_tokens``.
 
-    ``rate + rate**2 + ...``: equation 1 of arXiv 2211.17192 without the bonus token.
+    ``a_1 + a_1 a_2 + ...``: equation 1 of arXiv 2211.17192 without the bonus token, where each
+    token has its own acceptance.
 
     Args:
-        rate: acceptance of a token if none was rejected before; a number, or [..., 1].
+        acceptance: of each token if none was rejected before, [..., max_tokens].
 
     Returns:
         [..., max_tokens + 1]
     """
-    powers = np.asarray(rate, dtype=np.float64) ** np.arange(max_tokens + 1)
-    return np.cumsum(powers, axis=-1) - 1  # the first term is of length 0: rate**0
+    *shape, max_tokens = acceptance.shape
+    expected = np.zeros((*shape, max_tokens + 1))
+    expected[..., 1:] = acceptance.cumprod(-1).cumsum(-1)
+    return expected

@@ -79,10 +79,10 @@ class DraftLengths:
             index = source.confidence(confidence)
             if index is None:
                 continue
-            rate = rates.of(source.name, True, index).value
             longest = min(self._config.gamma, max_tokens) if source.takes_passes else max_tokens
+            by_place = np.array(rates.by_place(source.name, True, index, longest))
             round_s = self._round_seconds(num_rows, is_greedy, source.takes_passes)
-            speeds = (1 + expected_by_length(rate, longest)) / round_s[: longest + 1]
+            speeds = (1 + expected_by_length(by_place)) / round_s[: longest + 1]
             if (speed := float(speeds.max())) > best_speed:
                 best, best_speed = (source.name, int(speeds.argmax())), speed
         return best

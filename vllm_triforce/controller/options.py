@@ -132,8 +132,10 @@ def build_options(
     ]
     parts = []
     for route, source in routes.items():
-        acceptance = [_acceptance(route, r, known) for r, known in zip(rates, confidences)]
-        tokens = expected_by_length(column(acceptance), max_tokens)[rows, lengths]
+        acceptance = [
+            _acceptance(route, r, known, max_tokens) for r, known in zip(rates, confidences)
+        ]
+        tokens = expected_by_length(np.array(acceptance))[rows, lengths]
         is_possible = lengths > 0
         if source is None:
             passes = lengths / column(max(1.0, r.round_tokens) for r in rates)
@@ -170,9 +172,13 @@ def build_options(
     )
 
 
-def _acceptance(route: Route, rates: Rates, confidences: Mapping[Route, int | None]) -> float:
-    """Return the full pass's acceptance of a token by this route."""
+def _acceptance(
+    route: Route, rates: Rates, confidences: Mapping[Route, int | None], max_tokens: int
+) -> list[float]:
+    """Return the full pass's acceptance of each token by this route, [max_tokens]."""
     if route == LEVELS:
-        return rates.level2.value
+        return [rates.level2.value] * max_tokens
     confidence = confidences[route]
-    return 0.0 if confidence is None else rates.of(route, False, confidence).value
+    if confidence is None:
+        return [0.0] * max_tokens
+    return rates.by_place(route, False, confidence, max_tokens)
