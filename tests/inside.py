@@ -11,7 +11,7 @@ def worker_of(llm):
 
 def built(llm):
     """What our worker has put together once the models are loaded."""
-    return worker_of(llm).triforce._built
+    return worker_of(llm).triforce.built
 
 
 def controller_of(llm):
@@ -20,7 +20,7 @@ def controller_of(llm):
 
 def attention_layers_of(llm) -> list:
     """The target's layers that level 2 of Runner V1 retrieves for."""
-    return built(llm).speculator.level2._attention._layers
+    return built(llm).speculator.level2.attention.layers
 
 
 def drive(llm, arrivals: dict[int, list]) -> dict:

@@ -239,7 +239,7 @@ def mark_regions(runner) -> None:
     from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass
 
     within(speculator, "propose", "propose")
-    within(speculator._built.recorder, "record", "recorder")
+    within(speculator.recorder, "record", "recorder")
     within(GraphedRound, "__call__", lambda work, _: f"pass: {work.name}", is_pass=True)
     within(ModelPass, "run", lambda model_pass, _: f"pass: {model_pass.name}", is_pass=True)
     part = PartTimes.part

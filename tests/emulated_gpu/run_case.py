@@ -93,20 +93,20 @@ def _plan_by_dice(llm, speculator) -> None:
     dice = Dice(speculator, seed=5)
     numbers = iter(range(1 << 30))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    scheduler._plan = lambda able, num_plain: StepPlan(next(numbers), dice.proposing(able))
+    scheduler.plan_step = lambda able, num_plain: StepPlan(next(numbers), dice.proposing(able))
 
 
 def _count_replayed_rounds() -> Counter:
     """By name, as often as one was replayed as a whole."""
     from vllm_triforce.runner_v2.passes import GraphedRound
 
-    counted, replay = Counter(), GraphedRound._replay
+    counted, replay = Counter(), GraphedRound.replay
 
     def count(work, desc):
         counted[work.name] += 1
         return replay(work, desc)
 
-    GraphedRound._replay = count
+    GraphedRound.replay = count
     return counted
 
 

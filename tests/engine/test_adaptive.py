@@ -226,24 +226,22 @@ def test_plain_steps_and_reevaluations_are_timed(engines, pair, text):
     measured.overheads, measured.reevaluations = before.overheads, before.reevaluations
 
 
-def test_steps_without_speculation_are_stocks(engines, pair, monkeypatch, text):
+def test_steps_without_speculation_are_stocks(engines, pair, text):
     """At rest the runner is told of no speculation at all, and is told again afterwards."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
     llm = engines.get(pair["target"], keys)
     runner = worker_of(llm).model_runner
     seen = []
-    prepare = runner._prepare_inputs
 
-    def spy(*args, **kwargs):
+    def note(*_) -> None:
         seen.append(runner.speculative_config is None)
-        return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "_prepare_inputs", spy)
-    generate(llm, [text[:100]], max_tokens=64)
-    assert sum(seen) > 0.9 * len(seen)  # nothing to look for before the 500th token
-    assert runner.speculative_config is not None
-    seen.clear()
-    generate(llm, [text[:490]], max_tokens=40)
+    with runner.model.register_forward_pre_hook(note):  # level 2's passes too, while it proposes
+        generate(llm, [text[:100]], max_tokens=64)
+        assert sum(seen) > 0.9 * len(seen)  # nothing to look for before the 500th token
+        assert runner.speculative_config is not None
+        seen.clear()
+        generate(llm, [text[:490]], max_tokens=40)
     # From 500 tokens on only the last, which has nothing to propose.
     assert any(seen[:11]) and not any(seen[11:-1])
 
@@ -263,13 +261,13 @@ def test_plain_steps_sample_what_stock_samples(engines, pair, monkeypatch, text)
         for i in range(6)
     ]
     found, rows = [], []
-    candidates = top_p._among_candidates
+    candidates = top_p.among_candidates
 
     def spy(logits, *args):
         rows.append(len(logits))
         return candidates(logits, *args)
 
-    monkeypatch.setattr(top_p, "_among_candidates", spy)
+    monkeypatch.setattr(top_p, "among_candidates", spy)
     for spec in (None, keys):
         llm = engines.get(pair["target"], spec)
         torch.manual_seed(7)

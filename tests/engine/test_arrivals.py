@@ -4,16 +4,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from tests.engine.test_scheduling import greedy
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import controller as controller_module
+from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.planner import Plan
+from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
@@ -51,7 +54,7 @@ def rest_long(llm, monkeypatch) -> None:
 
     monkeypatch.setattr(controller_module, "plan_by_routes", plain)
     controller = controller_of(llm)
-    monkeypatch.setattr(controller._trials, "add", lambda *args: False)
+    monkeypatch.setattr(controller.trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
 
 
@@ -186,22 +189,49 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     assert joined == [5, 9] and seeded == [9]
 
 
-def test_a_request_that_comes_back_is_not_kept_waiting(llm, monkeypatch):
-    """It had to wait a step, without notice: it joins again at once."""
-    controller, path = controller_of(llm), adapter(llm)._steps
-    seen: list[bool] = []
-    monkeypatch.setattr(path._runner, "requests", {"long": greedy_request(), "new": None})
-    monkeypatch.setattr(controller, "requests_joined", lambda: seen.append(True))
-    monkeypatch.setattr(path, "_present", frozenset({"short"}))
-    step = SimpleNamespace(
-        finished_req_ids=set(), num_scheduled_tokens={"long": 1}, scheduled_new_reqs=[]
+def test_a_request_that_comes_back_is_not_kept_waiting():
+    """It had to wait a step, without notice: it joins again at once. Steps are timed from then on
+    where their requests stay the same."""
+    requests = {
+        name: SimpleNamespace(
+            req_id=name,
+            sampling_params=greedy(4),
+            prompt_token_ids=[1] * 900,
+            block_ids=(),
+            num_computed_tokens=0,
+        )
+        for name in ("short", "long")
+    }
+    joined, timed = [], []
+    controller = SimpleNamespace(
+        backoff=SpeculationBackoff(),
+        measured="some costs",
+        chooses=(),
+        requests_joined=lambda: joined.append(number),
+        take_plan=lambda: None,
+        observe_step=lambda *_: timed.append(number),
     )
-    assert path._note_changes(step) and seen == [True]
-    assert not path._note_changes(step) and len(seen) == 1
-
-
-def greedy_request():
-    return SimpleNamespace(sampling_params=greedy(4), prompt_token_ids=[1] * 900)
+    runner = SimpleNamespace(
+        speculative_config="ours",
+        execute_model=lambda step: "no tokens will be sampled",
+        sample_tokens=None,
+        _sample=None,
+        requests=requests,
+        input_batch=SimpleNamespace(all_greedy=True, block_table=SimpleNamespace(block_tables=[])),
+        device=torch.device("meta"),
+    )
+    PlainSteps(runner, controller, SimpleNamespace(), on_new_blocks=len, on_finished=list)
+    for number, names in enumerate((("short", "long"), ("short",), *[("short", "long")] * 3)):
+        step = SchedulerOutput.make_empty()
+        step.num_scheduled_tokens = dict.fromkeys(names, 2)
+        if number:
+            step.scheduled_spec_decode_tokens = {name: [7] for name in names}
+            step.scheduled_cached_reqs.req_ids = list(names)
+            step.scheduled_cached_reqs.num_computed_tokens = [100] * len(names)
+        else:
+            step.scheduled_new_reqs = list(requests.values())
+        runner.execute_model(step)
+    assert joined == [2] and timed == [4]
 
 
 def test_rows_of_a_grammar_follow_the_tokens_that_are_left():

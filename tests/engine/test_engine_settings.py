@@ -18,7 +18,7 @@ from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
-from tests.inside import built, controller_of
+from tests.inside import built, controller_of, worker_of
 from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
@@ -59,11 +59,11 @@ def test_architecture(engines, tmp_path, name):
     llm = engines.get(model, triforce(retrieval_budget=128), max_model_len=2048)
     with speculating(llm):
         assert assert_same_outputs(stock, wanted, run(llm, prompts, params)) == len(prompts)
-    groups = built(llm).speculator.level2._groups
-    dense = sum(len(group.dense_layer_names) for group in groups)
-    assert dense == (2 if name in HYBRID else 0)
+    level2 = built(llm).speculator.level2
+    num_dense = len(worker_of(llm).triforce.target_layers) - len(level2.attention.layers)
+    assert num_dense == (2 if name in HYBRID else 0)
 
-    cache = built(llm).speculator.level2.cache
+    cache = level2.cache
     budget, cache.budget = cache.budget, replace(cache.budget, least=2048 // 32, most=2048 // 32)
     before = counters_of(llm)
     assert_same_outputs(stock, wanted, run(llm, prompts, params))

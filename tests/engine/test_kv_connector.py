@@ -10,6 +10,7 @@ from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
 from tests.inside import worker_of
 from tests.outputs import assert_same_outputs, run, speculating
+from tests.parity.disturbing import watch
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
 
 
@@ -47,15 +48,16 @@ def test_layers_are_saved_once_a_full_pass(engines, pair, stock, text, tmp_path)
             return original(layer_name, *args, **kwargs)
 
         connector.save_kv_layer = save
-        passes = []
-        runner = worker_of(llm)
-        forward = runner.model_runner._model_forward
-        runner.model_runner._model_forward = lambda *a, **k: passes.append(1) or forward(*a, **k)
-        with speculating(llm, rejections=False):
+        worker = worker_of(llm)
+        with (
+            watch(worker.model_runner, "execute_model") as calls,
+            speculating(llm, rejections=False),
+        ):
             found = run(llm, prompts, params)
         assert_same_outputs(None, wanted, found)
-        assert set(saved) == set(runner.triforce.target_layers)
-        assert set(saved.values()) == {len(passes)}
+        assert set(saved) == set(worker.triforce.target_layers)
+        num_passes = sum(step.total_num_scheduled_tokens > 0 for (step, *_), _ in calls)
+        assert set(saved.values()) == {num_passes}
     finally:
         engines.clear()
         kv_transfer.ensure_kv_transfer_shutdown()

@@ -5,10 +5,11 @@ import torch
 
 from tests.conftest import triforce
 from tests.generation import generate
-from tests.inside import attention_layers_of, built
+from tests.inside import attention_layers_of, built, worker_of
 from tests.models import held_out_tokens, make_llama
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.core.draft_cache import private_cache
+from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import build
 from vllm_triforce.selection import Summary
@@ -126,19 +127,19 @@ def test_chunk_means_are_small(engines, pair):
 def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
     """Both of ours: the mean keys of level 2 and the windows of level 1."""
     llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-    parts = built(llm)
-    level1, level2 = parts.speculator.level1.model, parts.speculator.level2
+    level2 = built(llm).speculator.level2
     memory = type("Memory", (), {"available": 1 << 10})
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
     device = torch.device("cpu")
     with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        build._chunk_summaries(
+        build.allocate_summaries(
             level2.cache.policy, attention_layers_of(llm), torch.float32, device, []
         )
-    config = llm.llm_engine.vllm_config
-    keys = TriForceConfig().with_defaults(can_adapt=True).resolve(32)
+    worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
+    layers = attention_layers(worker.vllm_config)
+    draft_layers = {name: layers[name] for name in worker.triforce.draft_layer_names}
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
-        private_cache(level1._layers, config, keys, 8, device)
+        private_cache(draft_layers, worker.vllm_config, keys, 8, device)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run, speculating
+from tests.parity.disturbing import replaced
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import Summary
 
@@ -55,23 +56,18 @@ def assert_nothing_is_kept(llm) -> None:
 @contextmanager
 def means_checked(llm):
     """At each selection, the means in use equal those of the keys that lie in the KV cache now."""
-    cache = built(llm).speculator.level2.cache
-    original, checked = cache._select, []
+    level2, checked = built(llm).speculator.level2, []
 
-    def select(full_blocks, query):
-        ids = torch.from_numpy(full_blocks.astype("int64"))
-        for layer, block_summaries in enumerate(cache.summaries._block_summaries):
-            wanted = block_summaries(ids, Summary.MEAN).transpose(0, 1)
-            found = cache.summaries.keys[Summary.MEAN][layer].index_select(1, ids)
+    def gather(block_ids):
+        means = original(block_ids)[Summary.MEAN]
+        for found, block_summaries in zip(means, level2.attention.block_summaries()):
+            wanted = block_summaries(block_ids, Summary.MEAN).transpose(0, 1)
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        checked.append(len(ids))
-        return original(full_blocks, query)
+        checked.append(len(block_ids))
+        return original(block_ids)
 
-    cache._select = select
-    try:
+    with replaced(level2.cache.summaries, "gather", gather) as original:
         yield checked
-    finally:
-        del cache._select
 
 
 def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):

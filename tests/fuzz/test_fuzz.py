@@ -16,6 +16,7 @@ import pytest
 
 from tests.fuzz.distribution import Distribution
 from tests.models import PAIR, ROOT
+from tests.parity.disturbing import replaced
 from tests.v2.environment import needs_interpreter, v2_environment
 
 pytestmark = [
@@ -65,22 +66,20 @@ def test_without_the_fault_nothing_is_caught(running):
     assert caught is None, judge.distribution.pools["without seed"].p_values()
 
 
-def test_a_grammar_that_takes_its_time_is_no_fault(running, monkeypatch):
+def test_a_grammar_that_takes_its_time_is_no_fault(running):
     """Until it is compiled, in a thread, thousands of steps may pass in which nothing runs."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     from tests.fuzz.drive import drive
 
-    compile_grammar = StructuredOutputManager._create_grammar
-
     def slowly(self, request):
         time.sleep(2)
         return compile_grammar(self, request)
 
-    monkeypatch.setattr(StructuredOutputManager, "_create_grammar", slowly)
     params = {"max_tokens": 4, "temperature": 0, "structured": {"classes": ["Z01234567"]}}
     prompt = {"kind": "text", "start": 3, "length": 40}
-    (answer,) = drive(running.llm, "small", [{"prompt": prompt, "params": params, "arrive": 0}])
+    with replaced(StructuredOutputManager, "_create_grammar", slowly) as compile_grammar:
+        (answer,) = drive(running.llm, "small", [{"prompt": prompt, "params": params, "arrive": 0}])
     assert answer.num_finished == 1
 
 

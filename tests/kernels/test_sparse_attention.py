@@ -64,7 +64,7 @@ class Case:
 
     def attend(self, kernel, cache=None) -> torch.Tensor:
         impl = object.__new__(type("Sparse", (_RetrievalImpl,), {"kernel": staticmethod(kernel)}))
-        impl.__dict__.update(vars(self.impl))
+        impl.__dict__.update(vars(self.impl), offload=None)
         heads, cache = impl.num_kv_heads, self.cache if cache is None else cache
         keys, values = cache.transpose(1, 2).split(impl.head_size, dim=-1)
         blocks = OneHeadBlocks.of(keys, values)
@@ -78,7 +78,7 @@ class Case:
             names.shape[2] * self.block_size,
         )
         output = torch.zeros_like(self.query)
-        impl._forward_paged(self.layer, self.query, cache, sequences, output)
+        impl.forward(self.layer, self.query, None, None, cache, sequences, output)
         return output
 
     def vllm_layer(self) -> SimpleNamespace:

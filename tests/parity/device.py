@@ -83,12 +83,12 @@ def _poison_staging() -> None:
     HostLayer.stage = poisoned
 
 
-def _check_pool(pool) -> None:
+def _check_pool(pool, rows) -> None:
     """From now on, what level 2 finds in the pool when a proposal begins must be what host memory
     has: chunk for chunk what is selected, in any order, and token for token what is behind."""
     refill = pool.refill
-    hosts, pools = refill._caches
-    per_block, per_head = refill._head_strides
+    hosts, pools = refill.hosts, refill.pools
+    per_block, per_head = refill.head_strides
     block_size = hosts[0].shape[2]
     begin = getattr(pool.begin, "begin", pool.begin)
 
@@ -98,7 +98,6 @@ def _check_pool(pool) -> None:
             compare(tables)
 
     def compare(tables) -> None:
-        rows = pool._rows
         slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].tolist()
         for row, slot in enumerate(slots):
             computed, tail, selected = (
@@ -106,7 +105,7 @@ def _check_pool(pool) -> None:
             )
             used = min(selected + max(0, -(-computed // block_size) - tail), pool.width)
             for layer, (host, its) in enumerate(zip(hosts, pools)):
-                table = tables[refill._first_layer + layer]
+                table = tables[refill.first_layer + layer]
                 for head in range(host.shape[1]):
                     ids = table[row * host.shape[1] + head, :used]
                     wanted = host[(ids - head * per_head) // per_block, head].flatten(1)
@@ -125,7 +124,7 @@ class _PredictedBytes:
 
     def __init__(self, worker) -> None:
         self._worker = worker
-        self._placed = worker._offload.placement
+        self._placed = worker.offload.placement
         self._block_size = worker.vllm_config.cache_config.block_size
         self._before = worker.triforce.counters.num_staged_bytes
         self._num_blocks = 0
@@ -180,16 +179,16 @@ class _Inside:
         worker.triforce.__dict__.pop("begin_step", None)
         self._predicted: _PredictedBytes | None = None
         self._guard: HostMemoryGuard | None = None
-        if worker._offload is not None:
-            placed = worker._offload.placement
+        if worker.offload is not None:
+            placed = worker.offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
             assert placed.num_device_layers > 0 if is_some else placed.num_host_layers > 1
             _poison_staging()
             self._predicted = _PredictedBytes(worker)
-            self._guard = HostMemoryGuard(worker._offload._memory._memory)
+            self._guard = HostMemoryGuard(worker.offload.memory.view)
             self._watching.enter_context(self._guard.watching())
             if not worker.triforce.config.is_plain:
-                _check_pool(built(llm).proposer.level2._pool)
+                _check_pool(built(llm).proposer.level2.pool, built(llm).rows)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
@@ -207,7 +206,7 @@ class _Inside:
     def policy(self, llm) -> str:
         if self._speculator(llm).config.is_plain:
             return ""
-        return built(llm).proposer.level2.selections._policy.name
+        return built(llm).proposer.level2.selections.policy.name
 
     def held(self, llm) -> dict[str, int]:
         if self._speculator(llm).config.is_plain:
@@ -241,23 +240,24 @@ class _Inside:
         from vllm_triforce.core.eligibility import logger
 
         proposer, rows = built(llm).proposer, built(llm).rows
-        owner = proposer.level2._pass if level == 2 else proposer.level1._step_pass
-        layer = owner._model.model.layers[2 if level == 2 else 0]
+        # Level 1's last is that of a single token.
+        owner = proposer.level2.model_pass if level == 2 else proposer.level1.passes[-1]
+        layer = owner.model.model.layers[2 if level == 2 else 0]
 
         def is_due(number: int) -> bool:
             """Some pass later, if not all requests propose yet, or the first does not take part."""
             takes_part = bool(rows.length[0] < rows.room[0] - 1)
             return number >= at_pass and rows.num_rows == together and takes_part
 
-        poison = Poison(owner._model, layer, is_due)
+        poison = Poison(owner.model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
         scheduler = scheduler_of(llm)
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
-            replaced(owner, "_model", poison),
+            replaced(owner, "model", poison),
             watch(proposer, "propose") as proposals,
-            watch(scheduler, "_plan") as plans,
+            watch(scheduler, "plan_step") as plans,
         ):
             yield said
         # Of an engine, the first is logged.
@@ -291,7 +291,7 @@ def _plan_by_dice(speculator, seed: int) -> None:
         SpeculatorV2.begin_step(speculator, scheduler_output)
         most = speculator.num_speculative_steps
         able = {name: most for name in scheduler_output.num_scheduled_tokens}
-        speculator._plan = StepPlan(0, dice.proposing(able))
+        speculator.plan = StepPlan(0, dice.proposing(able))
 
     speculator.begin_step = begin_step
 

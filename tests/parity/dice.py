@@ -17,7 +17,7 @@ class Dice:
     def __init__(self, speculator, seed: int) -> None:
         from vllm_triforce.runner_v2.sources.prompt_lookup import PromptLookupV2
 
-        sources = speculator._built.proposer.sources
+        sources = speculator.built.proposer.sources
         sources.setdefault("prompt_lookup", PromptLookupV2(8))
         self._routes = [LEVELS, LEVELS, *sources]
         self._draw = random.Random(seed)

@@ -47,10 +47,10 @@ class Host:
         from vllm_triforce.core.eligibility import logger
 
         speculator = built(llm).speculator
-        speculator.disabled_requests._has_warned = False
+        speculator.disabled_requests.has_warned = False
         warnings: list[str] = []
         broken = speculator.level1.model if level == 1 else speculator.level2
-        layer = broken._model.model.layers[0 if level == 1 else 2]
+        layer = broken.model.model.layers[0 if level == 1 else 2]
         batches: list[int] = []
 
         def is_due(number: int) -> bool:
@@ -58,7 +58,7 @@ class Host:
             their prompts depends on what is cached."""
             return number >= at_pass and batches[-1] == together
 
-        poison = Poison(broken._model, layer, is_due)
+        poison = Poison(broken.model, layer, is_due)
         original = speculator.propose
 
         def propose(batch):
@@ -68,7 +68,7 @@ class Host:
         said: dict = {}
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
-            replaced(broken, "_model", poison),
+            replaced(broken, "model", poison),
             replaced(speculator, "propose", propose),
         ):
             yield said

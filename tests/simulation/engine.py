@@ -330,7 +330,6 @@ class Engine:
         self.add(Arrival(self.now, 4, 1))
         self.run([])
         assert len(scheduler._with_slots) <= 1 and len(scheduler._decided_on) <= 1
-        if scheduler._decisions is not None:
-            decisions = scheduler._decisions
+        if (decisions := scheduler.decisions) is not None:
             assert decisions.controller.num_requests <= 1
             assert len(decisions._alive) <= 1 and len(decisions._pending) <= 2

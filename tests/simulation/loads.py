@@ -100,7 +100,7 @@ def speedup(engine: Engine, skip: int = 0, to: int | None = None) -> float:
 
 
 def decide_by(engine: Engine, decisions) -> None:
-    engine.scheduler._decisions = decisions
+    engine.scheduler.decisions = decisions
 
 
 def poisson(

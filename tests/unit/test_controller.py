@@ -259,7 +259,7 @@ def scarce_trials(least: float = 0.01) -> Controller:
     """Return a controller with time for few trials, which expects little of them."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(least, weight=50, memory=512)
-    found._trials.budget = TrialBudget(first_steps=0.5, max_steps=0.5)
+    found.trials.budget = TrialBudget(first_steps=0.5, max_steps=0.5)
     return found
 
 

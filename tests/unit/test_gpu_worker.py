@@ -283,7 +283,10 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
         calls.append("warm")
         counters.num_proposals = 2  # what is counted by then is not sent
 
-    worker.triforce = SimpleNamespace(warm_up=warm_up, sent_counters=counters)
+    worker.triforce = SimpleNamespace(
+        warm_up=warm_up, sent_counters=counters, end_step=lambda output: output
+    )
+    worker.model_runner = SimpleNamespace(sample_tokens=lambda _: SimpleNamespace(req_ids=["a"]))
     worker.vllm_config = SimpleNamespace(
         kernel_config=SimpleNamespace(enable_jit_warmup=has_jit_warmup)
     )
@@ -293,8 +296,7 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
     worker._maybe_activate_jit_monitor()
     assert calls == ["warm", "watched"][: 1 + has_jit_warmup]
     counters.num_proposals += 3
-    output = worker._with_counters(SimpleNamespace(req_ids=["a"]))
-    assert carrier.attached(output) == {"num_proposals": 3}
+    assert carrier.attached(worker.sample_tokens(None)) == {"num_proposals": 3}
 
 
 def test_graphs_are_at_most_a_third_more_than_stock_vllms():

@@ -217,7 +217,7 @@ OUR_OBJECTS = {
     "speculator",
     "state",
     "step",
-    "self._built",
+    "self.built",
     "self.recorder",
     "self._step_config",
     "self._planned",
@@ -317,12 +317,12 @@ def test_an_engine_can_start_beside_llvmlite(monkeypatch):
     class Kernel:
         pass
 
-    original, wrapper = Kernel(), Kernel()
+    rebind, original, wrapper = dispatcher._rebind_kernels, Kernel(), Kernel()
     monkeypatch.setattr(dispatcher, "a_kernel", original, raising=False)
     monkeypatch.delattr(dispatcher, "vars", raising=False)
     with pytest.raises(AttributeError, match="_lib_fn_wrapper"):
-        dispatcher._rebind_kernels([(original, wrapper)])
+        rebind([(original, wrapper)])
     for _ in range(2):
         fix_kernel_rebinding()
-    dispatcher._rebind_kernels([(original, wrapper)])
+    rebind([(original, wrapper)])
     assert dispatcher.a_kernel is wrapper

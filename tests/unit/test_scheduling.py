@@ -122,7 +122,8 @@ def go_on(request: Request, handle) -> tuple[int, list[int]]:
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.vllm_config = SimpleNamespace(speculative_config=speculative_config)
     scheduler.hash_block_size, scheduler.log_stats = 32, False
-    scheduler._enqueue_waiting_request = lambda request: None
+    queue = SimpleNamespace(add_request=lambda request: None)
+    scheduler.waiting = scheduler.kv_holding_waiting = queue
     assert handle(scheduler, request) is False
     return request.num_computed_tokens, list(request.prompt_token_ids)
 
@@ -139,8 +140,8 @@ def go_on(request: Request, handle) -> tuple[int, list[int]]:
 )
 def test_a_turn_that_ends_inside_a_run_leaves_nothing_behind(behind, in_flight):
     """Stock without speculation keeps the KV of all tokens but the last."""
-    stock = getattr(Scheduler._handle_stopped_request, "__wrapped__", None)
-    stock = stock or Scheduler._handle_stopped_request
+    stock = Scheduler._handle_stopped_request
+    stock = getattr(stock, "__wrapped__", stock)
     own = len(PROMPT) + len(ANSWER) - 1
     wanted = own, [*PROMPT, *ANSWER[:-1], *PIECE]
     assert go_on(session(own, 0), stock) == wanted, "what stock vLLM does without speculation"

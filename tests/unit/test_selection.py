@@ -318,7 +318,7 @@ def test_both_loops_select_alike(policy, group):
     counts = torch.tensor([60, 9, 25], dtype=torch.int32)
     rows.tail[:3] = counts
     query_rows = torch.tensor([4, 0, 2])
-    scored = found._score(queries, query_rows, found.summaries, tables, counts, 66)
+    scored = found.score(queries, query_rows, found.summaries, tables, counts, 66)
     for row, count in enumerate(counts.tolist()):
         assert bool((scored[row, ..., 0] == -torch.inf).all())
         assert bool((scored[row, ..., count:] == -torch.inf).all())

@@ -26,13 +26,13 @@ def vllms(logits, k, p):
 def sorted_rows(monkeypatch):
     """Collect the numbers of rows that are left to vLLM's function."""
     found = []
-    original = top_p._vllm_masks
+    original = top_p.vllm_masks
 
     def spy(logits, k, p):
         found.append(len(logits))
         return original(logits, k, p)
 
-    monkeypatch.setattr(top_p, "_vllm_masks", spy)
+    monkeypatch.setattr(top_p, "vllm_masks", spy)
     return found
 
 
@@ -139,13 +139,13 @@ def test_small_vocabularies_other_dtypes_and_top_k_alone_are_vllms(size, dtype, 
 def test_flat_distributions_are_soon_left_to_vllm(monkeypatch):
     """Peaked rows bring the search for candidates back."""
     tried = []
-    original = top_p._among_candidates
+    original = top_p.among_candidates
 
     def spy(logits, *args):
         tried.append(len(logits))
         return original(logits, *args)
 
-    monkeypatch.setattr(top_p, "_among_candidates", spy)
+    monkeypatch.setattr(top_p, "among_candidates", spy)
     draw, masks = torch.Generator().manual_seed(1), TopPMasks()
     p = torch.full((4,), 0.9)
 

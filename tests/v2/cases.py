@@ -14,7 +14,7 @@ import torch
 from tests.generation import generate
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import DRAFT, EIGHT
-from tests.parity.disturbing import watch
+from tests.parity.disturbing import replaced, watch
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
 
 NUM_TOKENS = 12
@@ -179,24 +179,22 @@ def _invented(llm, prompt) -> list[int]:
     proposal: which drafts level 3's test is told of in its first step, where the scheduler invents
     some, as one that is not ours does."""
     assert len(prompt) % 32 == 1
-    sampler = type(worker_of(llm).model_runner.rejection_sampler)
+    sampler = worker_of(llm).model_runner.rejection_sampler.sampler
     # It ends inside a proposal, so that the last is never verified.
     _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=30, seed=0)])
     steps = []
-    original = sampler._verify
 
-    def verify(self, logits, draft_logits, draft_sampled, *rest):
+    def apply(logits, expanded, states, states_np, positions, draft_sampled, *rest, **more):
         steps.append(draft_sampled[1:].tolist())
-        return original(self, logits, draft_logits, draft_sampled, *rest)
+        return original(
+            logits, expanded, states, states_np, positions, draft_sampled, *rest, **more
+        )
 
-    sampler._verify = verify
-    scheduler = scheduler_of(llm)
-    lookup, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, None
-    try:
+    with (
+        replaced(sampler, "apply_sampling_params", apply) as original,
+        replaced(scheduler_of(llm), "dynamic_sd_lookup", None),
+    ):
         _outputs(llm, [prompt], [dict(temperature=1.0, max_tokens=2, seed=1)])
-    finally:
-        sampler._verify = original
-        scheduler.dynamic_sd_lookup = lookup
     return steps[0]
 
 

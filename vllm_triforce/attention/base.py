@@ -70,7 +70,8 @@ class RetrievalAttention(ABC):
         offloads: Mapping[str, LayerOffload] | None = None,
     ) -> None:
         first = layers[0]
-        self._layers = layers
+        self.layers = layers
+        """Both runners keep summaries and queries in their order."""
         self._builder = builder
         self.num_kv_heads: int = first.num_kv_heads
         """Runner V2 lays out its passes by it."""

@@ -79,7 +79,7 @@ class Controller:
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
-        self._trials = Trials()
+        self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self.planned: Planned | None = None
         self.is_steady = False
@@ -168,17 +168,17 @@ class Controller:
         """Return the column of each request's option, -1 for plain decoding; [num_reqs]."""
         if "context" not in self.chooses:
             return best_alone(options, costs.plain_s / len(candidates))
-        self._trials.begin_decision(candidates)
+        self.trials.begin_decision(candidates)
         best = plan_by_routes(options, costs)
         has_seed = any(candidate.has_seed for candidate in candidates)
         if not has_seed and self._probe_is_due(best, costs.plain_s):
             self.backoff.begin(PROBE_STEPS)
             return np.full(len(candidates), -1)
-        budget, columns = self._trials.budget, best.options
+        budget, columns = self.trials.budget, best.options
         budget.earn((1 + self._num_held_steps) * best.seconds, costs.plain_s)
         num_reqs = len(candidates) + costs.num_plain
         reevaluation_s = costs.model.reevaluation_seconds(num_reqs, _are_greedy(candidates))
-        has_trials = self._trials.add(
+        has_trials = self.trials.add(
             columns,
             candidates,
             options,
@@ -316,11 +316,11 @@ class Controller:
 
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """Expect outcomes of these proposals after further decisions."""
-        self._trials.await_outcomes(request_ids)
+        self.trials.await_outcomes(request_ids)
 
     def outcome_lost(self, request_id: str) -> None:
         """Expect no outcome of a proposal any more."""
-        self._trials.discard(request_id)
+        self.trials.discard(request_id)
 
     def observe_full_pass(
         self,
@@ -339,7 +339,7 @@ class Controller:
         choice = choice or self._chosen.get(request_id, PLAIN)
         if choice is PLAIN or not self.chooses:
             return
-        self._trials.on_verified(request_id, drafted, accepted)
+        self.trials.on_verified(request_id, drafted, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
@@ -373,11 +373,11 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Number of requests with any state."""
-        return max(len(self._chosen), len(self.acceptance.requests), self._trials.num_requests)
+        return max(len(self._chosen), len(self.acceptance.requests), self.trials.num_requests)
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
-        self._trials.release(request_id)
+        self.trials.release(request_id)
         self._chosen.pop(request_id, None)
 
 

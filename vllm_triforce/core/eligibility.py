@@ -40,7 +40,7 @@ class DisabledRequests:
 
     def __init__(self) -> None:
         self._request_ids: set[str] = set()
-        self._has_warned = False
+        self.has_warned = False
         self.num_disabled = 0
         """Number of requests disabled since the engine started."""
 
@@ -58,8 +58,8 @@ class DisabledRequests:
 
     def warn(self, request_id: str, level: str) -> None:
         """Log a warning for the first request."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             logger.warning(
                 "NaN in %s logits for request %s: it goes on without speculation, its output is "
                 "not affected. Further requests are counted (vllm:triforce_nan_requests_total), "

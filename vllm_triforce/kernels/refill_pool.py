@@ -40,11 +40,11 @@ class PoolRefill:
     ) -> None:
         num_kv_heads, width = hosts[0].shape[1], len(pools[0]) // num_slots
         self._like = hosts[0]
-        self._caches = hosts, pools  # keeps the memory at these addresses alive
-        addresses = [[cache.data_ptr() for cache in caches] for caches in self._caches]
+        self.hosts, self.pools = hosts, pools  # keeps the memory at these addresses alive
+        addresses = [[cache.data_ptr() for cache in caches] for caches in (hosts, pools)]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
-        self._first_layer = first_layer
-        self._head_strides = head_strides
+        self.first_layer = first_layer
+        self.head_strides = head_strides
         self._max_selected = max_selected
         self._counters = counters
         # By slot, layer and head: the blocks that the pool holds, and those to copy there.
@@ -63,7 +63,7 @@ class PoolRefill:
         """
         _, num_layers, num_heads, _, width = self._held.shape
         block_stride, _, token_stride, _ = self._like.stride()
-        tables = tables[self._first_layer :]
+        tables = tables[self.first_layer :]
         grid = (num_layers, rows.num_rows, num_heads)
         context = rows.table, rows.stride, tables, tables.stride(0), self._held, width
         num_selected = triton.next_power_of_2(max(1, self._max_selected))
@@ -72,8 +72,8 @@ class PoolRefill:
             *context,
             self._addresses,
             self._counters,
-            *self._head_strides,
-            block_stride // self._head_strides[0],
+            *self.head_strides,
+            block_stride // self.head_strides[0],
             token_stride,
             *self._like.shape[2:],
             TYPE=stored_type(self._like.dtype),

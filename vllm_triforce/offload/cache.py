@@ -98,9 +98,9 @@ class OffloadedCache:
         caches = allocate(on_device) if on_device else {}
         (self._staging,) = allocate(self.host_layer_names[:1]).values()
         host_tensor = _subset(tensor, self.host_layer_names)
-        self._memory = HostMemory(host_tensor.size, device)
+        self.memory = HostMemory(host_tensor.size, device)
         self.hosts = create_kv_cache_views(
-            self._memory.view,
+            self.memory.view,
             self._spec,
             kv_cache_config.num_blocks,
             layout,

@@ -45,7 +45,7 @@ class BuiltSpeculator:
     ) -> None:
         vllm_config, config, device = parts.vllm_config, parts.config, parts.device
         self.counters = LevelCounters()
-        retrieval_attention = _ragged_attention()
+        retrieval_attention = ragged_attention()
         groups, sparse_layers, sparse_builder = group_layers(
             kv_cache_config,
             attn_groups,
@@ -61,7 +61,7 @@ class BuiltSpeculator:
         )
         attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
         policy = POLICIES[config.selection]()
-        summaries = _chunk_summaries(
+        summaries = allocate_summaries(
             policy,
             sparse_layers,
             vllm_config.model_config.dtype,
@@ -91,7 +91,7 @@ class BuiltSpeculator:
         )
 
 
-def _ragged_attention() -> type[RaggedRetrievalAttention]:
+def ragged_attention() -> type[RaggedRetrievalAttention]:
     """Return level 2's attention class of the platform.
 
     Raises:
@@ -107,7 +107,7 @@ def _ragged_attention() -> type[RaggedRetrievalAttention]:
     return retrieval
 
 
-def _chunk_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+def allocate_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
     """Allocate the summaries that the policy needs."""
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]

@@ -299,7 +299,7 @@ class Calibration:
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
-        shape = self._speculator.level2.query_shape
+        shape = self._speculator.level2.attention.query_shape
         dtype = self._vllm_config.model_config.dtype
         tables = [
             self._tables(num_rows, context + self._length + 1, block_size)

@@ -34,19 +34,14 @@ class RetrievalLevel:
         cache: RetrievalCache,
         device: torch.device,
     ) -> None:
-        self._model, self._vllm_config, _ = level2_model
+        self.model, self._vllm_config, _ = level2_model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
-        self._attention = attention
+        self.attention = attention
         self.cache = cache
         self._device = device
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
         """Called before each pass with the request ids and the number of tokens of each."""
-
-    @property
-    def query_shape(self) -> tuple[int, int, int]:
-        """Shape of the queries that select chunks: [num_layers, num_heads, head_dim]."""
-        return self._attention.query_shape
 
     def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
         """Invalidate the summaries of blocks that will be overwritten, by KV cache group."""
@@ -75,7 +70,7 @@ class RetrievalLevel:
         }
         self._pass_selection = None
         if candidates:
-            heads, strides = self._attention.num_kv_heads, self.cache.head_strides
+            heads, strides = self.attention.num_kv_heads, self.cache.head_strides
             self._pass_selection = PassSelection(self.cache.policy, candidates, heads, strides)
 
     def forward(
@@ -112,15 +107,15 @@ class RetrievalLevel:
                     rows, list(map(len, feed)), sparse_tables
                 ):
                     selection = None
-                sparse = self._attention.build(
+                sparse = self.attention.build(
                     inputs.query_lens,
                     inputs.seq_lens - skipped,
                     sparse_tables.flatten(1, 2),
                     selection,
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
-        hidden = run_model(self._model, self._vllm_config, inputs, metadata, slots)
-        return self._model.compute_logits(hidden)
+        hidden = run_model(self.model, self._vllm_config, inputs, metadata, slots)
+        return self.model.compute_logits(hidden)
 
     def clean(self, batch: DraftBatch, row: int) -> None:
         """Remove NaN from the lookahead slots of a request.

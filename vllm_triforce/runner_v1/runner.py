@@ -93,7 +93,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         draft = getattr(self, "model", None)
-        self._built = BuiltSpeculator(
+        self.built = BuiltSpeculator(
             SourceParts(self.vllm_config, self.config, draft, draft_layers, self.device),
             self._level2_model,
             self.target_layers,
@@ -101,7 +101,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self._runner.attn_groups,
             self._block_sizes,
         )
-        speculator, recorder = self._built.speculator, self._built.recorder
+        speculator, recorder = self.built.speculator, self.built.recorder
         self.backoff = speculator.controller.backoff
         self._draft_probs = DraftProbsStore(self.counters.add_boundary_fault)
         disabled = speculator.disabled_requests
@@ -120,7 +120,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
 
     def calibrate(self) -> None:
         """Measure the passes and start the controller, if it has anything to choose."""
-        controller = self._built.speculator.controller
+        controller = self.built.speculator.controller
         if self.config.adaptive_keys:
             controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
@@ -129,12 +129,12 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         """Return the seconds that passes take; see ``RunnerAdapter``."""
         if remeasure:
             return self._measure()
-        model = self._built.speculator.controller.measured
+        model = self.built.speculator.controller.measured
         return None if model is None else model.measured
 
     def _measure(self) -> Measurements:
         calibration = Calibration(
-            self._built.speculator,
+            self.built.speculator,
             self.config,
             self._target,
             self.vllm_config,
@@ -144,19 +144,19 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self.device,
             None if self._adapters is None else self._adapters.before_pass,
         )
-        with self._built.recorder.without_recording(), torch.inference_mode():
+        with self.built.recorder.without_recording(), torch.inference_mode():
             return calibration.run()
 
     @property
     def counters(self):
         """Per-level counters."""
-        return self._built.counters
+        return self.built.counters
 
     sent_counters = counters
 
     def held_requests(self) -> dict[str, int]:
         """Count the requests with state, by the part that keeps it."""
-        held = self._built.speculator.held_requests()
+        held = self.built.speculator.held_requests()
         return {**held, "draft probs": len(self._draft_probs), "runner": len(self._requests)}
 
     # Every step.
@@ -231,7 +231,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         rows = self._batch.limit_rows(eligible, self._requests, self.config.max_speculating_seqs)
         if not rows:
             self._begin_backoff(computed, counts)
-        elif self._built.speculator.controller.chooses and self._batch.gives_first_token(counts):
+        elif self.built.speculator.controller.chooses and self._batch.gives_first_token(counts):
             # A first token does not wait for proposals. Seeded requests propose all the same:
             # their samples must not depend on arrivals.
             rows = [row for row in rows if self._batch.has_seed(row)]
@@ -245,8 +245,8 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 rows, computed, max_lens, num_rejected, sampled, counts, sampling_metadata
             )
             try:
-                with self._built.recorder.without_recording():
-                    proposal = self._built.speculator.propose(batch)
+                with self.built.recorder.without_recording():
+                    proposal = self.built.speculator.propose(batch)
             finally:
                 if self._adapters is not None and not self._level2_model.is_copy:
                     self._adapters.restore()
@@ -265,7 +265,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         # Contexts grow by a token per step, and a batch that changes ends the plain steps anyway.
         num_missing = min(self.config.min_context - n for n in computed)
         num_steps = num_missing if num_missing > 0 else _NUM_BACKOFF_STEPS
-        self._built.speculator.controller.backoff.begin(num_steps)
+        self.built.speculator.controller.backoff.begin(num_steps)
 
     def _limit_backoff(self, eligible: list[int], computed: list[int], counts: list[int]) -> None:
         """End plain steps at the first step in which a seeded request becomes eligible.
@@ -279,11 +279,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 and not self._batch.is_never_speculated_on(row)
             ):
                 num_missing = self.config.min_context - num_computed if counts[row] else 1
-                self._built.speculator.controller.backoff.at_most(max(1, num_missing))
+                self.built.speculator.controller.backoff.at_most(max(1, num_missing))
 
     def _export_proposal(self, batch: DraftBatch, proposal: Proposal) -> None:
         """Store the distributions of sampled requests for level 3's test."""
-        disabled = self._built.speculator.disabled_requests
+        disabled = self.built.speculator.disabled_requests
         is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
             if is_greedy[row] or request_id in disabled:
@@ -313,7 +313,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
 
     def _count_full_pass(self, counts: list[int]) -> None:
         """Count the accepted draft tokens of the step."""
-        controller = self._built.speculator.controller
+        controller = self.built.speculator.controller
         num_drafts = self._num_scheduled_drafts
         probs = self._acceptance.by_row() if controller.chooses else None
         for row, request_id in enumerate(self._runner.input_batch.req_ids[: len(num_drafts)]):
@@ -332,7 +332,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         running = self._runner.requests
         for request_id, request in list(self._requests.items()):
             if running.get(request_id) is not request:
-                self._built.speculator.release(request_id)
+                self.built.speculator.release(request_id)
                 self._draft_probs.forget(request_id)
                 del self._requests[request_id]
 

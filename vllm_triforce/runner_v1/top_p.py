@@ -17,7 +17,7 @@ from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
 # vLLM's function, before FastTopP replaces it.
-_vllm_masks = topk_topp_sampler.apply_top_k_top_p
+vllm_masks = topk_topp_sampler.apply_top_k_top_p
 
 # Maximum number of candidates per row. A larger top-k is left to vLLM.
 MAX_CANDIDATES = 1024
@@ -59,7 +59,7 @@ class TopPMasks:
     def __call__(self, logits, k, p, **options) -> torch.Tensor:
         if self._skipped_calls_left:
             self._skipped_calls_left -= 1
-            return _vllm_masks(logits, k, p, **options)
+            return vllm_masks(logits, k, p, **options)
         masked, num_sorted = _apply_masks(logits, k, p, **options)
         if 2 * num_sorted > len(logits):
             # The search was mostly wasted: skip it for a while, longer each time.
@@ -92,17 +92,17 @@ def _apply_masks(logits, k, p, **options) -> tuple[torch.Tensor, int]:
     """Return the masked logits and the number of rows that needed vLLM's sort."""
     is_supported = p is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     if not is_supported or logits.numel() < _MIN_LOGITS:
-        return _vllm_masks(logits, k, p, **options), 0
-    masked, is_sure = _among_candidates(logits, k, p)
+        return vllm_masks(logits, k, p, **options), 0
+    masked, is_sure = among_candidates(logits, k, p)
     unsure_rows = np.flatnonzero(~is_sure)
     if len(unsure_rows):
         rows = torch.from_numpy(unsure_rows)
         row_k = None if k is None else k[rows]
-        masked[rows] = _vllm_masks(logits[rows], row_k, p[rows], **options)
+        masked[rows] = vllm_masks(logits[rows], row_k, p[rows], **options)
     return masked, len(unsure_rows)
 
 
-def _among_candidates(
+def among_candidates(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
     k: torch.Tensor | None,  # [num_tokens]
     p: torch.Tensor,  # [num_tokens]

@@ -114,7 +114,7 @@ class ModelPass:
         self.name = name
         self._adapters = adapters
         self._has_adapters = False
-        self._model = model
+        self.model = model
         self._vllm_config = vllm_config
         self._device = inputs.token_ids.device
         self._metadata = metadata
@@ -198,7 +198,7 @@ class ModelPass:
     def _forward(self, num_rows: int) -> None:
         num_tokens = num_rows * self.inputs.query_len
         hidden = forward(
-            self._model,
+            self.model,
             self._vllm_config,
             self.inputs.token_ids[:num_tokens],
             self.inputs.positions[:num_tokens],
@@ -275,10 +275,10 @@ class GraphedRound:
         if self._graphs is not None:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)
             if desc.cg_mode == CUDAGraphMode.FULL:
-                return self._replay(desc)
+                return self.replay(desc)
         return self.work(sampling, *args)
 
-    def _replay(self, desc) -> tuple[torch.Tensor, ...]:
+    def replay(self, desc) -> tuple[torch.Tensor, ...]:
         assert self._graphs is not None
         self._graphs.run_fullgraph(desc)
         return self._results[desc.num_reqs]

@@ -125,7 +125,7 @@ class RetrievalLevelV2:
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]
-        self._pool = pool
+        self.pool = pool
         names = groups[self._sparse_group].sparse_layer_names
         self._pooled_names = set() if pool is None else set(names[-pool.num_layers :])
         layers = vllm_config.compilation_config.static_forward_context
@@ -136,7 +136,7 @@ class RetrievalLevelV2:
             scrubber = NanScrubber(caches, group.block_size, context.device) if caches else None
             self._scrubbers.append(scrubber)
         num_seqs = rows.max_rows * self._num_kv_heads
-        self._pass = ModelPass(
+        self.model_pass = ModelPass(
             self._model,
             vllm_config,
             PassInputs(rows.max_rows, rows.gamma + 1, num_seqs, context.device),
@@ -148,13 +148,13 @@ class RetrievalLevelV2:
         )
         self._dense = [
             DenseLayers(
-                group, self._pass.inputs, self._dense_seq_lens, table, self._max_position + 1
+                group, self.model_pass.inputs, self._dense_seq_lens, table, self._max_position + 1
             )
             for group, table in zip(groups, tables)
             if group.dense_layer_names
         ]
         self._has_adapters = adapters is not None
-        self._rounds = graphed_rounds(self._forward, [self._pass], context, "level 2 round")
+        self._rounds = graphed_rounds(self._forward, [self.model_pass], context, "level 2 round")
 
     @property
     def can_capture(self) -> bool:
@@ -165,19 +165,19 @@ class RetrievalLevelV2:
     def capture(self, mode) -> None:
         if not self.can_capture:
             return
-        if self._pool is not None:
-            self._pool.slot_mapping.fill_(-1)
-        self._pass.capture(mode, has_round_graphs=not self._has_adapters)
+        if self.pool is not None:
+            self.pool.slot_mapping.fill_(-1)
+        self.model_pass.capture(mode, has_round_graphs=not self._has_adapters)
         if not self._has_adapters:  # LoRA layers decide on the host before each pass what to launch
             for graphed_round in self._rounds.values():
                 graphed_round.capture(mode)
 
     def begin(self, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]) -> None:
         """Begin a proposal: activate adapters and refresh selections."""
-        self._pass.begin(batch.request_ids)
+        self.model_pass.begin(batch.request_ids)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, refreshes)
-        if self._pool is not None:
-            self._pool.begin(self.selections.tables)
+        if self.pool is not None:
+            self.pool.begin(self.selections.tables)
 
     def forward(self, sampling: SamplingV2) -> LevelLogits:
         """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
@@ -194,15 +194,15 @@ class RetrievalLevelV2:
         group = self._groups[self._sparse_group]
         prepare_target_inputs(
             rows,
-            self._pass.inputs,
-            self._pass.padded_rows(rows.num_rows),
+            self.model_pass.inputs,
+            self.model_pass.padded_rows(rows.num_rows),
             self._table,
             self._dense_seq_lens,
             group.block_size,
             self._max_position,
-            self._pool,
+            self.pool,
         )
-        hidden = self._pass.run(rows.num_rows)
+        hidden = self.model_pass.run(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
         if sampling.has_processors:
             logits = self._context.logits_processing.apply(logits, first_place=0)
@@ -221,16 +221,16 @@ class RetrievalLevelV2:
         for scrubber, table in zip(self._scrubbers, batch.tables):
             if scrubber is not None:
                 scrubber(rows, table, max_written)
-        if self._pool is not None:
-            self._pool.clean()
+        if self.pool is not None:
+            self.pool.clean()
 
     def _metadata(self, num_rows: int) -> dict:
-        inputs, heads = self._pass.inputs, self._num_kv_heads
+        inputs, heads = self.model_pass.inputs, self._num_kv_heads
         group = self._groups[self._sparse_group]
         tables = [table[: num_rows * heads] for table in self.selections.tables]
-        if self._pool is not None:
-            first = len(tables) - self._pool.num_layers
-            tables[first:] = [self._pool.tables[: num_rows * heads]] * self._pool.num_layers
+        if self.pool is not None:
+            first = len(tables) - self.pool.num_layers
+            tables[first:] = [self.pool.tables[: num_rows * heads]] * self.pool.num_layers
         sparse = self._attention.uniform(
             num_rows,
             inputs.query_len,
@@ -244,12 +244,12 @@ class RetrievalLevelV2:
         return metadata
 
     def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:
-        inputs = self._pass.inputs
+        inputs = self.model_pass.inputs
         mapping = inputs.slot_mapping[: num_rows * inputs.query_len]
         slots = dict.fromkeys(self._groups[self._sparse_group].sparse_layer_names, mapping)
         for dense in self._dense:
             slots |= dict.fromkeys(dense.names, dense.slots(num_rows))
-        if self._pool is not None:
-            pool_mapping = self._pool.slot_mapping[: num_rows * inputs.query_len]
+        if self.pool is not None:
+            pool_mapping = self.pool.slot_mapping[: num_rows * inputs.query_len]
             slots |= dict.fromkeys(self._pooled_names, pool_mapping)
         return slots

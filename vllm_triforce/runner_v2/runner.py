@@ -106,7 +106,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     """
 
     # Set by ``allocate()``.
-    _built: SpeculatorBuild
+    built: SpeculatorBuild
     _flags: RequestFlags
     _routes: Routes
     _reader: BatchReader
@@ -118,7 +118,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._report = IntervalReport(config.log_interval)
         self._disabled_requests = DisabledRequests()
         self._num_nan_requests = 0
-        self._plan: StepPlan | None = None
+        self.plan: StepPlan | None = None
         self._reports = Reports(device)
         self._measurements: Measurements | None = None
         # By state: True if a proposal and its distributions may be in the buffers.
@@ -141,7 +141,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._num_blocks = kv_cache_config.num_blocks
         layers = attention_layers(self.vllm_config)
         draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
-        self._built = built = SpeculatorBuild(
+        self.built = built = SpeculatorBuild(
             self.vllm_config,
             self.config,
             self._runner,
@@ -166,7 +166,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             # vLLM measures a few of its graphs before it allocates the KV cache.
             self.graph_bytes = self._estimated_graph_bytes()
         else:
-            self._built.proposer.capture(self._graph_mode)
+            self.built.proposer.capture(self._graph_mode)
 
     @property
     def _has_level2_adapters(self) -> bool:
@@ -190,16 +190,16 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     @property
     def recorder(self) -> StaticQueryRecorder:
-        return self._built.recorder
+        return self.built.recorder
 
     @property
     def counters(self):
-        return self._built.proposer.counters
+        return self.built.proposer.counters
 
     @property
     def sent_counters(self):
         """Counters for /metrics, read without waiting for the device."""
-        return self._built.proposer.known_counters
+        return self.built.proposer.known_counters
 
     def warm_up(self) -> None:
         """Compile proposals' kernels and, where the controller chooses, measure passes.
@@ -207,7 +207,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         Called after CUDA graphs are captured and vLLM has served its own warm-up requests, which
         are not counted.
         """
-        self._built.proposer.reset_counters()
+        self.built.proposer.reset_counters()
         self._report = IntervalReport(self.config.log_interval)
         self._num_nan_requests = 0
         self._measurements = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
@@ -215,17 +215,17 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:
         return warm_up_proposals(
-            self.config, self._runner, self._built, self._num_blocks, self.device, measures
+            self.config, self._runner, self.built, self._num_blocks, self.device, measures
         )
 
     def measured_passes(self, anew: bool) -> Measurements | None:
         return self._warm_up_proposals(measures=True) if anew else self._measurements
 
     def held_requests(self) -> dict[str, int]:
-        return {"slots": len(self._built.slots), "disabled": len(self._disabled_requests)}
+        return {"slots": len(self.built.slots), "disabled": len(self._disabled_requests)}
 
     def synchronize_times(self, synchronize: bool) -> None:
-        self._built.proposer.times.synchronize = synchronize
+        self.built.proposer.times.synchronize = synchronize
 
     # Every step.
 
@@ -258,7 +258,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             if skip_attn_for_dummy_run and self.level2_model.is_copy:
                 warm_up(self.level2_model.model, self.level2_model.vllm_config, self.device)
             return draft_tokens
-        proposer = self._built.proposer
+        proposer = self.built.proposer
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
         self._count_full_pass(input_batch, states, num_sampled)
@@ -266,7 +266,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         max_tokens = self.num_speculative_steps
         if num_speculative_tokens is not None:
             max_tokens = min(max_tokens, num_speculative_tokens)
-        routes = self._routes.route_batch(input_batch, self._plan, max_tokens)
+        routes = self._routes.route_batch(input_batch, self.plan, max_tokens)
         states_np = input_batch.idx_mapping_np[:num_reqs]
         if not routes and not self._has_proposal[states_np].any():
             # No proposal before or now: the buffers hold padding already.
@@ -275,13 +275,13 @@ class TriForceSpeculatorV2(SpeculatorV2):
         self._has_proposal[states_np] = False
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
-            with self._built.recorder.without_recording():
+            with self.built.recorder.without_recording():
                 if route == LEVELS:
                     proposer.propose(batch, draft_tokens)
                 else:
                     proposer.propose_directly(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
-            self._reports.add(batch.request_ids, self._built.rows.outcomes[: len(batch)])
+            self._reports.add(batch.request_ids, self.built.rows.outcomes[: len(batch)])
         proposer.note_counters()
         if proposer.known_counters.num_nan_requests > self._num_nan_requests:
             self._report_nan_requests(proposer.known_counters.num_nan_requests)
@@ -296,8 +296,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         a NaN at different times, and ranks that launch different rows would deadlock.
         """
         self._num_nan_requests = num_nan_requests
-        slots = self._built.slots
-        owners = slots.owners(self._built.rows.slot_disabled.nonzero()[:, 0].tolist())
+        slots = self.built.slots
+        owners = slots.owners(self.built.rows.slot_disabled.nonzero()[:, 0].tolist())
         if not owners:  # the request finished before the host read the counter
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:
@@ -307,16 +307,16 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def begin_step(self, scheduler_output) -> None:
         """Begin a step: read its plan, and release the slots of disabled requests."""
         super().begin_step(scheduler_output)
-        self._plan = plan_of(scheduler_output)
-        for request_id in () if self._plan is None else self._plan.disabled:
+        self.plan = plan_of(scheduler_output)
+        for request_id in () if self.plan is None else self.plan.disabled:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
-            self._built.slots.release(request_id)
-        if self._built.adapters is not None:
-            self._built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
+            self.built.slots.release(request_id)
+        if self.built.adapters is not None:
+            self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         # Only level 2 selects, by queries of the full pass before it.
-        routes = {LEVELS} if self._plan is None else self._plan.routes
+        routes = {LEVELS} if self.plan is None else self.plan.routes
         self.recorder.expect(selection=LEVELS in routes)
-        self._reports.begin_step(None if self._plan is None else self._plan.number)
+        self._reports.begin_step(None if self.plan is None else self.plan.number)
 
     def end_step(self, output):
         """Attach the previous step's report to ``output``."""
@@ -327,7 +327,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
         Preempted requests leave the runner too. A request that prefills is new or has come back.
         """
-        slots = self._built.slots
+        slots = self.built.slots
         request_ids = [*slots.request_ids(), *self._disabled_requests]
         if not request_ids:
             return
@@ -349,4 +349,4 @@ class TriForceSpeculatorV2(SpeculatorV2):
         # Prefills may have placeholders of drafts, which do not count.
         is_decode = ~input_batch.is_prefilling_np[: len(num_drafts)]
         on_device = async_tensor_h2d((num_drafts * is_decode).astype(np.int32), device=self.device)
-        self._built.proposer.count_full_pass(on_device, states, num_sampled)
+        self.built.proposer.count_full_pass(on_device, states, num_sampled)

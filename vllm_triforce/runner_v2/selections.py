@@ -51,7 +51,7 @@ class SelectionsV2:
         self.block_size = config.block_size
         self.max_selected = config.max_selected_blocks
         self._refresh_interval = config.refresh_interval
-        self._policy = POLICIES[config.policy]()
+        self.policy = POLICIES[config.policy]()
         self._attention = attention
         self._queries = queries
         self._rows = rows
@@ -60,7 +60,7 @@ class SelectionsV2:
         # Head-major, so that the summaries of one head are contiguous.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
         self.summaries = {
-            kind: QuantizedSummaries.allocate(shape, device) for kind in self._policy.summaries
+            kind: QuantizedSummaries.allocate(shape, device) for kind in self.policy.summaries
         }
         num_slots = 0 if config.selects_in_pass else rows.max_rows
         shape = (num_slots, num_layers, num_kv_heads, self.max_selected)
@@ -171,7 +171,7 @@ class SelectionsV2:
             tables: [len(rows), width], the rows' block tables.
         """
         num_chunks = self._rows.tail[rows]
-        score = _SCORE_KERNELS.get(self._policy.name, self._score)
+        score = _SCORE_KERNELS.get(self.policy.name, self.score)
         votes = score(
             self._queries,
             self._rows.column(RowColumn.BATCH_ROW)[rows],
@@ -186,9 +186,7 @@ class SelectionsV2:
         tables = tables[:, None, None].expand(-1, *self._selected.shape[1:3], -1)
         return tables.gather(3, chosen.clamp_(max=tables.shape[3] - 1))
 
-    def _score(
-        self, queries, query_rows, summaries, tables, num_chunks, max_chunks
-    ) -> torch.Tensor:
+    def score(self, queries, query_rows, summaries, tables, num_chunks, max_chunks) -> torch.Tensor:
         """Score chunks by the policy's ``score()``.
 
         Arguments and result are those of the kernel ``score_chunks``, which unlike this copies no
@@ -222,9 +220,9 @@ class SelectionsV2:
         gathered = {
             kind: keys.dequantize(blocks).permute(2, 0, 1, 3, 4) for kind, keys in summaries.items()
         }
-        scores = self._policy.checked_score(grouped.float(), gathered, max_chunks)
+        scores = self.policy.checked_score(grouped.float(), gathered, max_chunks)
         scores = scores.masked_fill(outside[:, :, :, None], float("-inf"))
-        return self._policy.votes(scores, queries.shape[-1])
+        return self.policy.votes(scores, queries.shape[-1])
 
     def _gathered_bytes(self, max_chunks: int) -> int:
         """Return the bytes of one layer's gathered summaries of one row, with a temporary copy."""
@@ -235,6 +233,6 @@ class SelectionsV2:
         """Return the number of rows that are scored together, as memory allows."""
         num_layers, _, num_heads, _ = self._queries.shape
         row_bytes = 4 * num_layers * num_heads * max(1, max_chunks)
-        if self._policy.name not in _SCORE_KERNELS:
+        if self.policy.name not in _SCORE_KERNELS:
             row_bytes = max(row_bytes, self._gathered_bytes(max_chunks))
         return max(1, _MAX_SCORE_BYTES // row_bytes)

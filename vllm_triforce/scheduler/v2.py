@@ -54,10 +54,10 @@ class StepPlanMixin(SchedulerBase):
         """Ids of requests with a slot of the worker's, kept until they end or lose their blocks."""
         self._disabled: set[str] = set()
         """Ids of requests without further speculation, because their logits had a NaN."""
-        self._decisions: AsyncController | None = None
+        self.decisions: AsyncController | None = None
         if config.adaptive_keys:
             traits = [SOURCES[name].traits() for name in config.sources]
-            self._decisions = AsyncController(
+            self.decisions = AsyncController(
                 Controller(config, traits, whole_rounds=True),
                 config.sources[0],
                 lambda: self.clock(),
@@ -78,7 +78,7 @@ class StepPlanMixin(SchedulerBase):
         if len(names) <= self._config.max_batch:
             lengths = {name: self._max_tokens(self.requests[name]) for name in names}
             max_tokens = {name: length for name, length in lengths.items() if length}
-        plan = self._plan(max_tokens, len(names) - len(max_tokens))
+        plan = self.plan_step(max_tokens, len(names) - len(max_tokens))
         plan = self._fit_to_blocks(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for name in names:
@@ -108,23 +108,23 @@ class StepPlanMixin(SchedulerBase):
         }
         return replace(plan, proposing=proposing)
 
-    def _plan(self, max_tokens: Mapping[str, int], num_plain: int) -> StepPlan:
+    def plan_step(self, max_tokens: Mapping[str, int], num_plain: int) -> StepPlan:
         """Plan the step's proposals.
 
         Args:
             max_tokens: maximum tokens to propose, by request id.
             num_plain: number of the step's other requests.
         """
-        if self._decisions is None:
+        if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
             fixed = {length: fixed_plan(self._config, length) for length in max_tokens.values()}
             proposing = {name: fixed[length] for name, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
         for name in self._decided_on - self.requests.keys():
-            self._decisions.release(name)
+            self.decisions.release(name)
         self._decided_on &= self.requests.keys()
         self._decided_on.update(max_tokens)
-        number, chosen = self._decisions.decide(
+        number, chosen = self.decisions.decide(
             list(max_tokens),
             lambda name: self._candidate(self.requests[name], max_tokens[name]),
             num_plain,
@@ -184,14 +184,14 @@ class StepPlanMixin(SchedulerBase):
         if report is not None:
             self._disabled.update(report.disabled)
         has_tokens = bool(scheduler_output.num_scheduled_tokens)
-        if self._decisions is not None and plan is not None and has_tokens:
+        if self.decisions is not None and plan is not None and has_tokens:
             if report is not None and report.measured is not None:
-                self._decisions.controller.start(CostModel(report.measured))
+                self.decisions.controller.start(CostModel(report.measured))
             outcomes = {}
             if report is not None and report.number == plan.number - 1:
                 drafts = scheduler_output.scheduled_spec_decode_tokens
                 outcomes = _outcomes(report, drafts, model_runner_output)
-            self._decisions.ended(self._step_seen(scheduler_output, plan.number, outcomes))
+            self.decisions.ended(self._step_seen(scheduler_output, plan.number, outcomes))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _step_seen(self, scheduler_output, number: int, outcomes: dict[str, Outcome]) -> StepSeen:

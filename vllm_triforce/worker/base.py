@@ -41,7 +41,7 @@ class TriForceWorkerMixin(Worker):
     triforce: Any
     """Adapter of the runner that vLLM chose: ``runner_v1/runner.py`` or ``runner_v2/runner.py``."""
     _counter_sender: CounterSender | None = None
-    _offload: "OffloadedCache | None" = None
+    offload: "OffloadedCache | None" = None
     """Set if some layers' KV cache lies in host memory."""
     _sends_drafts = False
     """True if drafts are attached to the step's output, so that no call fetches them."""
@@ -110,20 +110,20 @@ class TriForceWorkerMixin(Worker):
         from vllm_triforce.offload.startup import plan_offload
 
         config, specs = self.triforce_config, self.get_kv_cache_spec()
-        self._offload = plan_offload(specs, config, self.vllm_config, device_bytes, summary_share)
-        return self._offload.placement.kv_bytes
+        self.offload = plan_offload(specs, config, self.vllm_config, device_bytes, summary_share)
+        return self.offload.placement.kv_bytes
 
     def initialize_from_config(self, kv_cache_config) -> None:
-        if self._offload is None:
+        if self.offload is None:
             super().initialize_from_config(kv_cache_config)
         else:
             from vllm_triforce.offload.startup import offloaded_allocation, report_offload
 
-            with offloaded_allocation(self._offload):
+            with offloaded_allocation(self.offload):
                 super().initialize_from_config(kv_cache_config)
             max_len = self.vllm_config.model_config.max_model_len
-            report_offload(self._offload, kv_cache_config, max_len)
-        self.triforce.allocate(kv_cache_config, self._offload)
+            report_offload(self.offload, kv_cache_config, max_len)
+        self.triforce.allocate(kv_cache_config, self.offload)
 
     def compile_or_warm_up_model(self):
         # Before vLLM resets the seed, which it does last.

@@ -116,7 +116,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         )
 
     def block_summaries(self) -> BlockSummaries:
-        return [partial(self._summary_of, layer) for layer in self._layers]
+        return [partial(self._summary_of, layer) for layer in self.layers]
 
     def _summary_of(
         self,

@@ -50,7 +50,7 @@ class GPURetrievalAttention(RetrievalAttention):
 
     def head_strides(self) -> tuple[int, int]:
         """Return the first layer's strides: all layers are laid out alike."""
-        first = self._layers[0]
+        first = self.layers[0]
         blocks = OneHeadBlocks.of(*key_and_value(first.kv_cache, first.impl))
         return blocks.per_block, blocks.per_head
 
@@ -63,7 +63,7 @@ class GPURetrievalAttention(RetrievalAttention):
         selection: LayerSelection | None = None,
     ) -> list[SparseSequences]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
-        max_len = block_tables[0].shape[1] * self._layers[0].kv_cache.shape[2]
+        max_len = block_tables[0].shape[1] * self.layers[0].kv_cache.shape[2]
         return [
             SparseSequences(starts, seq_lens, table, query_len, max_len, selection)
             for table in block_tables
@@ -78,7 +78,7 @@ class GPURetrievalAttention(RetrievalAttention):
         max_blocks: int,
     ) -> None:
         if self._keys is None:
-            layers = self._layers
+            layers = self.layers
             keys = [key_and_value(layer.kv_cache, layer.impl)[0] for layer in layers]
             is_quantized = keys[0].dtype.itemsize == 1
             scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]

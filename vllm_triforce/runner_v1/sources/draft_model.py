@@ -43,7 +43,7 @@ class DraftModel(DraftSource):
         window_sizes: tuple[int, int, int],
         device: torch.device,
     ) -> None:
-        self._model = model
+        self.model = model
         self._vllm_config = vllm_config
         self._layers = layers
         self._builder = builder
@@ -148,13 +148,13 @@ class DraftModel(DraftSource):
         mapping = inputs.slot_mapping(self.cache.host_table[slots], self.cache.block_size)
         metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
         hidden = run_model(
-            self._model,
+            self.model,
             self._vllm_config,
             inputs,
             dict.fromkeys(self._layers, metadata),
             dict.fromkeys(self._layers, mapping),
         )
-        return self._model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
+        return self.model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
 
     def _sample(self, logits, active, sampling, noise, draft: Draft) -> None:
         """Append a token to each active row of ``draft``; mark rows with a NaN."""

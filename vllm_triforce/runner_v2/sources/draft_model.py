@@ -161,11 +161,11 @@ class DraftModelV2(DraftSourceV2):
         self._lse = torch.zeros(shape, dtype=torch.float32, device=context.device)
         self._all_greedy = True
         passes = [self._first_pass, self._round_pass, *([self._step_pass] if gamma > 1 else [])]
-        self._passes = list(dict.fromkeys(passes))
-        self._rounds = graphed_rounds(self._draft, self._passes, context, "level 1 round")
+        self.passes = list(dict.fromkeys(passes))
+        self._rounds = graphed_rounds(self._draft, self.passes, context, "level 1 round")
 
     def capture(self, mode) -> None:
-        for model_pass in self._passes:
+        for model_pass in self.passes:
             model_pass.capture(mode)
         for graphed_round in self._rounds.values():
             graphed_round.capture(mode)
