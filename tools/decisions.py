@@ -36,7 +36,7 @@ from vllm_triforce.metrics.report import counters_of
 # Steps of a rest between two decisions to decode plainly, as in the controller.
 _REST = 32
 # What the controller learns, as attributes.
-_LEARNED = ("measured", "acceptance", "trials", "_num_decisions", "_last_plain_step")
+_LEARNED = ("measured", "acceptance", "trials", "num_decisions", "_last_plain_step")
 
 
 class Decider:

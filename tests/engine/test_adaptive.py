@@ -186,6 +186,8 @@ def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch, 
         return choose(found, num_plain)
 
     monkeypatch.setattr(controller, "choose", chosen)
+    # No request may wait until a decision is paid for: some end before that.
+    monkeypatch.setattr(CostModel, "reevaluation_seconds", lambda *_: 0.0)
     asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
     asked += [(0, 48, 2**31), (0, 12, 0)]
     prompts = [text[97 * i :][: 250 + 130 * i] for i in range(len(asked))]

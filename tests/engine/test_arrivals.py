@@ -220,7 +220,14 @@ def test_a_request_that_comes_back_is_not_kept_waiting():
         input_batch=SimpleNamespace(all_greedy=True, block_table=SimpleNamespace(block_tables=[])),
         device=torch.device("meta"),
     )
-    PlainSteps(runner, controller, SimpleNamespace(), on_new_blocks=len, on_finished=list)
+    PlainSteps(
+        runner,
+        controller,
+        SimpleNamespace(),
+        finds_match=lambda step: False,
+        on_new_blocks=len,
+        on_finished=list,
+    )
     for number, names in enumerate((("short", "long"), ("short",), *[("short", "long")] * 3)):
         step = SchedulerOutput.make_empty()
         step.num_scheduled_tokens = dict.fromkeys(names, 2)

@@ -352,7 +352,7 @@ def test_rates_are_those_of_the_text():
     made = decisions(MHA_ON_GPU)
     Device(MHA_ON_GPU, 0.9, 0.6, length=10**6).decode(made, 8, 400, 100_000)
     rates = made.controller.acceptance.sampled
-    assert rates.level2.value == pytest.approx(0.9, abs=0.04)
+    assert rates.level2.value == pytest.approx(0.9, abs=0.06)
     assert rates.of(DRAFT, True, 0).value == pytest.approx(0.6, abs=0.06)
     assert np.mean([r.round_tokens for r, _ in made.controller.acceptance.requests.values()]) == (
         pytest.approx(1 + 0.6 + 0.36, abs=0.2)

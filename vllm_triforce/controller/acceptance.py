@@ -9,9 +9,10 @@ from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.96."""
-ROUND_PRIOR = 2.0
-"""Prior tokens of a round of levels 1 and 2."""
-CAUTION = 0.8
+ROUND_PRIOR, LOOKUP_ROUND_PRIOR = 2.0, 1.5
+"""Prior tokens of a round of levels 1 and 2: with a draft model, and with prompt lookup alone.
+SmolLM2 has 1.5 at T=1 (docs/results.md)."""
+CAUTION = 0.95
 """Share of the prior that an engine begins with, where a token takes a pass.
 
 Where even that pays, everybody speculates; elsewhere trials find out."""
@@ -110,7 +111,9 @@ class Rates:
             share = LEVEL2_PRIOR * (caution if source.takes_passes else 1.0)
             level1[source.name, True] = [rate(p) for p in source.prior_acceptance]
             level1[source.name, False] = [rate(share * p) for p in source.prior_acceptance]
-        return cls(rate(caution * LEVEL2_PRIOR), level1)
+        has_model = any(source.takes_passes for source in sources)
+        round_tokens = ROUND_PRIOR if has_model else LOOKUP_ROUND_PRIOR
+        return cls(rate(caution * LEVEL2_PRIOR), level1, round_tokens)
 
     @classmethod
     def of_request(cls, engine: "Rates") -> "Rates":

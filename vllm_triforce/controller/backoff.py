@@ -24,15 +24,23 @@ class SpeculationBackoff:
         self._paid_from = 0
         """Step from which on another decision is paid for."""
         self._is_reevaluation = False
+        self.ends_at_match = False
+        """True if this rest may end before its time, at a match that pays: not a probe."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1
         self.step += 1
 
-    def begin(self, num_steps: int) -> None:
+    def begin(self, num_steps: int, ends_at_match: bool = False) -> None:
         """Rest for ``num_steps`` from now on, then decide again."""
         if self.step + num_steps > self._until:
             self._since, self._until = self.step, self.step + num_steps
+            self.ends_at_match = ends_at_match
+
+    def end(self) -> None:
+        """Interrupt the rest for a decision in this step."""
+        self._until = self.step
+        self._is_reevaluation = True
 
     def at_most(self, num_steps: int) -> None:
         """Decide in ``num_steps`` at the latest."""

@@ -86,7 +86,7 @@ class Controller:
         """True if the newest decision is the best plan, without trials, probes and seeds."""
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
-        self._num_decisions = self._num_held_steps = self._last_plain_step = 0
+        self.num_decisions = self._num_held_steps = self._last_plain_step = 0
 
     @property
     def model(self) -> CostModel:
@@ -140,11 +140,11 @@ class Controller:
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
-            if self._num_decisions % _ADOPT_EVERY == 0 or (
-                self._num_decisions < _ADOPT_EVERY and self._num_decisions.bit_count() == 1
+            if self.num_decisions % _ADOPT_EVERY == 0 or (
+                self.num_decisions < _ADOPT_EVERY and self.num_decisions.bit_count() == 1
             ):
                 self._use_costs(self._adopt())
-            self._num_decisions += 1
+            self.num_decisions += 1
             options = self._options(candidates, num_plain)
             costs = self._step_costs(candidates, num_plain)
             columns = self._choose_columns(candidates, options, costs)
@@ -196,7 +196,7 @@ class Controller:
                 if candidate.has_seed:  # no rest may delay its speculation
                     num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
             budget.earn(num_steps * costs.plain_s, costs.plain_s)
-            self.backoff.begin(num_steps)
+            self.backoff.begin(num_steps, ends_at_match=True)
         self.is_steady = not (has_trials or has_seed)
         return columns
 
@@ -301,6 +301,11 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.draft(most)
         return self._draft_lengths.best(request_id, confidence, num_rows, most)
+
+    def would_propose(self, candidate: Candidate, num_plain: int) -> bool:
+        """True if a request would propose now, and ``num_plain`` others would not."""
+        options = self._options([candidate], num_plain)
+        return not plan_by_routes(options, self._step_costs([candidate], num_plain)).is_plain
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

@@ -89,6 +89,9 @@ class RunnerBatch:
         by_age = sorted(rows, key=lambda row: request_ids[row] not in speculating)
         return sorted(by_age[:max_rows])
 
+    def is_greedy(self, row: int) -> bool:
+        return self._params(row).temperature < GREEDY_EPSILON
+
     def has_seed(self, row: int) -> bool:
         """True if a request samples with a seed."""
         return sampling_seed(self._params(row)) is not None
@@ -132,8 +135,8 @@ class RunnerBatch:
             queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
             sampling=self.sampling(rows, metadata),
             num_plain_reqs=len(counts) - len(rows),
-            is_greedy=[self._params(row).temperature < GREEDY_EPSILON for row in rows],
-            num_remaining_tokens=[self._num_remaining_tokens(row, computed[row]) for row in rows],
+            is_greedy=[self.is_greedy(row) for row in rows],
+            num_remaining_tokens=[self.num_remaining_tokens(row, computed[row]) for row in rows],
             logits_processors=[
                 self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
             ],
@@ -174,7 +177,7 @@ class RunnerBatch:
         """Return a request's ``SamplingParams``."""
         return self._request(row).sampling_params
 
-    def _num_remaining_tokens(self, row: int, num_computed: int) -> int:
+    def num_remaining_tokens(self, row: int, num_computed: int) -> int:
         """Return how many tokens a request may still emit."""
         request = self._request(row)
         max_tokens = request.sampling_params.max_tokens

@@ -10,6 +10,7 @@ steps for the controller.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.controller import Planned
@@ -38,6 +39,7 @@ class PlainSteps:
 
     Args:
         recorder: recorder of the full pass's queries, which a plain step does not need.
+        finds_match: takes a step's ``SchedulerOutput``; True if a request has a match that pays.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
         on_finished: called after the runner has removed finished requests.
     """
@@ -47,12 +49,14 @@ class PlainSteps:
         runner,
         controller: Controller,
         recorder,
+        finds_match: Callable[[Any], bool],
         on_new_blocks: Callable[[tuple[list[int], ...]], None],
         on_finished: Callable[[], None],
     ) -> None:
         self._runner = runner
         self._controller = controller
         self._recorder = recorder
+        self._finds_match = finds_match
         self._on_new_blocks = on_new_blocks
         self._on_finished = on_finished
         self._speculative_config = runner.speculative_config
@@ -87,6 +91,8 @@ class PlainSteps:
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
+        if backoff.is_resting and backoff.ends_at_match and self._finds_match(scheduler_output):
+            backoff.end()
         if backoff.wants_times:
             self._time_step(scheduler_output, has_changed)
         else:

@@ -27,6 +27,7 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
+from vllm_triforce.runner_v1.resting_matches import RestingMatches
 from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.vllm_patches import swaps
 
@@ -114,6 +115,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self._runner,
             speculator.controller,
             recorder,
+            RestingMatches(self._runner, self._batch, speculator),
             on_new_blocks=speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
         )

@@ -60,21 +60,43 @@ class TriForceSpeculator:
     def _choose(self, batch: DraftBatch, matches: Matches) -> list[Choice]:
         """Let the controller choose each request's route and length."""
         greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
+        num_left = batch.num_remaining_tokens or [None] * len(batch)
         candidates = [
-            Candidate(
+            self.candidate(
                 request_id,
                 batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
                 matches.confidence(row),
                 batch.has_seed(row),
                 greedy[row],
-                self.level1.num_uncached_tokens(request_id, len(batch.token_ids[row])),
-                0 if self.level2.has_selection(request_id) else batch.num_computed_tokens[row],
-                None if batch.num_remaining_tokens is None else batch.num_remaining_tokens[row],
+                num_left[row],
             )
             for row, request_id in enumerate(batch.request_ids)
         ]
         return self.controller.choose(candidates, batch.num_plain_reqs)
+
+    def candidate(
+        self,
+        request_id: str,
+        context: int,
+        most: int,
+        confidence: dict[str, int],
+        has_seed: bool,
+        is_greedy: bool,
+        num_left: int | None,
+    ) -> Candidate:
+        """Describe a request to the controller; see ``Candidate``."""
+        return Candidate(
+            request_id,
+            context,
+            most,
+            confidence,
+            has_seed,
+            is_greedy,
+            self.level1.num_uncached_tokens(request_id, context + 1),
+            0 if self.level2.has_selection(request_id) else context,
+            num_left,
+        )
 
     def _propose_by_levels(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], lengths: list[int]
