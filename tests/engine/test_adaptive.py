@@ -19,6 +19,7 @@ from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sa
 from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
+from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import top_p
