@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from tests.unit.test_argmax_verification import sampling_metadata, vllms_kernels  # noqa: F401
 from vllm_triforce.controller.acceptance import (
     Acceptance,
     Rate,
@@ -23,6 +23,39 @@ from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 
 CPU = torch.device("cpu")
 VOCAB = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllms_kernels():
+    """Register vLLM's kernels as an engine on the CPU does."""
+    from vllm.platforms import current_platform
+
+    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
+
+    fix_kernel_rebinding()
+    current_platform.register_triton_kernel_overrides()
+
+
+def sampling_metadata() -> SamplingMetadata:
+    """Return the metadata of a greedy batch that asks for nothing else."""
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(0),
+        presence_penalties=torch.zeros(0),
+        repetition_penalties=torch.zeros(0),
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 def distributions(draw: torch.Generator, count: int) -> torch.Tensor:
@@ -57,7 +90,7 @@ def verify(sampler, counts, ids, q, logits, **parameters):
     every = torch.arange(len(logits), dtype=torch.int32)
     metadata.bonus_logits_indices = bonus
     metadata.target_logits_indices = every[~torch.isin(every, bonus)]
-    sampling = replace(sampling_metadata(), logitsprocs=LogitsProcessors(), **parameters)
+    sampling = replace(sampling_metadata(), **parameters)
     return sampler(metadata, q, logits, sampling).sampled_token_ids, metadata.target_logits_indices
 
 
@@ -157,3 +190,16 @@ def test_expected_tokens_multiply_the_acceptances_of_all_places():
     expected = expected_by_length(np.array([[0.5, 0.5, 0.5], [1.0, 0.2, 0.0]]))
     assert expected == pytest.approx(np.array([[0, 0.5, 0.75, 0.875], [0, 1.0, 1.2, 1.2]]))
     assert expected_by_length(np.array([])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [17, 4096, 128_256])
+def test_ties_are_broken_as_stocks_greedy_sampler_breaks_them(dtype, vocab_size):
+    """Stock breaks the ties of plain tokens by a kernel of its own on the CPU."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    for num_tied in (1, 2, 5, vocab_size):
+        logits = torch.randn(9, vocab_size, generator=generator).to(dtype)
+        for row in logits:
+            row[torch.randperm(vocab_size, generator=generator)[:num_tied]] = 8.0
+        stocks = Sampler.greedy_sample(logits.float())
+        assert torch.equal(stocks.view(-1), logits.float().argmax(-1))

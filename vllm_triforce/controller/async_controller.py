@@ -173,7 +173,7 @@ class AsyncController:
     def _num_rounds(self, candidate: Candidate, choice: Choice) -> int:
         """Return the mean number of rounds of a proposal.
 
-        Seeded requests use the prior, so their samples do not depend on learned acceptance.
+        Seeded requests use ``ROUND_PRIOR``, so their samples do not depend on learned acceptance.
         """
         if choice.route != LEVELS:
             return -(-choice.num_tokens // self.controller.config.gamma)

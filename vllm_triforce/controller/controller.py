@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.acceptance import LEVEL2_PRIOR, Acceptance, Rates
+from vllm_triforce.controller.acceptance import Acceptance, Rates
 from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
@@ -25,7 +25,7 @@ from vllm_triforce.controller.planner import (
     plan_by_routes,
     unshared_seconds,
 )
-from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice, SourceTraits
+from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
 # Decisions between two adoptions of learned costs; in the beginning, each power of 2.
@@ -87,6 +87,9 @@ class Controller:
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = self._last_plain_step = 0
+        self._resting_s = 0.0
+        """Seconds of a step of the present rest."""
+        self._rest_was_ended = False
 
     @property
     def model(self) -> CostModel:
@@ -168,11 +171,12 @@ class Controller:
         """Return the column of each request's option, -1 for plain decoding; [num_reqs]."""
         if "context" not in self.chooses:
             return best_alone(options, costs.plain_s / len(candidates))
+        was_ended, self._rest_was_ended = self._rest_was_ended, False
         self.trials.begin_decision(candidates)
         best = plan_by_routes(options, costs)
         has_seed = any(candidate.has_seed for candidate in candidates)
         if not has_seed and self._probe_is_due(best, costs.plain_s):
-            self.backoff.begin(PROBE_STEPS)
+            self.backoff.begin_probe()
             return np.full(len(candidates), -1)
         budget, columns = self.trials.budget, best.options
         budget.earn((1 + self._num_held_steps) * best.seconds, costs.plain_s)
@@ -189,14 +193,15 @@ class Controller:
         if (columns >= 0).any():
             self.backoff.restart()
         else:
-            if self.measured is not None:
+            if self.measured is not None and not was_ended:
                 self.measured.forget_a_little()
             num_steps = self.backoff.next_rest(reevaluation_s, costs.plain_s)
             for candidate in candidates:
                 if candidate.has_seed:  # no rest may delay its speculation
                     num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
+            self._resting_s = costs.plain_s
             budget.earn(num_steps * costs.plain_s, costs.plain_s)
-            self.backoff.begin(num_steps, ends_at_match=True)
+            self.backoff.begin(num_steps)
         self.is_steady = not (has_trials or has_seed)
         return columns
 
@@ -216,9 +221,20 @@ class Controller:
         self._last_plain_step = step
         return True
 
-    def _step_costs(self, candidates: Sequence[Candidate], num_plain: int) -> StepCosts:
+    def _step_costs(
+        self,
+        candidates: Sequence[Candidate],
+        num_plain: int,
+        plain_contexts: Sequence[int] = (),
+    ) -> StepCosts:
+        """Return the costs of a step beside its proposals.
+
+        Args:
+            plain_contexts: of the ``num_plain`` requests, where they are known.
+        """
         model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
-        plain_s = model.full_pass([1] * count, [c.context for c in candidates])
+        contexts = [*(c.context for c in candidates), *plain_contexts]
+        plain_s = model.full_pass([1] * len(contexts), contexts)
         plain_s += model.overhead(count + num_plain, is_greedy)
         speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
         return StepCosts(model, plain_s, speculating_s, num_plain, self._drafts_per_round)
@@ -302,10 +318,21 @@ class Controller:
             return self._fixed.draft(most)
         return self._draft_lengths.best(request_id, confidence, num_rows, most)
 
-    def would_propose(self, candidate: Candidate, num_plain: int) -> bool:
-        """True if a request would propose now, and ``num_plain`` others would not."""
-        options = self._options([candidate], num_plain)
-        return not plan_by_routes(options, self._step_costs([candidate], num_plain)).is_plain
+    def would_propose(self, candidate: Candidate, other_contexts: Sequence[int]) -> bool:
+        """True if a proposal for this request alone would pay in its batch.
+
+        Args:
+            other_contexts: tokens of context of the batch's other requests.
+        """
+        options = self._options([candidate], len(other_contexts))
+        costs = self._step_costs([candidate], len(other_contexts), other_contexts)
+        return not plan_by_routes(options, costs).is_plain
+
+    def end_rest(self) -> None:
+        """Decide in this step, and not at the rest's end."""
+        num_left = self.backoff.end()
+        self.trials.budget.earn(-num_left * self._resting_s, self._resting_s)
+        self._rest_was_ended = True
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""
@@ -401,35 +428,3 @@ def _planned(
     for row, length in zip(rows, lengths):
         seconds -= int(length) * costs.model.draft_seconds(candidates[row].is_greedy)
     return Planned(int(lengths.sum()), seconds)
-
-
-def describe(controller: Controller) -> str:
-    """Describe in one line of the log the measured costs, and where speculation begins to pay."""
-    model, config = controller.model, controller.config
-    table = dict(model.measured.full_by_tokens)
-    contexts = [context for context, _ in table[1]]
-    shortest, longest = contexts[0], contexts[-1]
-    max_tokens, max_proposed = max(table), config.num_speculative_tokens
-    choices = {
-        context: controller.preview(Candidate("preview", int(context), max_proposed))
-        for context in contexts
-    }
-    wins = [context for context, choice in choices.items() if choice.route != PLAIN_ROUTE]
-    decided = "no context is long enough for speculation to pay here"
-    if wins:
-        length = choices[wins[-1]].num_tokens
-        decided = (
-            f"a request alone is speculated on from {wins[0]} tokens of context on (of the sizes "
-            f"measured), with {length} tokens a step at {wins[-1]}"
-        )
-    one, many = dict(table[1]), dict(table[max_tokens])
-    return (
-        f"TriForce measured: full pass of 1 and {max_tokens} tokens {_ms(one[shortest])} and "
-        f"{_ms(many[shortest])} without context, {_ms(one[longest])} and {_ms(many[longest])} at "
-        f"{longest} tokens; level 2 {_ms(model.level2(1, 3))}; level 1 {_ms(model.draft(1))}. "
-        f"At an acceptance of {LEVEL2_PRIOR:.2f} {decided}. Times and acceptance are measured on."
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"

@@ -33,7 +33,8 @@ class SourceTraits:
 
     Args:
         name: the route's name.
-        prior_acceptance: by level 2, for each class of confidence.
+        prior_acceptance: by level 2, for each class of confidence. A draft's first token is of the
+            class that its match has, each further one a class above.
         takes_passes: True if each token takes a pass of the draft model. Such a source always has
             tokens; any other takes no time and has tokens where it finds a match.
     """

@@ -91,8 +91,8 @@ class PlainSteps:
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
-        if backoff.is_resting and backoff.ends_at_match and self._finds_match(scheduler_output):
-            backoff.end()
+        if backoff.may_end and self._finds_match(scheduler_output):
+            self._controller.end_rest()
         if backoff.wants_times:
             self._time_step(scheduler_output, has_changed)
         else:

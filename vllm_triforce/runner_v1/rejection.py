@@ -3,23 +3,19 @@
 Once speculation is configured, vLLM builds no processors for ``min_p`` and ``logit_bias``
 (``build_logitsprocs``), and its rejection sampler does not apply them to draft tokens. If any
 request of the batch has ``logprob_token_ids``, it returns their log-probabilities for all requests.
-On a CPU, greedy batches are verified on the host.
 """
 
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
 )
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.core.eligibility import GREEDY_EPSILON
 from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
@@ -58,11 +54,6 @@ class CompleteRejectionSampler(RejectionSampler):
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         """Verify the draft tokens, as vLLM does."""
         self.acceptance.clear()
-        is_on_host = logits.device.type == "cpu" and not self.synthetic_mode
-        if is_on_host and needs_only_argmax(sampling_metadata):
-            tokens, agrees = accepted_argmax(metadata, logits.float().argmax(-1).tolist())
-            self.acceptance.set(metadata.num_draft_tokens, torch.tensor(agrees))
-            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
         if self._logprob_token_ids:
             # The plain sampler would return only these log-probabilities for the bonus tokens.
@@ -100,56 +91,6 @@ class CompleteRejectionSampler(RejectionSampler):
             bonus_logits = self.sampler.compute_logprobs(bonus_logits)
         row_length = sampled_token_ids.shape[1]
         return _add_logprobs(tensors, self._logprob_token_ids, bonus_logits, row_length)
-
-
-def needs_only_argmax(sampling: SamplingMetadata) -> bool:
-    """True if every request is greedy and needs nothing but the argmax of its logits."""
-    holder = sampling.thinking_budget_state_holder
-    return (
-        sampling.all_greedy
-        and sampling.no_penalties
-        and sampling.max_num_logprobs is None
-        and not sampling.logprob_token_ids
-        and sampling.allowed_token_ids_mask is None
-        and not sampling.bad_words_token_ids
-        and (holder is None or not holder.has_tracked_requests())
-        and not any(map(_changes_argmax, sampling.logitsprocs.non_argmax_invariant))
-    )
-
-
-def accepted_argmax(
-    metadata: SpecDecodeMetadata, argmax: list[int]
-) -> tuple[torch.Tensor, list[bool]]:
-    """Verify greedy drafts on the host. vLLM's dozen small tensor operations take longer.
-
-    Args:
-        argmax: argmax at each draft token and at the bonus token, request after request.
-
-    Returns:
-        [batch_size, max_spec_len + 1], int32: accepted tokens, the token after them, placeholders;
-        and for each draft token, whether it is the argmax.
-    """
-    draft_ids = iter(metadata.draft_token_ids.tolist())
-    all_agrees: list[bool] = []
-    rows, start = [], 0
-    for count in metadata.num_draft_tokens:
-        target_ids = argmax[start : start + count + 1]
-        start += count + 1
-        agrees = [next(draft_ids) == token for token in target_ids[:count]]
-        all_agrees += agrees
-        num_accepted = (*agrees, False).index(False)
-        padding = [PLACEHOLDER_TOKEN_ID] * (metadata.max_spec_len - num_accepted)
-        rows.append(target_ids[: num_accepted + 1] + padding)
-    return torch.tensor(rows, dtype=torch.int32), all_agrees
-
-
-def _changes_argmax(processor) -> bool:
-    """True if a logits processor may change the argmax of any row."""
-    if isinstance(processor, LogitBiasLogitsProcessor):
-        return bool(processor.biases)
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return bool(processor.min_toks)
-    return True
 
 
 def _owners(metadata) -> torch.Tensor:  # [num_draft_tokens]

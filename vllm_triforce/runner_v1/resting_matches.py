@@ -1,5 +1,7 @@
 """Matches of resting requests: a rest ends as soon as a request has a match that pays."""
 
+import math
+
 from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.levels import Matches
 from vllm_triforce.runner_v1.sources.source import TokenSource
@@ -9,9 +11,9 @@ from vllm_triforce.runner_v1.speculator import TriForceSpeculator
 class RestingMatches:
     """Looks for matches in plain steps.
 
-    Whether prompt lookup pays changes from token to token, and a decision only sees the match of
-    its step. To look for one takes some microseconds, so each step looks at one request. All ranks
-    of a tensor-parallel group do the same: nothing here depends on a clock.
+    Whether prompt lookup pays changes from token to token, and a decision only sees the matches of
+    its step. Each step looks at one request, in turns. All ranks of a tensor-parallel group do the
+    same: nothing here depends on a clock.
 
     Args:
         runner: vLLM's runner.
@@ -21,56 +23,62 @@ class RestingMatches:
         self._runner = runner
         self._batch = batch
         self._speculator = speculator
-        self._sources = {
-            name: source
-            for name, source in speculator.level1.sources.items()
-            if isinstance(source, TokenSource)
-        }
         self._num_looks = 0
-        self._rest = -1
+        self._rest = -1, 0
         self._known: dict[tuple, bool] = {}
-        """Whether a request with a confidence would propose, in the present rest."""
+        """Whether a request with these matches would propose, in the present rest."""
 
     def __call__(self, scheduler_output) -> bool:
-        """True if the request whose turn it is would propose."""
+        """True if a proposal for the request whose turn it is would pay."""
         controller, requests = self._speculator.controller, scheduler_output.scheduled_cached_reqs
-        if not self._sources or "gamma" not in controller.chooses or not requests.req_ids:
+        num_reqs = len(requests.req_ids)
+        # A step that reads a prompt proposes nothing where it gives a first token.
+        if not num_reqs or scheduler_output.total_num_scheduled_tokens != num_reqs:
             return False
-        if self._rest != controller.num_decisions:
-            self._rest = controller.num_decisions
+        if "context" not in controller.chooses or not self._may_pay(num_reqs):
+            return False
+        if self._rest != (controller.num_decisions, num_reqs):
+            self._rest = controller.num_decisions, num_reqs
             self._known.clear()
         self._num_looks += 1
-        turn = self._num_looks % len(requests.req_ids)
+        turn = self._num_looks % num_reqs
         name, num_computed = requests.req_ids[turn], requests.num_computed_tokens[turn]
         row = self._runner.input_batch.req_id_to_index.get(name)
-        if row is None or scheduler_output.num_scheduled_tokens[name] != 1:
+        # The controller keeps nothing of a request that it has not decided on yet.
+        if row is None or name not in controller.acceptance.requests or self._batch.has_seed(row):
             return False
-        token_ids = self._runner.input_batch.token_ids_cpu[row, : num_computed + 1]
-        matches = {n: [source.find(token_ids)] for n, source in self._sources.items()}
-        confidence = Matches(matches).confidence(0)
-        if not confidence or self._batch.has_seed(row):
-            return False
-        key = name, *sorted(confidence.items())
-        if key not in self._known:
-            num_plain = len(requests.req_ids) - 1
-            self._known[key] = self._would_propose(row, num_computed, confidence, num_plain)
-        return self._known[key]
-
-    def _would_propose(
-        self, row: int, num_computed: int, confidence: dict[str, int], num_plain: int
-    ) -> bool:
-        controller = self._speculator.controller
         max_tokens = controller.config.num_speculative_tokens
         most = self._batch.max_proposal_len(row, num_computed, max_tokens)
-        if most <= 0:
+        if most < 2:  # one token less is left at the decision
             return False
-        candidate = self._speculator.candidate(
-            self._runner.input_batch.req_ids[row],
-            num_computed,
-            most,
-            confidence,
-            False,
-            self._batch.is_greedy(row),
-            self._batch.num_remaining_tokens(row, num_computed),
-        )
-        return controller.would_propose(candidate, num_plain)
+        confidence = self._confidence(row, num_computed + 1)
+        key = name, *sorted(confidence.items())
+        if confidence and key not in self._known:
+            candidate = self._speculator.candidate(
+                name,
+                num_computed,
+                most,
+                confidence,
+                False,
+                self._batch.is_greedy(row),
+                self._batch.num_remaining_tokens(row, num_computed),
+            )
+            others = [n for i, n in enumerate(requests.num_computed_tokens) if i != turn]
+            self._known[key] = controller.would_propose(candidate, others)
+        return bool(confidence) and self._known[key]
+
+    def _may_pay(self, num_reqs: int) -> bool:
+        """True if one request's proposal, accepted as a whole, could pay for the whole batch."""
+        controller = self._speculator.controller
+        gain = math.log1p(controller.config.num_speculative_tokens) / num_reqs
+        return gain > math.log1p(controller.model.error)
+
+    def _confidence(self, row: int, num_tokens: int) -> dict[str, int]:
+        """Return the confidence of each source that has a match for a row's first tokens."""
+        sources = list(self._speculator.level1.sources.values())
+        if "gamma" not in self._speculator.controller.chooses:
+            sources = sources[:1]
+        # A source may keep or change what it is given.
+        token_ids = self._runner.input_batch.token_ids_cpu[row, :num_tokens].copy()
+        matches = {s.name: [s.find(token_ids)] for s in sources if isinstance(s, TokenSource)}
+        return Matches(matches).confidence(0)

@@ -14,7 +14,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller import CostModel, Measurements
-from vllm_triforce.controller.controller import describe
+from vllm_triforce.controller.describe import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.level2_model import load_level2_model

@@ -18,7 +18,7 @@ class Match:
     """Tokens that a source can draft for a request."""
 
     confidence: int = 0
-    """Class of their likelihood of acceptance: an index into the source's ``prior_acceptance``."""
+    """Class of the first token's acceptance: an index into the source's ``prior_acceptance``."""
 
 
 @dataclass
@@ -81,8 +81,9 @@ class DraftSource(ABC):
     """Name of its file, and its name in the key ``draft_sources``."""
 
     prior_acceptance: ClassVar[tuple[float, ...]]
-    """Expected share of its tokens that level 2 accepts, per class of confidence. The controller
-    starts from these numbers and replaces them by measured ones."""
+    """Expected share of its tokens that level 2 accepts, per class of confidence. Each token of a
+    draft is one class above the token before it, up to the last class: an accepted token makes a
+    match longer. The controller starts from these numbers and replaces them by measured ones."""
 
     needs_model: ClassVar[bool] = False
     """True if each token takes a pass of the draft model, key ``model``."""
