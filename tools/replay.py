@@ -2,17 +2,20 @@
 
     python tools/replay.py record build/smollm2/mha answers.json --texts FILE FILE --context 2048
     python tools/replay.py decide answers.json --more-context 5000
+    python tools/replay.py lookup answers.json
 
 ``record`` starts an engine, which measures its passes and samples answers to documents and to
 questions about them; then the lab computes the probability that level 2's tokens are accepted, for
-each token of each answer. ``decide`` decodes these answers again on a simulated clock: prompt
-lookup drafts as it serves, its tokens are accepted where they are the answer's, level 2's by their
-probability. Every decision rule meets the same texts, luck and costs, which no engine can offer:
-sampled answers differ from run to run by more than a rule brings. It needs the extra ``bench``.
+each token of each answer. ``decide`` decodes these answers again on a simulated clock, one request
+at a time, with a new controller for each. Prompt lookup drafts as in an engine; a token of its is
+accepted if the answer has it, one of level 2 by its probability. Every rule meets the same texts,
+draws and mean costs; in an engine, sampled answers differ from run to run by more than a rule
+gains. What a machine does beside its passes is a few constants here. It needs the extra ``bench``.
 Preload vLLM's OpenMP as the Makefile does for ``make demo``.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -27,6 +30,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.keys import FIXED_GAMMA
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import LEVELS
@@ -41,11 +45,11 @@ QUESTIONS = (
 )
 # Fixed rules: tokens by levels 1 and 2, and tokens of prompt lookup.
 FIXED = [("levels", 2), ("levels", 4), ("levels", 8), ("lookup", 2), ("lookup", 4)]
-# Seconds of a step beside its passes, of verifying any drafts, and of a decision: those of an
-# engine with SmolLM2 on two cores, about.
+# Seconds of a step beside its passes, of verifying any drafts, of a decision, and of a look for a
+# match at rest: about those of an engine with SmolLM2 on two cores.
 STEP_S, VERIFY_S, DECISION_S, LOOK_S = 0.004, 0.002, 0.0015, 0.0003
-# Seconds of a pass vary by this share.
-_NOISE = 0.05
+# Seconds of a pass vary by this share, and each start-up's measurement of a kind of pass.
+_NOISE, _START_UP_NOISE = 0.05, 0.1
 
 
 # Record.
@@ -98,6 +102,7 @@ def _prompts(tokenizer, text: Path, args) -> dict[str, list[list[int]]]:
         start = (2 * i + 1) * (len(ids) - args.context) // (2 * args.answers)
         document = ids[start : start + args.context]
         prompts["document"].append(document)
+        # As long as the documents: the chat template and the question have about 100 tokens.
         content = f"{tokenizer.decode(document[100:])}\n\n{QUESTIONS[i % len(QUESTIONS)]}"
         message = [{"role": "user", "content": content}]
         prompts["question"].append(
@@ -137,7 +142,8 @@ class Decoder:
 
     Args:
         costs: true seconds of all passes.
-        more_context: tokens by which contexts cost more than they have.
+        more_context: tokens added to each context when passes are priced; text, acceptance and
+            budget stay the same.
     """
 
     def __init__(self, costs: Measurements, max_tokens: int, more_context: int) -> None:
@@ -147,10 +153,25 @@ class Decoder:
         self._lookup = PromptLookup(max_ngram=8)
         self._traits = PromptLookup.traits()
 
-    def new_controller(self) -> Controller:
+    def new_controller(self, seed: int) -> Controller:
+        """Start a controller, with start-up measurements that are off by some percent."""
+        draw = random.Random(seed)
+
+        def off(points: list, factor: float) -> list:
+            if isinstance(points[0][1], list):
+                return [(count, off(inner, factor)) for count, inner in points]
+            return [(point[0], *(factor * seconds for seconds in point[1:])) for point in points]
+
+        full, level2 = (max(0.7, draw.gauss(1, _START_UP_NOISE)) for _ in range(2))
+        costs = dataclasses.replace(
+            self._costs,
+            full_by_rows=off(self._costs.full_by_rows, full),
+            full_by_tokens=off(self._costs.full_by_tokens, full),
+            level2_by_tokens=off(self._costs.level2_by_tokens, level2),
+        )
         config = TriForceConfig().with_defaults(can_adapt=True, model=None).resolve(32)
         controller = Controller(config, [self._traits])
-        controller.start(CostModel(self._costs))
+        controller.start(CostModel(costs))
         return controller
 
     def decode(
@@ -170,6 +191,7 @@ class Decoder:
             controller.requests_joined()
         seconds = plain_s = 0.0
         self._has_selection, self._known = False, {}
+        self._timed: StepTime | None = None
         while position < end:
             step_s, accepted = self._step(controller, position, end)
             seconds += step_s
@@ -197,6 +219,9 @@ class Decoder:
             backoff = controller.backoff
             backoff.begin_step()
             is_settled, is_reevaluation = backoff.is_settled, backoff.is_reevaluation
+            if self._timed is not None and backoff.wants_times:  # as runner_v1/plain_steps.py
+                controller.observe_step(self._timed, None)
+            self._timed = None
             if backoff.may_end:
                 proposing_s += LOOK_S
                 if self._would_propose(controller, position - 1, end):
@@ -213,12 +238,14 @@ class Decoder:
                 proposing_s += self._truth.first_selection(context)
                 self._has_selection = True
             proposing_s += self._rounds(controller, position, choice.num_tokens, is_typical)
-            first = position - self._start
-            drafted = choice.num_tokens
-            probs = self._answer["acceptance"][first : first + drafted]
+            # The lab's probability is that of the token after each one.
+            first = position - self._start - 1
+            probs = self._answer["acceptance"][first : first + choice.num_tokens]
             drafted = len(probs)
-            while accepted < drafted and self._luck[first + accepted] < probs[accepted]:
-                accepted += 1
+            hits = [luck < p for luck, p in zip(self._luck[first:], probs)]
+            accepted = (*hits, False).index(False)
+            if self._is_greedy:
+                probs = [float(hit) for hit in hits]
         elif choice is not PLAIN:
             drafted = choice.num_tokens
             accepted = self._num_equal(position, match, drafted)
@@ -226,21 +253,17 @@ class Decoder:
         full_s += drafted * self._truth.draft_seconds(self._is_greedy) + VERIFY_S * (drafted > 0)
         if controller is not None:
             planned = controller.take_plan()
-            if drafted or is_settled or is_reevaluation:
-                beside_s = 0.0 if drafted else proposing_s
+            if drafted:
                 step = StepTime(
-                    self._is_greedy,
-                    [1 + drafted],
-                    [context],
-                    full_s + beside_s,
-                    drafted,
-                    proposing_s,
-                    is_reevaluation=is_reevaluation and not drafted,
+                    self._is_greedy, [1 + drafted], [context], full_s, drafted, proposing_s
                 )
-                controller.observe_step(step, planned if drafted and is_typical else None)
-            if choice is not PLAIN:
-                known = None if self._is_greedy else probs
-                controller.observe_full_pass("answer", drafted, accepted, choice, known)
+                controller.observe_step(step, planned if is_typical else None)
+                controller.observe_full_pass("answer", drafted, accepted, choice, probs)
+            elif backoff.wants_times and (is_settled or is_reevaluation):
+                seconds = full_s + proposing_s
+                self._timed = StepTime(
+                    self._is_greedy, [1], [context], seconds, is_reevaluation=is_reevaluation
+                )
         return full_s + proposing_s, accepted
 
     def _candidate(self, controller: Controller, position: int, end: int, match) -> Candidate:
@@ -256,12 +279,14 @@ class Decoder:
         )
 
     def _would_propose(self, controller: Controller, position: int, end: int) -> bool:
-        """As ``runner_v1/resting_matches.py``."""
+        """Look for a match at rest, as ``runner_v1/resting_matches.py``."""
         match = self._lookup.find(self._ids[:position])
         if match is None:
             return False
+        candidate = self._candidate(controller, position, end, match)
+        if candidate.most < 2:
+            return False
         if match.confidence not in self._known:
-            candidate = self._candidate(controller, position, end, match)
             self._known[match.confidence] = controller.would_propose(candidate, [])
         return self._known[match.confidence]
 
@@ -273,7 +298,7 @@ class Decoder:
         while made < num_tokens:
             match = self._lookup.find(self._ids[: position + made])
             classes = {} if match is None else {self._traits.name: match.confidence}
-            count = min(4, num_tokens - made - 1) if match else 0
+            count = min(FIXED_GAMMA, num_tokens - made - 1) if match else 0
             if controller is not None:
                 room = num_tokens - made - 1
                 source, count = controller.choose_draft("answer", False, classes, 1, room)
@@ -319,7 +344,7 @@ def decide(args) -> None:
             rows = []
             for rule in (None, *FIXED):
                 times = [
-                    decoder.decode(answer, seed, rule or decoder.new_controller())
+                    decoder.decode(answer, seed, rule or decoder.new_controller(seed))
                     for answer in chosen
                     for seed in range(args.seeds)
                 ]
@@ -327,6 +352,29 @@ def decide(args) -> None:
             slow = np.mean([p / s < 0.98 for s, p in rows[0][1]])
             fixed = " ".join(f"{speed:8.3f}" for speed, _ in rows[1:])
             print(f"T={temperature} {kind:18} {rows[0][0]:.3f} ({slow:.2f}) {fixed}", flush=True)
+
+
+def lookup(args) -> None:
+    """Print how often prompt lookup's tokens are the answers', by length of the matched n-gram."""
+    answers = json.loads(args.recording.read_text())["answers"]
+    source, num_drafted = PromptLookup(max_ngram=8), 6
+    for temperature in TEMPERATURES:
+        first: list[list[int]] = [[] for _ in source.prior_acceptance]
+        rounds: list[int] = []
+        for answer in (a for a in answers if a["temperature"] == temperature):
+            ids, start = np.array(answer["prompt"] + answer["tokens"]), len(answer["prompt"])
+            for position in range(start + 1, len(ids) - num_drafted):
+                match, kept = source.find(ids[:position]), 0
+                if match is not None:
+                    drafted = source.continue_from(ids[:position], match, num_drafted)
+                    is_same = [a == b for a, b in zip(drafted, ids[position:])]
+                    kept = (*is_same, False).index(False)
+                    first[match.confidence].append(kept > 0)
+                rounds.append(kept + 1)
+        shares = " ".join(f"{np.mean(its):.2f} ({len(its)})" for its in first if its)
+        print(
+            f"T={temperature} round of {num_drafted}: {np.mean(rounds):.2f}; first token: {shares}"
+        )
 
 
 def _measurements(costs: dict) -> Measurements:
@@ -352,6 +400,9 @@ def main() -> None:
     recorder.add_argument("--tokens", type=int, default=128, help="tokens of an answer, at most")
     recorder.add_argument("--max-model-len", type=int, default=8192)
     recorder.add_argument("--kv-gib", type=int, default=3)
+    counter = commands.add_parser("lookup", help="count prompt lookup's hits")
+    counter.set_defaults(run=lookup)
+    counter.add_argument("recording", type=Path)
     decider = commands.add_parser("decide", help="decode them again")
     decider.set_defaults(run=decide)
     decider.add_argument("recording", type=Path)

@@ -554,7 +554,7 @@ def test_a_trial_pays_for_verification_and_reevaluation():
 
 
 def test_a_request_would_propose_where_it_is_planned_to():
-    """For each length of match, alone and beside others that have none."""
+    """Compare with the whole batch's plan, for each length of match, alone and beside others."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.sampled.level2 = Rate(0.01, weight=500, memory=1000)
     answers = set()
@@ -590,7 +590,7 @@ def test_rests_end_at_matches_a_few_times_and_then_when_paid_for():
 
 
 def test_trials_keep_their_share_where_rests_are_ended():
-    """A match is always gone by the decision, and level 2 accepts next to nothing."""
+    """The match is gone at each decision, and the full pass accepts 5 % of level 2's tokens."""
     found, truth = controller(LONG_PAYS, has_draft=False), CostModel(LONG_PAYS)
     draw, spent, plain = random.Random(0), 0.0, truth.full_pass([1], [16_000])
     for _ in range(4000):
@@ -605,6 +605,7 @@ def test_trials_keep_their_share_where_rests_are_ended():
             spent += truth.full_pass([1 + choice.num_tokens], [16_000]) - (1 + kept) * plain
             spent += choice.num_tokens * truth.level2(1, 1)
             found.observe_full_pass("a", choice.num_tokens, kept, choice)
+    # Seconds lost, not charged: a refund counts tokens that the batch would not have had.
     assert 0 < spent < 3 * TRIAL_SHARE * 4000 * plain
 
 

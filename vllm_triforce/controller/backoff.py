@@ -10,8 +10,8 @@ PROBE_STEPS = _SETTLING_STEPS + 1
 _TIMED_EVERY = 8
 # Steps of a rest: the first, and at most by doubling; and at most where decisions take long.
 FIRST_REST, LONGEST_REST, LONGEST_PAID_REST = 8, 32, 128
-# Rests in a row that may end at a match before the next decision is paid for: a match is often
-# gone by then.
+# Rests that may end at a match before the next decision is paid for, since the last restart(): a
+# match is often gone by then.
 _MAX_ENDED_RESTS = 4
 
 
@@ -29,7 +29,7 @@ class SpeculationBackoff:
         self._is_reevaluation = False
         self._is_probe = False
         self._num_ended = 0
-        """Rests in a row that ended at a match."""
+        """Rests that ended at a match since the last restart()."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1

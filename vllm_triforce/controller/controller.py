@@ -230,7 +230,8 @@ class Controller:
         """Return the costs of a step beside its proposals.
 
         Args:
-            plain_contexts: of the ``num_plain`` requests, where they are known.
+            plain_contexts: contexts of the ``num_plain`` requests; the full pass is priced without
+                those not given.
         """
         model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
         contexts = [*(c.context for c in candidates), *plain_contexts]
@@ -319,7 +320,7 @@ class Controller:
         return self._draft_lengths.best(request_id, confidence, num_rows, most)
 
     def would_propose(self, candidate: Candidate, other_contexts: Sequence[int]) -> bool:
-        """True if a proposal for this request alone would pay in its batch.
+        """True if a proposal for this request pays while the rest of its batch decodes plainly.
 
         Args:
             other_contexts: tokens of context of the batch's other requests.
@@ -331,6 +332,7 @@ class Controller:
     def end_rest(self) -> None:
         """Decide in this step, and not at the rest's end."""
         num_left = self.backoff.end()
+        # The whole rest was credited in advance.
         self.trials.budget.earn(-num_left * self._resting_s, self._resting_s)
         self._rest_was_ended = True
 

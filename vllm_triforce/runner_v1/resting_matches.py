@@ -1,4 +1,4 @@
-"""Matches of resting requests: a rest ends as soon as a request has a match that pays."""
+"""End a rest early when a request's match pays."""
 
 import math
 
@@ -25,8 +25,9 @@ class RestingMatches:
         self._speculator = speculator
         self._num_looks = 0
         self._rest = -1, 0
-        self._known: dict[tuple, bool] = {}
-        """Whether a request with these matches would propose, in the present rest."""
+        """Number of decisions, and of the batch's requests."""
+        self._pays: dict[tuple, bool] = {}
+        """Results of ``would_propose()`` in this rest, by request and confidence."""
 
     def __call__(self, scheduler_output) -> bool:
         """True if a proposal for the request whose turn it is would pay."""
@@ -39,33 +40,33 @@ class RestingMatches:
             return False
         if self._rest != (controller.num_decisions, num_reqs):
             self._rest = controller.num_decisions, num_reqs
-            self._known.clear()
+            self._pays.clear()
         self._num_looks += 1
         turn = self._num_looks % num_reqs
         name, num_computed = requests.req_ids[turn], requests.num_computed_tokens[turn]
         row = self._runner.input_batch.req_id_to_index.get(name)
-        # The controller keeps nothing of a request that it has not decided on yet.
+        # Of a request without a decision would_propose() would create state that nothing releases.
         if row is None or name not in controller.acceptance.requests or self._batch.has_seed(row):
             return False
         max_tokens = controller.config.num_speculative_tokens
-        most = self._batch.max_proposal_len(row, num_computed, max_tokens)
-        if most < 2:  # one token less is left at the decision
+        max_tokens = self._batch.max_proposal_len(row, num_computed, max_tokens)
+        if max_tokens < 2:  # one token less is left at the decision
             return False
         confidence = self._confidence(row, num_computed + 1)
         key = name, *sorted(confidence.items())
-        if confidence and key not in self._known:
+        if confidence and key not in self._pays:
             candidate = self._speculator.candidate(
                 name,
                 num_computed,
-                most,
+                max_tokens,
                 confidence,
                 False,
                 self._batch.is_greedy(row),
                 self._batch.num_remaining_tokens(row, num_computed),
             )
             others = [n for i, n in enumerate(requests.num_computed_tokens) if i != turn]
-            self._known[key] = controller.would_propose(candidate, others)
-        return bool(confidence) and self._known[key]
+            self._pays[key] = controller.would_propose(candidate, others)
+        return bool(confidence) and self._pays[key]
 
     def _may_pay(self, num_reqs: int) -> bool:
         """True if one request's proposal, accepted as a whole, could pay for the whole batch."""
