@@ -1,7 +1,7 @@
 """Runner V1's speculator: makes the proposals of a step, and measures them for the controller."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm_triforce.controller import Candidate, Controller
@@ -60,7 +60,7 @@ class TriForceSpeculator:
     def _choose(self, batch: DraftBatch, matches: Matches) -> list[Choice]:
         """Let the controller choose each request's route and length."""
         greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
-        num_left = batch.num_remaining_tokens or [None] * len(batch)
+        num_left: Sequence[int | None] = batch.num_remaining_tokens or [None] * len(batch)
         candidates = [
             self.candidate(
                 request_id,
