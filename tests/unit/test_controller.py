@@ -618,3 +618,22 @@ def test_a_baseline_that_was_too_long_is_soon_right():
     before = model.overhead(1)
     model.observe_step(StepTime(True, [1], [2000], 1.8 * passes))
     assert model.overhead(1) - before < 0.2 * (0.8 * passes)
+
+
+def test_a_plain_pass_that_was_measured_too_slow_does_not_make_everything_pay():
+    """Another process ran while the engine measured its plain pass, and none while it measured
+    others. Proposals lose a fifth."""
+    measured, factor = SMALL_ON_CPU, 1.7
+    slow = dataclasses.replace(
+        measured,
+        full_by_rows=[(n, s * (factor if n == 1 else 1)) for n, s in measured.full_by_rows],
+        full_by_tokens=[
+            (n, [(at, s * (factor if n == 1 else 1)) for at, s in points])
+            for n, points in measured.full_by_tokens
+        ],
+    )
+    world, found = World(measured, 0.9, 0.0, overhead=0.001), controller(slow, has_draft=False)
+    first = world.decode(found, 100, 2000)
+    later = world.decode(found, 400, 2000, seed=1)
+    assert first < 0.95 and later > 0.97, (first, later)
+    assert found.measured.overhead(1) < 0

@@ -235,8 +235,8 @@ class Controller:
         """
         model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
         contexts = [*(c.context for c in candidates), *plain_contexts]
-        plain_s = model.full_pass([1] * len(contexts), contexts)
-        plain_s += model.overhead(count + num_plain, is_greedy)
+        pass_s = model.full_pass([1] * len(contexts), contexts)
+        plain_s = max(pass_s / 2, pass_s + model.overhead(count + num_plain, is_greedy))
         speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
         return StepCosts(model, plain_s, speculating_s, num_plain, self._drafts_per_round)
 

@@ -39,7 +39,7 @@ class CostModel:
     speed: float = 1.0
     """Factor on full passes, below 1 where the machine was slower at start-up."""
     overheads: dict[BatchKey, float] = field(default_factory=dict)
-    """Seconds of a plain step beside its full pass."""
+    """Seconds of a plain step beside its full pass, negative where that was measured too slow."""
     reevaluations: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds that a decision to rest adds to a plain step."""
     speculating: dict[BatchKey, float] = field(default_factory=dict)
@@ -253,7 +253,9 @@ class CostModel:
         self.speed = _moved(self.speed, faster, self.speed)
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
-            beside_s = max(0.0, seconds - passes_s)
+            # Negative where the start-up measured this pass too slow and not those of proposals,
+            # which hold ``speed``.
+            beside_s = max(-passes_s / 2, seconds - passes_s)
             # Disturbances make steps slower, never faster. Too long a baseline costs most: it
             # makes everything pay, and then hardly any step is plain.
             weight = _FASTER if beside_s < overhead_s else _NEW
