@@ -156,6 +156,9 @@ def check_pip(arguments: list[str]) -> None:
             assert (ROOT / name).exists(), name
 
 
+BRACES = re.compile(r"\{([\w,]+)\}")  # a script's commands
+
+
 def check_script(arguments: list[str]) -> None:
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
@@ -169,6 +172,8 @@ def check_script(arguments: list[str]) -> None:
         return
     if given := options(arguments[len(what) :]):
         known = help_of(sys.executable, *what, "--help")
+        if (command := arguments[len(what)]) in re.findall(r"\w+", "".join(BRACES.findall(known))):
+            known = help_of(sys.executable, *what, command, "--help")
         for option in given:
             assert option in known, f"{' '.join(what)} has no {option}"
 
