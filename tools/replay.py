@@ -219,7 +219,8 @@ class Decoder:
             backoff = controller.backoff
             backoff.begin_step()
             is_settled, is_reevaluation = backoff.is_settled, backoff.is_reevaluation
-            if self._timed is not None and backoff.wants_times:  # as runner_v1/plain_steps.py
+            # A step's time is known when the next one begins, as in runner_v1/plain_steps.py.
+            if self._timed is not None and backoff.wants_times:
                 controller.observe_step(self._timed, None)
             self._timed = None
             if backoff.may_end:
@@ -330,8 +331,7 @@ class Decoder:
 
 
 def decide(args) -> None:
-    """Print the speed of the first answer after a start over plain decoding's, beside fixed
-    rules."""
+    """Print the controller's speed over plain decoding's for first answers, beside fixed rules."""
     recorded = json.loads(args.recording.read_text())
     costs = recorded["costs"]
     decoder = Decoder(_measurements(costs), args.tokens, args.more_context)
