@@ -14,10 +14,11 @@ from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
 _CHUNKS = tl.constexpr(TILE)  # of a program
-_VOTES = tl.constexpr(1024)  # of a step of the selection
-# A search for the least vote divides a range in 16: after six of them, votes that differ by less
-# than 2 ** -16 of themselves count as equal.
-_WAYS, _SEARCHES = tl.constexpr(16), tl.constexpr(6)
+_VOTES, _SELECT_WARPS = 4096, 16  # of a step of the selection, and its warps
+# Digits of a vote's bits, from the highest: votes that differ by less than 2 ** -16 of themselves
+# count as equal.
+_DIGITS, _DIGIT_BITS, _RADIX = tl.constexpr(3), tl.constexpr(8), tl.constexpr(256)
+_LAST_SHIFT = tl.constexpr(7)
 
 
 class PassSelectionV2:
@@ -113,6 +114,8 @@ class PassSelectionV2:
             table,
             table.stride(0),
             *self._head_strides,
+            VOTES=min(_VOTES, triton.next_power_of_2(self._votes.shape[2])),
+            num_warps=_SELECT_WARPS,
         )
 
 
@@ -216,8 +219,9 @@ def _select_chunks_kernel(
     sparse_stride,
     per_block,
     per_head,
+    VOTES: tl.constexpr,
 ):
-    """Search for the least vote that is selected, and write the blocks."""
+    """Find the least vote that is selected, digit by digit (radix select), and write the blocks."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
@@ -230,37 +234,37 @@ def _select_chunks_kernel(
     out = sparse_ptr + (row * num_kv_heads + head) * sparse_stride + 1
     table = block_tables_ptr + row * block_table_stride
     # As integers, floats of at least 0 have the same order.
-    low, high = 0, 0x7F800000  # at least ``wanted`` votes are >= low, fewer are >= high
-    num_high = 0
-    steps = tl.arange(0, _WAYS)
-    for _ in range(_SEARCHES):
-        bounds = tl.minimum(low + steps * tl.cdiv(high - low, _WAYS), high)
-        counts = tl.zeros([_WAYS], dtype=tl.int32)
-        for start in range(0, num_chunks, _VOTES):
-            chunks = start + tl.arange(0, _VOTES)
+    least, num_above = 0, 0  # the least vote's digits so far; votes whose digits are greater
+    digits = tl.arange(0, _RADIX)
+    for digit in tl.static_range(_DIGITS):
+        shift = _LAST_SHIFT + (_DIGITS - 1 - digit) * _DIGIT_BITS
+        counts = tl.zeros([_RADIX], dtype=tl.int32)
+        for start in range(0, num_chunks, VOTES):
+            chunks = start + tl.arange(0, VOTES)
             is_candidate = (chunks > 0) & (chunks < num_chunks)
             votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
-            is_enough = votes.to(tl.int32, bitcast=True)[None, :] >= bounds[:, None]
-            counts += tl.sum((is_candidate[None, :] & is_enough).to(tl.int32), axis=1)
-        last = tl.sum((counts >= wanted).to(tl.int32), axis=0) - 1
-        if last < _WAYS - 1:
-            high = tl.sum(tl.where(steps == last + 1, bounds, 0), axis=0)
-            num_high = tl.sum(tl.where(steps == last + 1, counts, 0), axis=0)
-        low = tl.sum(tl.where(steps == last, bounds, 0), axis=0)
+            bits = votes.to(tl.int32, bitcast=True) >> shift
+            is_counted = is_candidate & ((bits >> _DIGIT_BITS) == least)
+            counts += tl.histogram(bits & (_RADIX - 1), _RADIX, is_counted)
+        up_to = tl.cumsum(counts, axis=0)
+        num_at_least = num_above + tl.sum(counts, axis=0) - up_to + counts
+        last = tl.sum((num_at_least >= wanted).to(tl.int32), axis=0) - 1
+        num_above += tl.sum(tl.where(digits > last, counts, 0), axis=0)
+        least = least * _RADIX + last
     # Those above come first, then as many of the equal ones as there is room for.
-    next_high, next_equal = 0, num_high
-    for start in range(0, num_chunks, _VOTES):
-        chunks = start + tl.arange(0, _VOTES)
+    next_above, next_equal = 0, num_above
+    for start in range(0, num_chunks, VOTES):
+        chunks = start + tl.arange(0, VOTES)
         is_candidate = (chunks > 0) & (chunks < num_chunks)
         votes = tl.load(votes_ptr + chunks, mask=is_candidate, other=0.0)
-        bits = votes.to(tl.int32, bitcast=True)
-        is_high = is_candidate & (bits >= high)
-        is_equal = is_candidate & (bits >= low) & (bits < high)
-        high_places = next_high + tl.cumsum(is_high.to(tl.int32), axis=0) - 1
-        equal_places = next_equal + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
-        next_high += tl.sum(is_high.to(tl.int32), axis=0)
+        bits = votes.to(tl.int32, bitcast=True) >> _LAST_SHIFT
+        is_above = is_candidate & (bits > least)
+        is_equal = is_candidate & (bits == least)
+        # One scan counts both: VOTES is less than 2 ** 15.
+        ranks = tl.cumsum((is_above.to(tl.int32) << 16) + is_equal.to(tl.int32), axis=0)
+        places = tl.where(is_above, next_above + (ranks >> 16), next_equal + (ranks & 0xFFFF)) - 1
+        next_above += tl.sum(is_above.to(tl.int32), axis=0)
         next_equal += tl.sum(is_equal.to(tl.int32), axis=0)
-        places = tl.where(is_high, high_places, equal_places)
-        mask = (is_high | is_equal) & (places < wanted)
+        mask = (is_above | is_equal) & (places < wanted)
         blocks = tl.load(table + chunks, mask=is_candidate, other=0)
         tl.store(out + places, blocks * per_block + head.to(tl.int32) * per_head, mask=mask)

@@ -107,6 +107,7 @@ def stream(
         max_tokens=num_tokens,
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,
+        detokenize=False,
     )
     engine = llm.llm_engine
     names = [f"bench-{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
