@@ -14,7 +14,7 @@ from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
 _CHUNKS = tl.constexpr(TILE)  # of a program
-_VOTES, _SELECT_WARPS = 4096, 16  # of a step of the selection, and its warps
+_VOTES, _SELECT_WARPS = 4096, 8  # of a step of the selection, and its warps
 # Digits of a vote's bits, from the highest: votes that differ by less than 2 ** -16 of themselves
 # count as equal.
 _DIGITS, _DIGIT_BITS, _RADIX = tl.constexpr(3), tl.constexpr(8), tl.constexpr(256)
