@@ -15,7 +15,7 @@ import torch
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
 from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
-from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
@@ -269,10 +269,11 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
         last = min(row + tokens_per_pass, COUNT) - 1
         tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
         if selected.candidates:
+            selecting = row + (last - row) // TOKENS_PER_SELECTION * TOKENS_PER_SELECTION
             in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2, engine.head_strides)
-            in_pass.begin_pass([0], [1], tables.unflatten(1, (1, -1)))
+            in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, -1)))
             for number, layer in enumerate(layers):
-                in_pass.select(number, layer.queries[None, :, last + 1])
+                in_pass.select(number, layer.queries[None, :, selecting + 1])
         for number in range(2):
             for head in range(2):
                 table = (tables[number, head] - head) // 2

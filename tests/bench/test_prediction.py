@@ -61,7 +61,7 @@ def test_a_pass_is_its_bytes_over_bandwidth():
     full = predictor().full_pass([1], [8192])
     assert predictor().level2_pass(1, 3, 4096, 8192) / full == pytest.approx(0.97, abs=0.01)
     reached = 0.85 * 4.8e12
-    graph = 15e-6 + (32 * 9 + 4) * 1.2e-6
+    graph = 15e-6 + (32 * 9 + 4) * 2.8e-6
     assert full == pytest.approx((15.01e9 + 1.074e9) / reached + graph, rel=1e-3)
 
 

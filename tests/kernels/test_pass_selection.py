@@ -1,4 +1,4 @@
-"""Selection inside level 2's pass equals the votes of each row's own queries, spelled out."""
+"""Selection inside level 2's passes equals the votes of each row's own queries, spelled out."""
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ from vllm_triforce.cache.summaries import QuantizedSummaries, num_vote_numbers
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
 
 LAYERS, BLOCKS, WIDTH = 2, 300, 9
-# Chunks before the tail: more than a tile, one more than is selected, as many, and none.
-TAILS, NUM_SELECTED = [150, 6, 5, 0], [5, 5, 5, 0]
+# Chunks before the tail: more than a tile, one more than is selected, as many, none; then of rows
+# whose proposal has tokens, and of which the second is due.
+TAILS, NUM_SELECTED = [150, 6, 5, 0, 150, 150], [5, 5, 5, 0, 5, 5]
+LENGTHS, NUM_EMITTED = [0, 0, 0, 0, 3, 5], [0, 0, 0, 0, 3, 2]
 STRIDES = (8, 1)
 
 
@@ -36,13 +38,15 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
     for layer in range(LAYERS):
         vectors = torch.randn(kv_heads, BLOCKS, dim, device=DEVICE)
         means.write(layer, torch.arange(BLOCKS, device=DEVICE), vectors)
-    num_drafted = [query_len - 1, 0, query_len - 1, 0]
+    num_drafted = [query_len - 1, 0, query_len - 1, 0, 0, 0]
     rows = some_rows(
         num_rows,
         gamma=query_len,
         tail=TAILS,
         num_selected=NUM_SELECTED,
         num_drafted=num_drafted,
+        length=LENGTHS,
+        num_emitted=NUM_EMITTED,
     )
     # The last row is not in use.
     tables = torch.stack([torch.randperm(BLOCKS)[:155] for _ in range(rows.max_rows)])
@@ -65,8 +69,8 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
             for row, (tail, num_selected) in enumerate(zip(TAILS, NUM_SELECTED)):
                 for head in range(kv_heads):
                     own = sparse_tables[layer, row * kv_heads + head].cpu()
-                    if tail <= num_selected:
-                        assert (own == -1).all(), "level 2 reads all of its context"
+                    if tail <= num_selected or LENGTHS[row] == 3:
+                        assert (own == -1).all(), "it reads all of its context, or is not due"
                         continue
                     candidates = tables[row, 1:tail]
                     queries = by_row[row, : num_drafted[row] + 1, head].flatten(0, 1)

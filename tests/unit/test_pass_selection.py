@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
@@ -90,7 +90,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(
     candidates = {row: s.candidates for row, s in enumerate(selections) if s.candidates}
     selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
     pass_tables = sparse_tables[:, rows]
-    assert selection.begin_pass(rows, query_lens, pass_tables)
+    assert selection.begin_pass(rows, query_lens, [0] * len(rows), pass_tables)
     query = torch.randn(sum(query_lens), HEADS * group, DIM, generator=generator)
     for layer in range(LAYERS):
         selection.select(layer, query + layer)
@@ -116,7 +116,35 @@ def test_a_pass_of_requests_within_the_budget_selects_nothing():
     long = cache.selection("long", table[:21], 20 * BLOCK, query=None)
     assert cache.selection("short", table[30:36], 5 * BLOCK, query=None).candidates is None
     selection = PassSelection(cache.policy, {1: long.candidates}, HEADS, cache.head_strides)
-    assert not selection.begin_pass([0], [2], torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32))
+    tables = torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32)
+    assert not selection.begin_pass([0], [2], [0], tables)
+
+
+def test_a_request_selects_at_first_and_after_each_few_tokens():
+    cache = retrieval_cache("retrieval")
+    tables = [np.arange(start, start + 31, dtype=np.int32) for start in (0, 31)]
+    selections = [
+        cache.selection(name, table, 30 * BLOCK, query=None) for name, table in zip("ab", tables)
+    ]
+    sparse, _ = cache.block_table(selections, tables, [30 * BLOCK + 1] * 2)
+    sparse = sparse.unflatten(1, (2, -1))
+    candidates = {row: s.candidates for row, s in enumerate(selections)}
+    selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
+    assert selection.begin_pass([0, 1], [2, 1], [0, 0], sparse)
+    due = TOKENS_PER_SELECTION
+    assert not selection.begin_pass([0, 1], [2, 1], [1, due - 1], sparse)
+    assert selection.begin_pass([0, 1], [2, 1], [2, due + 1], sparse)
+    assert not selection.begin_pass([1], [1], [2 * due - 1], sparse[:, 1:])
+    assert selection.begin_pass([0, 1], [2, 1], [3, 2 * due], sparse)
+    before = sparse.clone()
+    query = torch.randn(3, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    for layer in range(LAYERS):
+        selection.select(layer, query)
+        assert torch.equal(sparse[layer, 0], before[layer, 0])
+        expected = expected_blocks(cache, layer, tables[1], 30, query[2:])
+        for head in range(HEADS):
+            one_head = sparse[layer, 1, head, 1 : 1 + NUM_SELECTED] - head
+            assert {int(b) // HEADS for b in one_head} == expected[head]
 
 
 def test_candidates_are_gathered_again_when_a_block_became_full():

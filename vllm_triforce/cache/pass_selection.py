@@ -1,7 +1,7 @@
 """Selection inside level 2's passes: a layer reads the chunks that its own query scores highest.
 
-Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded token. A selection by
-the newest verified query, as in TriForce, ages while drafts follow.
+Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded token. Here a selection
+serves ``TOKENS_PER_SELECTION`` tokens of a proposal.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,13 @@ import torch
 from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.selection import SelectionPolicy, Summary
 
+TOKENS_PER_SELECTION = 4
+"""A request selects in the first pass of a proposal, and in the first pass after each so many of
+the proposal's tokens."""
+
 
 class PassSelection:
-    """Chunks of a batch that each layer selects in each pass of a proposal.
+    """Chunks of a batch that each layer selects in passes of a proposal.
 
     Requests whose context fits the budget are left out: level 2 reads all of it.
 
@@ -48,21 +52,27 @@ class PassSelection:
         heads = torch.arange(self._num_kv_heads, dtype=torch.int32)[:, None]
         self._one_head_ids = block_ids * per_block + heads * per_head
         """[num_rows, num_kv_heads, max_chunks], int32."""
+        self._selected_at: dict[int, int] = {}
+        """Tokens of a row's proposal at its last selection."""
 
-    def begin_pass(self, rows: list[int], query_lens: list[int], tables: torch.Tensor) -> bool:
+    def begin_pass(
+        self, rows: list[int], query_lens: list[int], lengths: list[int], tables: torch.Tensor
+    ) -> bool:
         """Prepare a pass of some requests of the batch, ``query_lens[i]`` tokens for ``rows[i]``.
 
         Args:
+            lengths: of ``rows``, tokens of the proposal so far.
             tables: [num_layers, len(rows), num_kv_heads, width], int32, level 2's block tables of
                 ``rows``. ``select`` writes the selected blocks behind the first one.
 
         Returns:
             False if none of them selects.
         """
-        pass_rows = {row: i for i, row in enumerate(rows)}
+        pass_rows = {row: i for i, row in enumerate(rows) if self._is_due(row, lengths[i])}
         present = [i for i, row in enumerate(self._batch_rows) if row in pass_rows]
         if not present:
             return False
+        self._selected_at |= {row: lengths[i] for row, i in pass_rows.items()}
         self._tables = tables
         table_rows = [pass_rows[self._batch_rows[i]] for i in present]
         self._query_len = max(query_lens[row] for row in table_rows)
@@ -80,6 +90,10 @@ class PassSelection:
         is_all = len(rows) == len(self._batch_rows) and table_rows == list(range(len(rows)))
         self._written = None if is_all else (torch.tensor(table_rows), torch.tensor(present))
         return True
+
+    def _is_due(self, row: int, length: int) -> bool:
+        before = self._selected_at.get(row)
+        return before is None or length // TOKENS_PER_SELECTION > before // TOKENS_PER_SELECTION
 
     def select(
         self,

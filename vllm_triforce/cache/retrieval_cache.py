@@ -18,7 +18,7 @@ from vllm_triforce.selection import SelectionPolicy, Summary
 
 @dataclass
 class Candidates:
-    """Chunks of one request among which the layers select in each pass (``pass_selection.py``)."""
+    """Chunks of one request among which the layers select in a pass (``pass_selection.py``)."""
 
     num_selected: int
     block_ids: torch.Tensor  # [num_candidates], int64
@@ -37,7 +37,7 @@ class Selection:
     age: int = 0
     """Full passes since the last refresh."""
     candidates: Candidates | None = None
-    """Set where the selected blocks are replaced in each pass."""
+    """Set where the selected blocks are replaced within passes."""
 
     @property
     def num_selected(self) -> int:

@@ -279,7 +279,7 @@ class TriForceConfig(Keys):
         """
         reason = ""
         if has_fixed_shapes and self.kv_offload_gib is not None:
-            reason = "kv_offload_gib: the selected blocks would be copied in each pass"
+            reason = "kv_offload_gib: the selected blocks would be copied within a pass"
         elif has_fixed_shapes and self.selection not in _PASS_KERNELS:
             reason = f"selection={self.selection!r} on Model Runner V2: no kernel scores by it"
         if self.refresh_interval is None:

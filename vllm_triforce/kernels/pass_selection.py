@@ -1,5 +1,5 @@
-"""Selection inside level 2's pass, as ``cache/pass_selection.py`` does it, in launches of a fixed
-shape.
+"""Selection inside level 2's passes, as ``cache/pass_selection.py`` does it, in launches of a fixed
+shape. In passes that do not select they return at once.
 
 A layer takes three launches: sums of the softmax of each query's scores by tile of chunks, votes of
 each chunk, and the chunks with the most votes. Scores are computed twice rather than stored for
@@ -9,10 +9,12 @@ every query and chunk.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.cache.summaries import TILE, QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 
+_TOKENS = tl.constexpr(TOKENS_PER_SELECTION)
 _CHUNKS = tl.constexpr(TILE)  # of a program
 _VOTES, _SELECT_WARPS = 4096, 8  # of a step of the selection, and its warps
 # Digits of a vote's bits, from the highest: votes that differ by less than 2 ** -16 of themselves
@@ -121,9 +123,12 @@ class PassSelectionV2:
 
 @triton.jit
 def _num_candidates(row_ptr):
-    """Return the chunks before a row's tail, 0 if level 2 reads all of them."""
+    """Return the chunks before a row's tail; 0 if level 2 reads all, or if no selection is due."""
     tail = tl.load(row_ptr + col.TAIL)
-    return tl.where(tl.load(row_ptr + col.NUM_SELECTED) < tail, tail, 0)
+    length = tl.load(row_ptr + col.LENGTH)
+    length_before = length - tl.load(row_ptr + col.NUM_EMITTED)
+    is_due = (length == 0) | (length // _TOKENS > length_before // _TOKENS)
+    return tl.where(is_due & (tl.load(row_ptr + col.NUM_SELECTED) < tail), tail, 0)
 
 
 @triton.jit

@@ -103,8 +103,9 @@ class RetrievalLevel:
                 if len(rows) < len(batch):
                     skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
                 selection = self._pass_selection
+                lengths = [len(proposal.token_ids[row]) for row in rows]
                 if selection is not None and not selection.begin_pass(
-                    rows, list(map(len, feed)), sparse_tables
+                    rows, list(map(len, feed)), lengths, sparse_tables
                 ):
                     selection = None
                 sparse = self.attention.build(
@@ -115,6 +116,8 @@ class RetrievalLevel:
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
         hidden = run_model(self.model, self._vllm_config, inputs, metadata, slots)
+        if selection is not None and len(rows) < len(batch):
+            self._sparse_tables[:, rows] = sparse_tables  # a copy, in which the layers selected
         return self.model.compute_logits(hidden)
 
     def clean(self, batch: DraftBatch, row: int) -> None:

@@ -127,7 +127,7 @@ def _gpu(
         splits_queries=splits,
         launch_seconds=5e-6,
         graph_launch_seconds=15e-6,
-        kernel_seconds=1.2e-6,
+        kernel_seconds=2.8e-6,
         upload_seconds=6e-6,
         sync_seconds=30e-6,
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Acceptance, Setting
@@ -28,8 +29,10 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS = 2  # a round of levels 1 and 2
 DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
+# Three launches a layer, within a round's graph, which take as long as 12 (34 to 54 us on an H200).
+PASS_SELECTION_KERNELS = 12
+SELECTED_KERNELS = 3  # launches of a pass that does not select
 # Not counted, but read off the code.
-PASS_SELECTION_KERNELS = 3  # a layer, within a round's graph
 SUMMARY_KERNELS = 5  # a proposal, for mean keys of chunks that became full
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
 _LOGIT_BYTES, _LOGIT_READS = 4, 3
@@ -236,7 +239,10 @@ class Predictor:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)
             level2_s = rounds * self.level2_pass(batch, gamma + 1, setting.budget, context)
             overhead_s += rounds * self.round_overhead(batch, gamma, has_draft)
-            overhead_s += rounds * self.selection_seconds(batch, context)
+            selections = min(rounds, 1 + (k - 1) // TOKENS_PER_SELECTION)
+            overhead_s += selections * self.selection_seconds(batch, context)
+            other_kernels = (rounds - selections) * SELECTED_KERNELS * self.model.layers
+            overhead_s += other_kernels * self.machine.kernel_seconds
             overhead_s += self._launch_s(SUMMARY_KERNELS)
             accepted = acceptance.at(setting.budget)
         else:

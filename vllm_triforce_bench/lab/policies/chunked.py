@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import Candidates, RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.selection import SelectionPolicy, Summary
@@ -19,7 +19,8 @@ class ChunkedPolicy(LabPolicy):
     ``cache/retrieval_cache.py``, which serves requests, selects chunks before full passes of the
     replay, every ``refresh_interval`` passes, with the newest query that the full pass has seen.
     Between two selections the read tokens grow, as at level 2. At an interval of 0,
-    ``cache/pass_selection.py`` selects for each token with its own query.
+    ``cache/pass_selection.py`` selects by the own query of the first token after each full pass,
+    and of every ``TOKENS_PER_SELECTION``-th after that.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
@@ -35,7 +36,8 @@ class ChunkedPolicy(LabPolicy):
             is_kept = keep.new_zeros(len(logical_blocks))
             is_kept[selected.tail_start :] = True
             pass_rows = range(row, min(row + sizes.tokens_per_pass, layer.num_replayed))
-            for token in pass_rows if selected.candidates else pass_rows[:1]:
+            step = TOKENS_PER_SELECTION if selected.candidates else len(pass_rows)
+            for token in pass_rows[::step]:
                 blocks = selected.blocks[0, 0]
                 if selected.candidates:
                     blocks = _select_in_pass(cache, blocks, selected.candidates, query[:, token])
@@ -81,7 +83,7 @@ def _select_in_pass(
 ) -> torch.Tensor:  # [num_selected], the first block and those that the query selects
     table = blocks.int()[None, None, None].contiguous()
     selection = PassSelection(cache.policy, {0: candidates}, 1, cache.head_strides)
-    selection.begin_pass([0], [1], table)
+    selection.begin_pass([0], [1], [0], table)
     selection.select(0, query[None])
     return table[0, 0, 0]
 
