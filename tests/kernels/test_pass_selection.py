@@ -1,4 +1,5 @@
-"""Selection inside level 2's passes equals the votes of each row's own queries, spelled out."""
+"""Selection inside level 2's passes equals the votes of each row's newest token, spelled out: the
+drafts that level 2 tests have no vote."""
 
 import pytest
 import torch
@@ -6,13 +7,14 @@ import torch
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.summaries import QuantizedSummaries, num_vote_numbers
+from vllm_triforce.kernels import pass_selection
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
 
 LAYERS, BLOCKS, WIDTH = 2, 300, 9
 # Chunks before the tail: more than a tile, one more than is selected, as many, none; then of rows
-# whose proposal has tokens, and of which the second is due.
-TAILS, NUM_SELECTED = [150, 6, 5, 0, 150, 150], [5, 5, 5, 0, 5, 5]
-LENGTHS, NUM_EMITTED = [0, 0, 0, 0, 3, 5], [0, 0, 0, 0, 3, 2]
+# whose proposal has tokens: not due, due, not due, due.
+TAILS, NUM_SELECTED = [150, 6, 5, 0, 150, 150, 150, 150], [5, 5, 5, 0, 5, 5, 5, 5]
+LENGTHS, NUM_EMITTED = [0, 0, 0, 0, 3, 5, 5, 4], [0, 0, 0, 0, 3, 2, 1, 1]
 STRIDES = (8, 1)
 
 
@@ -23,22 +25,25 @@ def votes_of(queries: torch.Tensor, means: torch.Tensor) -> torch.Tensor:  # [nu
 
 
 @pytest.mark.parametrize(
-    ("query_len", "group", "dim", "dtype"),
+    ("query_len", "group", "dim", "dtype", "votes"),
     [
-        (1, 1, 64, torch.float32),
-        (3, 4, 80, torch.float32),
-        (5, 3, 64, torch.float32),
-        (3, 8, 128, torch.bfloat16),
+        (1, 1, 64, torch.float32, 4096),
+        (3, 4, 80, torch.float32, 64),  # several steps
+        (5, 3, 64, torch.float32, 4096),
+        (3, 8, 128, torch.bfloat16, 64),
     ],
 )
-def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim, dtype):
+def test_each_layer_writes_the_blocks_with_the_most_votes(
+    query_len, group, dim, dtype, votes, monkeypatch
+):
+    monkeypatch.setattr(pass_selection, "_VOTES", votes)
     torch.manual_seed(0)
     kv_heads, num_rows = 2, len(TAILS)
     means = QuantizedSummaries.allocate((LAYERS, kv_heads, BLOCKS, dim), DEVICE)
     for layer in range(LAYERS):
         vectors = torch.randn(kv_heads, BLOCKS, dim, device=DEVICE)
         means.write(layer, torch.arange(BLOCKS, device=DEVICE), vectors)
-    num_drafted = [query_len - 1, 0, query_len - 1, 0, 0, 0]
+    num_drafted = [query_len - 1] * num_rows
     rows = some_rows(
         num_rows,
         gamma=query_len,
@@ -47,6 +52,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
         num_drafted=num_drafted,
         length=LENGTHS,
         num_emitted=NUM_EMITTED,
+        room=[6] * num_rows,
     )
     # The last row is not in use.
     tables = torch.stack([torch.randperm(BLOCKS)[:155] for _ in range(rows.max_rows)])
@@ -56,7 +62,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
     selection = PassSelectionV2(
         means, rows, block_tables, sparse_tables, kv_heads * group, query_len, STRIDES
     )
-    numbers = num_vote_numbers(block_tables.shape[1], kv_heads * group, kv_heads, query_len)
+    numbers = num_vote_numbers(block_tables.shape[1], kv_heads * group, kv_heads)
     assert selection.num_bytes == 4 * rows.max_rows * numbers
     per_block, per_head = STRIDES
     for _ in range(2):  # buffers are used again
@@ -69,11 +75,11 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
             for row, (tail, num_selected) in enumerate(zip(TAILS, NUM_SELECTED)):
                 for head in range(kv_heads):
                     own = sparse_tables[layer, row * kv_heads + head].cpu()
-                    if tail <= num_selected or LENGTHS[row] == 3:
+                    if tail <= num_selected or row in (4, 6):
                         assert (own == -1).all(), "it reads all of its context, or is not due"
                         continue
                     candidates = tables[row, 1:tail]
-                    queries = by_row[row, : num_drafted[row] + 1, head].flatten(0, 1)
+                    queries = by_row[row, 0, head]
                     keys = means.dequantize(candidates.to(DEVICE))[layer, head].cpu()
                     votes = votes_of(queries, keys)
                     written = own[1:num_selected] - head * per_head
@@ -92,7 +98,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(query_len, group, dim,
 def test_equal_votes_and_nan_select_as_many_blocks_as_there_is_room_for():
     kv_heads, dim = 1, 64
     means = QuantizedSummaries.allocate((1, kv_heads, BLOCKS, dim), DEVICE)
-    rows = some_rows(2, gamma=1, tail=[100, 100], num_selected=[5, 5], num_drafted=[0, 0])
+    rows = some_rows(2, gamma=1, tail=[100, 100], num_selected=[5, 5], room=[6, 6])
     tables = torch.arange(BLOCKS, dtype=torch.int32, device=DEVICE).expand(3, -1).contiguous()
     sparse = torch.full((1, 3, WIDTH), -1, dtype=torch.int32, device=DEVICE)
     selection = PassSelectionV2(means, rows, tables, sparse, 2, 1, (1, 0))

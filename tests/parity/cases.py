@@ -217,14 +217,14 @@ def _in_pass() -> list[Case]:
     return [
         Case(
             "in pass-greedy",
-            "Whatever each pass selects, greedy output is stock vLLM's, in a batch that changes.",
+            "Whatever the passes select, greedy output is stock vLLM's, in a batch that changes.",
             (requests(90, 520, 400, max_tokens=10),),
             **_small("draft_model", keys=DRAFT | {"refresh_interval": 0, "min_context": 0}),
             skip=skip,
         ),
         Case(
             "in pass-sampled",
-            "Whatever each pass selects, sampled tokens have exactly the target's distribution.",
+            "Whatever the passes select, sampled tokens have exactly the target's distribution.",
             _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",

@@ -1,4 +1,4 @@
-"""Selection inside level 2's passes, against a selection for each request on its own."""
+"""Promise: a request's own newest settled token selects, and no draft that level 2 tests."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def retrieval_cache(policy: str) -> RetrievalCache:
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
-    """Blocks of each KV head, by votes of a request's queries [num_tokens, num_heads, DIM]."""
+    """Blocks of each KV head, by votes of a request's queries [1, num_heads, DIM]."""
     ids = torch.from_numpy(table[1 : num_full - RECENT].astype(np.int64))
     blocks = []
     for head in range(HEADS):
@@ -66,7 +66,7 @@ def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) 
         ([3, 1, 0], [1, 1, 1]),
     ],
 )
-def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(
+def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
     policy, group, rows, query_lens
 ):
     cache = retrieval_cache(policy)
@@ -99,7 +99,8 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_own_queries_select(
             if selections[row].candidates is None:
                 assert torch.equal(own, before[layer, row])
                 continue
-            expected = expected_blocks(cache, layer, tables[row], num_fulls[row], part + layer)
+            newest = part[:1] + layer
+            expected = expected_blocks(cache, layer, tables[row], num_fulls[row], newest)
             for head in range(HEADS):
                 one_head = own[head, 1 : 1 + NUM_SELECTED] - head
                 assert {int(b) // HEADS for b in one_head} == expected[head]

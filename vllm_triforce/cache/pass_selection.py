@@ -2,6 +2,9 @@
 
 Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded token. Here a selection
 serves ``TOKENS_PER_SELECTION`` tokens of a proposal.
+
+Only the newest settled token of a request votes, never the drafts that follow it in the pass: level
+2 tests them, and a distribution that depends on the token it tests makes the test biased.
 """
 
 from collections.abc import Mapping
@@ -75,21 +78,17 @@ class PassSelection:
         self._selected_at |= {row: lengths[i] for row, i in pass_rows.items()}
         self._tables = tables
         table_rows = [pass_rows[self._batch_rows[i]] for i in present]
-        self._query_len = max(query_lens[row] for row in table_rows)
         starts = [0, *accumulate(query_lens)]
-        sources: list[int] = []
-        places: list[int] = []
-        for i, row in zip(present, table_rows):
-            sources += range(starts[row], starts[row + 1])
-            first = i * self._query_len
-            places += range(first, first + query_lens[row])
-        num_places = len(self._batch_rows) * self._query_len
-        # Queries that fill all places in order need no copy.
-        is_whole = num_places == starts[-1] and sources == places == list(range(num_places))
-        self._moves = None if is_whole else (torch.tensor(sources), torch.tensor(places))
-        is_all = len(rows) == len(self._batch_rows) and table_rows == list(range(len(rows)))
-        self._written = None if is_all else (torch.tensor(table_rows), torch.tensor(present))
+        self._tokens = torch.tensor([starts[row] for row in table_rows])
+        is_all = len(present) == len(self._batch_rows)
+        self._present = None if is_all else torch.tensor(present)
+        is_whole_pass = table_rows == list(range(len(rows)))
+        self._table_rows = None if is_whole_pass else torch.tensor(table_rows)
         return True
+
+    def renew(self) -> None:
+        """Let each request select in its next pass."""
+        self._selected_at.clear()
 
     def _is_due(self, row: int, length: int) -> bool:
         before = self._selected_at.get(row)
@@ -100,28 +99,24 @@ class PassSelection:
         layer: int,  # index among the layers that retrieve
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     ) -> None:
-        """Write a layer's selected blocks into its block tables. The tokens of a request vote."""
-        num_rows, head_dim = len(self._batch_rows), query.shape[-1]
-        if self._moves is not None:
-            sources, places = self._moves
-            # Queries of 0 where there are no tokens: they give all chunks the same votes.
-            padded = query.new_zeros(num_rows * self._query_len, *query.shape[1:])
-            query = padded.index_copy_(0, places, query[sources])
-        grouped = query.view(num_rows, self._query_len, self._num_kv_heads, -1, head_dim)
-        grouped = grouped.transpose(1, 2).flatten(2, 3)
-        summaries = {kind: keys[layer] for kind, keys in self._summaries.items()}
+        """Write a layer's selected blocks into its block tables."""
+        head_dim = query.shape[-1]
+        grouped = query[self._tokens].unflatten(1, (self._num_kv_heads, -1))
+        summaries = {kind: self._of_present(keys[layer]) for kind, keys in self._summaries.items()}
         scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
         if self._is_padded is not None:
-            scores = scores.masked_fill(self._is_padded, float("-inf"))
+            scores = scores.masked_fill(self._of_present(self._is_padded), float("-inf"))
         votes = self._policy.votes(scores, head_dim)
         best = votes.topk(self._num_selected, dim=-1, sorted=False).indices
-        ids = self._one_head_ids.gather(-1, best)
+        ids = self._of_present(self._one_head_ids).gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._num_selected]
-        if self._written is None:
+        if self._table_rows is None:
             selected.copy_(ids)
         else:
-            table_rows, present = self._written
-            selected[table_rows] = ids[present]
+            selected[self._table_rows] = ids
+
+    def _of_present(self, by_row: torch.Tensor) -> torch.Tensor:
+        return by_row if self._present is None else by_row[self._present]
 
 
 def _stack(

@@ -56,7 +56,7 @@ class RetrievalCache:
 
     Args:
         refresh_interval: full passes between two selections; 0 to select inside level 2's passes,
-            each of which replaces the blocks of a ``Selection`` with ``candidates``.
+            some of which replace the blocks of a ``Selection`` with ``candidates``.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
     """
 

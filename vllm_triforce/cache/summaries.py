@@ -125,7 +125,7 @@ TILE = 64
 """Chunks whose summaries ``kernels/pass_selection.py`` scores together."""
 
 
-def num_vote_numbers(max_chunks: int, num_heads: int, num_kv_heads: int, query_len: int) -> int:
+def num_vote_numbers(max_chunks: int, num_heads: int, num_kv_heads: int) -> int:
     """Count the numbers of 4 bytes that ``kernels/pass_selection.py`` keeps for a row."""
     num_tiles = -(-max_chunks // TILE)
-    return num_tiles * (2 * num_heads * query_len + num_kv_heads * TILE)
+    return num_tiles * (2 * num_heads + num_kv_heads * TILE)

@@ -14,7 +14,8 @@ def propose(levels: "Levels", observer: "Observer") -> None:
     The first rejected token is replaced by one drawn from norm(max(p2 - p1, 0)), and the row's
     round ends. If all drafts are accepted, a bonus token is drawn from p2. Each token of the
     proposal is then distributed as p2, and level 3 repeats the test with its own p3 and this p2.
-    Draft tokens without a distribution have a one-hot p1.
+    Draft tokens without a distribution have a one-hot p1. p2 may depend on earlier tokens only,
+    not on the draft that it tests.
     """
     with observer.part("selection"):
         levels.begin()

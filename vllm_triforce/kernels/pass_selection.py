@@ -34,7 +34,7 @@ class PassSelectionV2:
         sparse_tables: [num_layers, max_rows * num_kv_heads, width], int32, whose blocks from the
             second to the last selected one are written.
         num_heads: query heads.
-        query_len: tokens of each row in a pass; those after the drafts have no vote.
+        query_len: tokens of each row in a pass; the first, the newest settled one, votes.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
     """
 
@@ -55,8 +55,7 @@ class PassSelectionV2:
         self._head_strides = head_strides
         self._group = num_heads // self._num_kv_heads
         self._num_tiles = triton.cdiv(block_tables.shape[1], TILE)
-        num_queries = query_len * self._group
-        shape = (rows.max_rows, self._num_kv_heads, num_queries, self._num_tiles, 2)
+        shape = (rows.max_rows, self._num_kv_heads, self._group, self._num_tiles, 2)
         device = block_tables.device
         self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
         """Greatest score, and sum of the exponentials, of each query and tile."""
@@ -77,7 +76,6 @@ class PassSelectionV2:
         """Write the selected blocks of a layer into its block tables."""
         num_rows = len(query) // self._query_len
         values, scales = self._means.values[layer], self._means.scales[layer]
-        num_queries = self._query_len * self._group
         if query.stride(1) != self._head_dim or query.stride(2) != 1:
             query = query.contiguous()
         tensors = (
@@ -97,7 +95,7 @@ class PassSelectionV2:
             NUM_TILES=self._num_tiles,
             QUERY_LEN=self._query_len,
             GROUP=self._group,
-            PADDED_QUERIES=max(16, triton.next_power_of_2(num_queries)),
+            PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             HEAD_DIM=self._head_dim,
             PADDED_DIM=max(16, triton.next_power_of_2(self._head_dim)),
             PADDED_TILES=triton.next_power_of_2(self._num_tiles),
@@ -128,6 +126,7 @@ def _num_candidates(row_ptr):
     length = tl.load(row_ptr + col.LENGTH)
     length_before = length - tl.load(row_ptr + col.NUM_EMITTED)
     is_due = (length == 0) | (length // _TOKENS > length_before // _TOKENS)
+    is_due &= length < tl.load(row_ptr + col.ROOM)
     return tl.where(is_due & (tl.load(row_ptr + col.NUM_SELECTED) < tail), tail, 0)
 
 
@@ -142,21 +141,18 @@ def _votes_kernel(
     block_table_stride,
     table_ptr,
     row_stride,
-    sums_ptr,  # [max_rows, num_kv_heads, QUERY_LEN * GROUP, NUM_TILES, 2], written first
+    sums_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES, 2], written first
     votes_ptr,  # [max_rows, num_kv_heads, NUM_TILES * _CHUNKS], written with HAS_SUMS
     HAS_SUMS: tl.constexpr,
     NUM_TILES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_QUERIES: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_TILES: tl.constexpr,
 ):
-    """Score a tile of chunks, and write its part of each query's softmax, or the chunks' votes.
-
-    Queries are ordered by token, then by head of the group.
-    """
+    """Score a tile of chunks, and write its part of each query's softmax, or the chunks' votes."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
@@ -174,10 +170,9 @@ def _votes_kernel(
     mean_mask = is_candidate[None, :] & (dims[:, None] < HEAD_DIM)
     mean_ptrs = values_ptr + places[None, :] * HEAD_DIM + dims[:, None]
     means = tl.load(mean_ptrs, mask=mean_mask, other=0)
-    queries = tl.arange(0, PADDED_QUERIES)
-    has_vote = queries < (tl.load(row_ptr + col.NUM_DRAFTED) + 1) * GROUP
-    query_offsets = (row * QUERY_LEN + queries // GROUP) * token_stride
-    query_offsets += (head * GROUP + queries % GROUP) * HEAD_DIM
+    queries = tl.arange(0, PADDED_GROUP)
+    has_vote = queries < GROUP
+    query_offsets = row * QUERY_LEN * token_stride + (head * GROUP + queries) * HEAD_DIM
     query_mask = has_vote[:, None] & (dims[None, :] < HEAD_DIM)
     query_ptrs = query_ptr + query_offsets[:, None] + dims[None, :]
     query = tl.load(query_ptrs, mask=query_mask, other=0.0)
@@ -189,7 +184,7 @@ def _votes_kernel(
     scores = tl.where(is_candidate[None, :], scores, float("-inf"))
 
     heads_before = row * tl.num_programs(1) + head
-    sums_ptr += (heads_before * QUERY_LEN * GROUP + queries) * NUM_TILES * 2
+    sums_ptr += (heads_before * GROUP + queries) * NUM_TILES * 2
     if HAS_SUMS:
         tiles = tl.arange(0, PADDED_TILES)
         sums = sums_ptr[:, None] + tiles[None, :] * 2

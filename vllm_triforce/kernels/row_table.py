@@ -52,7 +52,7 @@ class StateColumn(IntEnum):
     LAST_NEWLY_FULL = 23  # the end of these blocks, exclusive
     NUM_DRAFTED = 24  # tokens that level 1 drafted in this round
     NUM_ACCEPTED = 25  # of these, the tokens that level 2 accepted
-    NUM_EMITTED = 26  # tokens that this round added to the proposal
+    NUM_EMITTED = 26  # tokens that the last round added to the proposal
     HAS_NAN = 27  # not 0: logits of this proposal had a NaN
     NUM_ROWS = 28  # rows in use, in row 0; a CUDA graph may have been captured for more
     PROMPT_LEN = 29  # tokens; this and the columns below only if the batch has logits processors

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.model_pass import PassInput, run_model
@@ -222,15 +223,25 @@ class Calibration:
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
-        """Measure a pass of level 2 over a context that is larger than the budget."""
+        """Measure a pass of level 2 over a context that is larger than the budget.
+
+        A pass yields a token at least, so at most one of ``TOKENS_PER_SELECTION`` selects.
+        """
         batch, proposal = self._batch(num_rows, self._context)
         level2, rows = self._speculator.level2, list(range(num_rows))
         level2.begin(batch)
         drafts = [[0] * (num_tokens - 1)] * num_rows
-        seconds = self._timed(lambda: level2.forward(batch, proposal, rows, drafts), repeats)
+
+        def run(selects: bool) -> None:
+            if selects and level2.pass_selection is not None:
+                level2.pass_selection.renew()
+            level2.forward(batch, proposal, rows, drafts)
+
+        runs = {selects: partial(run, selects) for selects in (True, False)}
+        seconds = self._all_timed(runs, repeats)
         for request_id in batch.request_ids:
             level2.release(request_id)
-        return seconds
+        return seconds[False] + (seconds[True] - seconds[False]) / TOKENS_PER_SELECTION
 
     def _first_selection(self, repeats: int) -> float:
         """Measure a request's first selection, in seconds per token of context."""

@@ -68,10 +68,10 @@ class RetrievalLevel:
             for row, selection in enumerate(selections)
             if selection.candidates is not None
         }
-        self._pass_selection = None
+        self.pass_selection = None
         if candidates:
             heads, strides = self.attention.num_kv_heads, self.cache.head_strides
-            self._pass_selection = PassSelection(self.cache.policy, candidates, heads, strides)
+            self.pass_selection = PassSelection(self.cache.policy, candidates, heads, strides)
 
     def forward(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
@@ -89,6 +89,7 @@ class RetrievalLevel:
 
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
+        selection = None
         for group, block_tables in zip(self._groups, batch.block_tables):
             tables = [block_tables[row] for row in rows]
             mapping = inputs.slot_mapping(tables, group.block_size)
@@ -102,7 +103,7 @@ class RetrievalLevel:
                 skipped, sparse_tables = self._skipped, self._sparse_tables
                 if len(rows) < len(batch):
                     skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
-                selection = self._pass_selection
+                selection = self.pass_selection
                 lengths = [len(proposal.token_ids[row]) for row in rows]
                 if selection is not None and not selection.begin_pass(
                     rows, list(map(len, feed)), lengths, sparse_tables

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import LEVELS
@@ -109,7 +110,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BATCH_SIZES = (2, 4, 8)
 _REPEATS = 3
 # Rounds of two proposals; a round takes the difference.
-_FEW_ROUNDS, _MORE_ROUNDS = 1, 3
+# A round yields a token at least: with these, at most one of ``TOKENS_PER_SELECTION`` selects.
+_FEW_ROUNDS, _MORE_ROUNDS = 1, 1 + TOKENS_PER_SELECTION
 
 
 @dataclass

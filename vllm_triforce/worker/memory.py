@@ -38,7 +38,7 @@ def buffer_bytes(
     if config.selects_in_pass:
         selected = query_reqs = 0
         max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
-        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads, config.gamma + 1)
+        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads)
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
         "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),

@@ -19,8 +19,8 @@ class Sizes:
         budget: tokens read, the first chunk and the recent ones included.
         chunk_size: tokens that are kept or dropped together; unused by policies by token.
         recent_tokens: newest tokens, always kept; None is level 2's default.
-        refresh_interval: full passes between two selections, as at level 2; 0 to select by the own
-            queries of tokens after each full pass.
+        refresh_interval: full passes between two selections, as at level 2; 0 to select in its
+            passes.
         tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
 
     Raises:

@@ -19,8 +19,8 @@ class ChunkedPolicy(LabPolicy):
     ``cache/retrieval_cache.py``, which serves requests, selects chunks before full passes of the
     replay, every ``refresh_interval`` passes, with the newest query that the full pass has seen.
     Between two selections the read tokens grow, as at level 2. At an interval of 0,
-    ``cache/pass_selection.py`` selects by the own query of the first token after each full pass,
-    and of every ``TOKENS_PER_SELECTION``-th after that.
+    ``cache/pass_selection.py`` selects for every ``TOKENS_PER_SELECTION`` tokens after a full pass,
+    by the first one's query.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
