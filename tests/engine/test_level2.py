@@ -12,6 +12,7 @@ from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import build
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.selection import Summary
 
 pytestmark = pytest.mark.engine
@@ -164,3 +165,55 @@ def test_retrieval_is_useful_and_beats_streaming(engines, pair):
         kept[selection] = total.level2_acceptance_per_test
     assert kept["retrieval"] >= 0.9, kept
     assert kept["retrieval"] > kept["streaming"] + 0.01, kept
+
+
+def test_what_level2_reads_does_not_depend_on_the_drafts_that_it_tests(
+    engines, pair, text, monkeypatch
+):
+    """Otherwise neither test is exact (``core/loop.py``): the logits after the newest token are the
+    same whatever drafts follow it in the pass."""
+    real, compared = RetrievalLevel.forward, []
+
+    def twice(self, batch, proposal, rows, drafts):
+        def forward(tokens):
+            if self.pass_selection is not None:
+                self.pass_selection.renew()
+            return real(self, batch, proposal, rows, tokens)
+
+        others = [[(token + 100) % 1000 for token in tokens] for tokens in drafts]
+        firsts = [sum(len(tokens) + 1 for tokens in drafts[:i]) for i in range(len(rows))]
+        changed = forward(others)[firsts].clone()
+        logits = forward(drafts)
+        if self.pass_selection is not None and all(drafts):
+            compared.append(float((logits[firsts] - changed).abs().max()))
+        return logits
+
+    monkeypatch.setattr(RetrievalLevel, "forward", twice)
+    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
+    run_counted(llm, [text[:2000], text[2000:3500]], max_tokens=24, temperature=1.0, seed=1)
+    assert len(compared) > 4
+    assert max(compared) < 1e-3
+
+
+def test_a_selection_stays_for_later_passes_when_another_request_is_done(
+    engines, pair, text, monkeypatch
+):
+    real, stays = RetrievalLevel.forward, []
+
+    def watched(self, batch, proposal, rows, drafts):
+        if self.pass_selection is None or len(rows) == len(batch):
+            return real(self, batch, proposal, rows, drafts)
+        self.pass_selection.renew()
+        before = self._sparse_tables.clone()
+        logits = real(self, batch, proposal, rows, drafts)
+        changed = (self._sparse_tables != before).any(-1).any(-1).any(0)
+        others = [row for row in range(len(batch)) if row not in rows]
+        assert not bool(changed[others].any())
+        stays.append(torch.equal(self._sparse_tables[:, rows], self.pass_selection._tables))
+        return logits
+
+    monkeypatch.setattr(RetrievalLevel, "forward", watched)
+    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
+    prompts = [text[:2000], text[2000:3500], text[4000:6000]]
+    run_counted(llm, prompts, max_tokens=32, temperature=1.0, seed=1)
+    assert len(stays) > 2 and all(stays)
