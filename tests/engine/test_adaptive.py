@@ -107,7 +107,7 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
     prompts = [text[i * 150 :][: 40 + 150 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
     before = counters_of(llm)
-    with rolled(llm, seed=12 + 2 * (not with_draft)) as dice:
+    with rolled(llm, seed=13 + (not with_draft)) as dice:
         found = generate(llm, prompts, max_tokens=64)
     counted = counters_of(llm).since(before)
     for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):

@@ -701,7 +701,7 @@ def _calibrated() -> list[Case]:
             "a wrong distribution is noticed",
             "The tests above must be able to fail: level 2's tokens are said to be drawn from a "
             "sharper distribution than they are.",
-            _eight((dict(temperature=1.0),) * 4, 30),
+            _eight((dict(temperature=1.0),) * 4, 44),
             ("not calibrated",),
             source="prompt_lookup",
             keys=EIGHT,

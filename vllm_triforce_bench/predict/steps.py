@@ -29,9 +29,10 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS = 2  # a round of levels 1 and 2
 DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
-# Three launches a layer, within a round's graph, which take as long as 12 (34 to 54 us on an H200).
+# A layer's selection has three launches, which on an H200 take as long as 12 others (34 to 54 us,
+# docs/results.md). On a CPU it has about as many operations.
 PASS_SELECTION_KERNELS = 12
-SELECTED_KERNELS = 3  # launches of a pass that does not select
+IDLE_SELECTION_KERNELS = 3  # a layer, in a pass that does not select
 # Not counted, but read off the code.
 SUMMARY_KERNELS = 5  # a proposal, for mean keys of chunks that became full
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
@@ -241,7 +242,7 @@ class Predictor:
             overhead_s += rounds * self.round_overhead(batch, gamma, has_draft)
             selections = min(rounds, 1 + (k - 1) // TOKENS_PER_SELECTION)
             overhead_s += selections * self.selection_seconds(batch, context)
-            other_kernels = (rounds - selections) * SELECTED_KERNELS * self.model.layers
+            other_kernels = (rounds - selections) * IDLE_SELECTION_KERNELS * self.model.layers
             overhead_s += other_kernels * self.machine.kernel_seconds
             overhead_s += self._launch_s(SUMMARY_KERNELS)
             accepted = acceptance.at(setting.budget)
