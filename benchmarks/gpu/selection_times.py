@@ -1,8 +1,8 @@
-"""Time of a layer's selection inside level 2's pass, in CUDA graphs: its three launches.
+"""Time a layer's selection inside level 2's pass: its three launches, in CUDA graphs.
 
     python -m benchmarks.gpu.selection_times
 
-The chunks must be those with the most votes, up to two at the edge.
+It fails unless the chunks are those with the most votes, up to two at the edge.
 """
 
 import torch
@@ -17,7 +17,7 @@ SHAPES = ((8, 4, 7600, 1), (32, 1, 5000, 1), (9, 1, 470, 32))
 
 
 def selection_us(num_heads: int, group: int, num_chunks: int, num_rows: int) -> float:
-    """Return microseconds of a selection of an eighth of the chunks, at most 256."""
+    """Return the microseconds of selecting an eighth of the chunks, at most 256."""
     device = torch.device("cuda")
     num_selected = min(256, num_chunks // 8)
     means = QuantizedSummaries.allocate((1, num_heads, num_chunks * num_rows, HEAD_DIM), device)

@@ -1,4 +1,4 @@
-"""Selection inside level 2's passes: a layer reads the chunks that its own query scores highest.
+"""Select inside level 2's passes: a layer reads the chunks that its own query scores highest.
 
 Quest (arXiv 2406.10774, section 3.3) selects in this way for every decoded token. Here a selection
 serves ``TOKENS_PER_SELECTION`` tokens of a proposal.
@@ -82,6 +82,9 @@ class PassSelection:
         self._tokens = torch.tensor([starts[row] for row in table_rows])
         is_all = len(present) == len(self._batch_rows)
         self._present = None if is_all else torch.tensor(present)
+        self._present_ids = self._of_present(self._one_head_ids)
+        padded = self._is_padded
+        self._present_padded = None if padded is None else self._of_present(padded)
         is_whole_pass = table_rows == list(range(len(rows)))
         self._table_rows = None if is_whole_pass else torch.tensor(table_rows)
         return True
@@ -91,6 +94,7 @@ class PassSelection:
         self._selected_at.clear()
 
     def _is_due(self, row: int, length: int) -> bool:
+        """Return True if a request selects when its proposal has ``length`` tokens."""
         before = self._selected_at.get(row)
         return before is None or length // TOKENS_PER_SELECTION > before // TOKENS_PER_SELECTION
 
@@ -104,11 +108,11 @@ class PassSelection:
         grouped = query[self._tokens].unflatten(1, (self._num_kv_heads, -1))
         summaries = {kind: self._of_present(keys[layer]) for kind, keys in self._summaries.items()}
         scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
-        if self._is_padded is not None:
-            scores = scores.masked_fill(self._of_present(self._is_padded), float("-inf"))
+        if self._present_padded is not None:
+            scores = scores.masked_fill(self._present_padded, float("-inf"))
         votes = self._policy.votes(scores, head_dim)
         best = votes.topk(self._num_selected, dim=-1, sorted=False).indices
-        ids = self._of_present(self._one_head_ids).gather(-1, best)
+        ids = self._present_ids.gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._num_selected]
         if self._table_rows is None:
             selected.copy_(ids)
@@ -116,6 +120,7 @@ class PassSelection:
             selected[self._table_rows] = ids
 
     def _of_present(self, by_row: torch.Tensor) -> torch.Tensor:
+        """Take the rows of the requests that select in this pass."""
         return by_row if self._present is None else by_row[self._present]
 
 

@@ -24,7 +24,7 @@ _LAST_SHIFT = tl.constexpr(7)
 
 
 class PassSelectionV2:
-    """Selects each layer's chunks by mean keys, with the queries that are about to attend.
+    """Selects each layer's chunks by mean keys, with the query of each row's newest token.
 
     Args:
         means: mean keys of all layers.

@@ -225,7 +225,7 @@ class Calibration:
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
         """Measure a pass of level 2 over a context that is larger than the budget.
 
-        A pass yields a token at least, so at most one of ``TOKENS_PER_SELECTION`` selects.
+        One of ``TOKENS_PER_SELECTION`` passes selects, as where each pass adds one token.
         """
         batch, proposal = self._batch(num_rows, self._context)
         level2, rows = self._speculator.level2, list(range(num_rows))

@@ -109,8 +109,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Batch sizes that measure how attention scales with the number of requests.
 _BATCH_SIZES = (2, 4, 8)
 _REPEATS = 3
-# Rounds of two proposals; a round takes the difference.
-# A round yields a token at least: with these, at most one of ``TOKENS_PER_SELECTION`` selects.
+# Rounds of two proposals; a round takes its share of the difference, which has a selection where
+# each round adds one token.
 _FEW_ROUNDS, _MORE_ROUNDS = 1, 1 + TOKENS_PER_SELECTION
 
 
