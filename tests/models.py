@@ -54,6 +54,63 @@ def make_llama(
     return str(folder)
 
 
+def make_head(
+    folder: Path, target: str, *, draft_vocab: int, layers: tuple[int, ...], seed: int = 0, **keys
+) -> str:
+    """Save a random EAGLE-3 head for a Llama, as ``LlamaForCausalLMEagle3``; return its folder.
+
+    It has the target's embeddings, and drafts tokens 1, 3, 5, ... where it has a smaller
+    vocabulary.
+
+    Args:
+        layers: those before which the target's states are read.
+        keys: further keys of its config.
+    """
+    import json
+
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target)
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "fc": (hidden, len(layers) * hidden),
+        "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * dim),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "lm_head": (draft_vocab, hidden),
+    }
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
+        weights[f"{name}.weight"] = torch.ones(hidden)
+    keys = {"eagle_aux_hidden_state_layer_ids": layers, **keys}
+    if draft_vocab < config.vocab_size:
+        weights["d2t"] = torch.arange(draft_vocab) + 1
+        assert 2 * draft_vocab <= config.vocab_size
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    config = {
+        **config.to_dict(),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab,
+        "tie_word_embeddings": False,
+        **keys,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     """Return token ids of real text that the embedded pair has not seen."""
     text = (PROMPTS / "held_out.txt").read_text()

@@ -4,7 +4,7 @@ import fnmatch
 from dataclasses import dataclass, replace
 from itertools import product
 
-from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.selection import POLICIES
 
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
@@ -80,7 +80,7 @@ def every_case() -> list[Case]:
         for backend in BACKENDS
     ]
     policies = sorted(set(POLICIES) - {"streaming"})
-    ways = product(BACKENDS, sorted(SOURCES), policies, PLANS, KINDS)
+    ways = product(BACKENDS, sorted(SOURCES_V2), policies, PLANS, KINDS)
     # Eager before graphs, which are compared with it.
     cases = [Case(*way, graphs, *kind) for *way, kind in ways for graphs in (False, True)]
     plain = [

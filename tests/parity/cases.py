@@ -103,7 +103,7 @@ LOOKUP = dict(retrieval_budget=128, min_context=GATE)
 
 
 def _small(source: str, **more) -> dict:
-    keys = DRAFT if source == "draft_model" else LOOKUP
+    keys = DRAFT if source in ("draft_model", "eagle3") else LOOKUP
     return dict(source=source, keys=keys, engine=SMALL) | more
 
 
@@ -640,6 +640,66 @@ def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
     )
 
 
+def _heads() -> list[Case]:
+    """A random EAGLE-3 head: what it drafts has next to nothing to do with the target."""
+    head = dict(source="eagle3")
+    return [
+        Case(
+            "head-full vocabulary",
+            "A head may draft each of the target's tokens; sampled tokens have exactly the "
+            "target's distribution.",
+            _eight((dict(temperature=1.0),) * 4, 30),
+            ("calibrated",),
+            model="eight",
+            keys=EIGHT,
+            engine=SMALL | {"max_num_batched_tokens": 2048},
+            **head,
+            at_least={"num_level1_accepted": 1, "num_level2_accepted": 1},
+        ),
+        Case(
+            "head-copy",
+            "The states that a head reads may come from level 2's copy of the target.",
+            (requests(520, 90, 400, max_tokens=10),),
+            level2_model="bfloat16",
+            **_small("eagle3") | head,
+        ),
+        Case(
+            "head-prefix caching",
+            "Where a prompt's start comes from the prefix cache, its states are unknown, and the "
+            "window begins behind it.",
+            tuple((Request(0, n, {"max_tokens": 24}),) for n in (500, 520, 500)),
+            **_small("eagle3", engine=SMALL | {"enable_prefix_caching": True}) | head,
+            at_least={"num_level1_drafted": 3},
+        ),
+        Case(
+            "head-preemption",
+            "Preempted requests come back, and their states with them.",
+            (tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),),
+            ("stock", "preempted", "nothing kept"),
+            **CRAMPED | head,
+        ),
+        Case(
+            "head-adapters",
+            "Requests with LoRA adapters are drafted for by the states of their adapters.",
+            (
+                (
+                    Request(0, 300, {"max_tokens": 10}, adapter=1),
+                    Request(0, 320, {"max_tokens": 10}),
+                    Request(0, 340, {"max_tokens": 10}, adapter=2),
+                ),
+            ),
+            **_small("eagle3", engine=SMALL | ADAPTERS) | head,
+        ),
+        Case(
+            "head-dice",
+            "Whatever is planned for each request in each step, greedy output is stock vLLM's.",
+            (requests(90, 520, 400, 300, max_tokens=16),),
+            dice=1,
+            **_small("eagle3") | head,
+        ),
+    ]
+
+
 def _calibrated() -> list[Case]:
     """Of a vocabulary of eight tokens. Power: where level 3 accepts whatever it gets, 180 tokens
     at T=1 have p < 1e-18."""
@@ -1131,7 +1191,7 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_copies(), *_calibrated(), *_sweeps(), *_joint()]
+    both += [*_dice(), *_in_pass(), *_copies(), *_heads(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
     return both

@@ -13,6 +13,7 @@ from tests.models import (
     held_out_tokens,
     make_adapter,
     make_architecture,
+    make_head,
     make_int8,
     make_llama,
     with_adapter,
@@ -30,6 +31,8 @@ class Model:
     """Folders of LoRA adapters, numbered from 1."""
     level2_models: Mapping[str, str] = field(default_factory=dict)
     """Checkpoints of the target's shape, by name."""
+    head: str = ""
+    """An EAGLE-3 head."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -49,6 +52,9 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     draft_of_eight = make_llama(folder / "draft8", vocab_size=8, num_layers=1, std=0.1, seed=1)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
+    head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
+    # In the order of reading, the state before the first layer is the embedding.
+    head_of_eight = make_head(folder / "head8", eight, draft_vocab=8, layers=(0, 1, 2))
     of_pair, of_eight = (
         tuple(
             make_adapter(folder / f"adapter-{i}-of-{name}", target, seed=i, **how) for i in (1, 2)
@@ -62,6 +68,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
             has_tokenizer=True,
             adapters=of_pair,
             level2_models={"int8": make_int8(folder / "int8", pair[0])},
+            head=head_of_pair,
         ),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
@@ -71,6 +78,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
             _random(8, least=0),
             adapters=of_eight,
             level2_models={"random": random_of_eight},
+            head=head_of_eight,
         ),
         "twelve": Model(twelve["target"], twelve["draft"], joint.make_prompt()),
     }

@@ -11,7 +11,7 @@ from typing import Protocol
 from tests.inside import scheduler_of
 from tests.parity.cases import Case, Request
 from tests.parity.disturbing import watch
-from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,9 @@ def make_job(case: Case, models, stock) -> Job:
         keys["min_context"] = None
     else:
         keys["draft_sources"] = case.source
-        if SOURCES[case.source].needs_model:
+        if case.source == HEAD_SOURCE:
+            keys["model"] = model.head
+        elif SOURCES[case.source].needs_model:
             keys["model"] = model.target if case.drafts_by_target else model.draft
     if name := case.level2_model:
         keys["level2_model"] = model.level2_models.get(name, name)

@@ -60,6 +60,53 @@ class StreamingWindow:
         return len(self._cached) - 1
 
 
+class StateWindow(StreamingWindow):
+    """Window of an EAGLE-3 head, which reads each token with the target's state before it.
+
+    It has no sinks, as heads are trained (vllm-project/speculators): the target's states know the
+    start of the text. After the first drafted token the head's own output stands in for the state.
+    Such tokens are fed again once level 2 has read them, and those of level 2 once a full pass has.
+    """
+
+    def __init__(self, num_recent_tokens: int, capacity: int) -> None:
+        super().__init__(0, num_recent_tokens, capacity)
+        self._num_stated = 0
+        """Number of cached tokens with a state of the target."""
+        self._num_confirmed = 0
+        """Number of those whose state is of a full pass."""
+        self._num_computed = -1
+
+    def advance_to(
+        self,
+        token_ids: np.ndarray,  # [num_tokens], int32
+        num_drafts: int,
+        num_computed: int,
+        first_known: int,
+    ) -> tuple[int, int]:
+        """Move the window to the end of ``token_ids``, with room for drafts after it.
+
+        Args:
+            num_computed: tokens that full passes have read.
+            first_known: first token whose state is known.
+
+        Returns:
+            Position of the first token to feed, and its place in ``token_ids``.
+        """
+        num_tokens, start = len(token_ids), self._start
+        if num_tokens - start + num_drafts > self.capacity or not first_known < start < num_tokens:
+            start = max(first_known + 1, num_tokens - self.num_recent_tokens)
+        window = token_ids[start:]
+        num_kept = min(self._num_stated, len(window) - 1) if start == self._start else 0
+        if num_computed != self._num_computed:
+            num_kept = min(num_kept, self._num_confirmed)
+        mismatches = np.flatnonzero(window[:num_kept] != self._cached[:num_kept])
+        num_kept = int(mismatches[0]) if len(mismatches) else num_kept
+        self._start, self._cached, self._num_computed = start, window, num_computed
+        self._num_stated = len(window)
+        self._num_confirmed = max(0, num_computed + 1 - start)
+        return num_kept, start + num_kept
+
+
 class StreamingCache:
     """Slots of the draft's private KV cache, outside vLLM's KV cache groups.
 

@@ -13,8 +13,10 @@ SOURCES_V2 = Registry(
     group="vllm_triforce.draft_sources_v2",
 )
 
-# Defaults with and without a draft model, the preferred source first.
-_WITH_MODEL, _WITHOUT_MODEL = ("draft_model", "prompt_lookup"), ("prompt_lookup",)
+# Sources that run the draft model, if it is an EAGLE-3 head and if not.
+HEAD_SOURCE, MODEL_SOURCE = "eagle3", "draft_model"
+# Used beside them, and without a draft model.
+_LOOKUP = "prompt_lookup"
 
 
 def parse_sources(draft_sources: str) -> tuple[str, ...]:
@@ -35,7 +37,7 @@ def parse_sources(draft_sources: str) -> tuple[str, ...]:
 
 
 def choose_sources(
-    draft_sources: str | None, model: str | None, can_choose: bool
+    draft_sources: str | None, model: str | None, can_choose: bool, is_head: bool = False
 ) -> tuple[str, ...]:
     """Choose the sources that the engine uses, the preferred one first.
 
@@ -43,14 +45,18 @@ def choose_sources(
         draft_sources: the key ``draft_sources``.
         model: the key ``model``, a draft model.
         can_choose: True if the controller chooses between sources; else one source is used.
+        is_head: True if the draft model is an EAGLE-3 head.
 
     Raises:
-        ValueError: a source needs a draft model and none is given; no source uses the given draft
-            model; several sources are given and ``can_choose`` is False; or no source exists.
+        ValueError: a source needs a draft model and none is given, or one of the other kind; no
+            source uses the given draft model; several sources are given and ``can_choose`` is
+            False; or no source exists.
     """
+    own, other = (HEAD_SOURCE, MODEL_SOURCE) if is_head else (MODEL_SOURCE, HEAD_SOURCE)
     if draft_sources is None:
-        defaults = [name for name in (_WITH_MODEL if model else _WITHOUT_MODEL) if name in SOURCES]
-        if not defaults or (model and _WITH_MODEL[0] not in defaults):
+        wanted = (own, _LOOKUP) if model else (_LOOKUP,)
+        defaults = [name for name in wanted if name in SOURCES]
+        if not defaults or (model and own not in defaults):
             raise ValueError(
                 f"no source of drafts works {'with' if model else 'without'} a draft model. "
                 f"{'Leave out' if model else 'Give'} 'model', or name one of {SOURCES.names} with "
@@ -69,8 +75,11 @@ def choose_sources(
     if model and not with_model:
         raise ValueError(
             f"{setting} does not use the draft model {model!r}. Add a source that does, such as "
-            f"{_WITH_MODEL[0]!r}, or leave 'model' out."
+            f"{own!r}, or leave 'model' out."
         )
+    if other in with_model:
+        kind = "an EAGLE-3 head" if is_head else "no EAGLE-3 head"
+        raise ValueError(f"{setting}: {model!r} is {kind}. Use {own!r} instead of {other!r}.")
     if len(names) > 1 and not can_choose:
         raise ValueError(
             f"{setting}: nothing chooses between sources here (gamma or levels are given, or "

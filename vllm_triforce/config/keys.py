@@ -159,11 +159,13 @@ class Keys:
         "([when](choosing.md#a-copy-for-level-2))",
     )
     num_sink_tokens: int = _key(
-        16,
+        None,
         _LEVEL1,
-        "First tokens of the context that the draft's window keeps (StreamingLLM's sinks)",
+        "First tokens of the context that a draft model's window keeps (StreamingLLM's sinks). "
+        "An EAGLE-3 head's has none",
         unit="tokens",
         low=1,
+        default_text="16",
         change="rarely",
     )
     num_recent_tokens: int = _key(
@@ -247,7 +249,7 @@ class Keys:
         The window grows by at least half of the recent tokens before it is rebuilt.
         """
         growth = max(self.num_recent_tokens // 2, self.num_speculative_tokens + self.gamma + 2)
-        return self.num_sink_tokens + self.num_recent_tokens + growth
+        return (self.num_sink_tokens or 0) + self.num_recent_tokens + growth
 
 
 KEYS: dict[str, tuple[dataclasses.Field, Key]] = {

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
-from vllm_triforce.config.draft_sources import SOURCES, choose_sources, parse_sources
+from vllm_triforce.config.draft_sources import (
+    HEAD_SOURCE,
+    SOURCES,
+    choose_sources,
+    parse_sources,
+)
 from vllm_triforce.config.keys import (
     FIXED_GAMMA,
     FIXED_LENGTH,
@@ -29,7 +34,7 @@ _MAX_FIXED_SHAPE_LENGTH = 12
 # 128,256.
 _MAX_OFFLOAD_LENGTH, _FEW_REQUESTS = 16, 16
 
-_MAX_NGRAM = 8
+_MAX_NGRAM, _NUM_SINKS = 8, 16
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
 _NEVER = 1 << 31
 
@@ -73,6 +78,11 @@ class ResolvedConfig(Keys):
     def sources(self) -> tuple[str, ...]:
         """Sources of drafts, the preferred one first."""
         return tuple(filter(None, self.draft_sources.split(",")))
+
+    @property
+    def has_head(self) -> bool:
+        """True if the draft is an EAGLE-3 head."""
+        return HEAD_SOURCE in self.sources
 
     @property
     def budget(self) -> RetrievalBudget:
@@ -196,6 +206,7 @@ class TriForceConfig(Keys):
         model: str | None = None,
         has_fixed_shapes: bool = False,
         max_num_seqs: int | None = None,
+        is_head: bool = False,
     ) -> "TriForceConfig":
         """Fill in lengths, sources of drafts and the keys that the controller chooses.
 
@@ -204,6 +215,7 @@ class TriForceConfig(Keys):
             model: the draft model, or None.
             has_fixed_shapes: True on Model Runner V2, where gamma is fixed at start.
             max_num_seqs: vLLM's; None if not given.
+            is_head: True if ``model`` is an EAGLE-3 head.
 
         Raises:
             ValueError: the given sources of drafts do not fit these.
@@ -215,17 +227,25 @@ class TriForceConfig(Keys):
             self._check_plain(model)
             return config
         is_gamma_open = "gamma" in config.adaptive_keys
-        sources = choose_sources(self.draft_sources, model, is_gamma_open)
+        sources = choose_sources(self.draft_sources, model, is_gamma_open, is_head)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max} is not used: level 1 drafts from "
                 f"{' and '.join(sources)} here. Leave it out, or add 'prompt_lookup' to "
                 "draft_sources."
             )
+        if is_head and self.num_sink_tokens is not None:
+            raise ValueError(
+                f"num_sink_tokens={self.num_sink_tokens} is not used: the EAGLE-3 head {model!r} "
+                "has a window of recent tokens alone. Leave it out."
+            )
+        num_sinks = None if is_head else self.num_sink_tokens or _NUM_SINKS
         gamma = config.gamma
         if has_fixed_shapes and is_gamma_open and not SOURCES[sources[0]].needs_model:
             gamma = _MAX_GAMMA  # drafts are free, and level 2's reads do not grow with gamma
-        return dataclasses.replace(config, gamma=gamma, draft_sources=",".join(sources))
+        return dataclasses.replace(
+            config, gamma=gamma, draft_sources=",".join(sources), num_sink_tokens=num_sinks
+        )
 
     def _with_lengths(
         self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
@@ -366,6 +386,8 @@ class TriForceConfig(Keys):
             "min_context": min_context,
             # with_defaults() chose the sources, unless no level drafts.
             "draft_sources": config.draft_sources or "",
+            "num_sink_tokens": config.num_sink_tokens
+            or (0 if HEAD_SOURCE in (config.draft_sources or "").split(",") else _NUM_SINKS),
             "prompt_lookup_max": config.prompt_lookup_max or _MAX_NGRAM,
             "max_speculating_seqs": config.max_speculating_seqs
             or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),

@@ -10,6 +10,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.head import is_head
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.vllm_patches import swaps
 
@@ -89,4 +90,9 @@ def loading_draft(draft_model: str) -> Iterator[None]:
 
 def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
     """Run the draft once, to compile it before the first request."""
-    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {})
+    more = {}
+    if is_head(model):
+        dtype = vllm_config.model_config.dtype
+        shape = 2, model.config.hidden_size
+        more["hidden_states"] = torch.zeros(shape, dtype=dtype, device=device)
+    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {}, **more)

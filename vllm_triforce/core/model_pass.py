@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,10 +88,20 @@ def run_model(
     inputs: PassInput,
     attn_metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
-) -> torch.Tensor:  # [num_tokens, hidden_size]
-    """Run a model's forward pass and return its hidden states."""
+    **more: torch.Tensor,
+) -> tuple[torch.Tensor, Any]:
+    """Run a model's forward pass.
+
+    Args:
+        more: further inputs of the model.
+
+    Returns:
+        Hidden states, [num_tokens, hidden_size], and what the model returns beside them: the
+        states of a target's auxiliary layers, those that an EAGLE-3 head feeds back, or None.
+    """
     context = set_forward_context(
         attn_metadata, vllm_config, num_tokens=len(inputs.token_ids), slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
-        return model(input_ids=inputs.token_ids, positions=inputs.positions)
+        output = model(input_ids=inputs.token_ids, positions=inputs.positions, **more)
+    return output if isinstance(output, tuple) else (output, None)

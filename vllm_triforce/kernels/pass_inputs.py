@@ -15,15 +15,30 @@ from vllm_triforce.kernels.rows import Rows
 
 
 class PassInputs:
-    """Inputs of a model's pass, ``query_len`` tokens for each row."""
+    """Inputs of a model's pass, ``query_len`` tokens for each row.
 
-    def __init__(self, max_rows: int, query_len: int, num_seqs: int, device) -> None:
+    Args:
+        hidden: size and dtype of the hidden states that a head reads beside the tokens.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        query_len: int,
+        num_seqs: int,
+        device,
+        hidden: tuple[int, torch.dtype] | None = None,
+    ) -> None:
         num_tokens = max_rows * query_len
         self.query_len = query_len
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.full((num_seqs,), query_len, dtype=torch.int32, device=device)
+        self.hidden: torch.Tensor | None = None
+        if hidden is not None:
+            size, dtype = hidden
+            self.hidden = torch.zeros(num_tokens, size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Calibration:
             self._before_full_pass(
                 [f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows
             )
-        hidden = run_model(self._target, self._vllm_config, inputs, metadata, slots)
+        hidden, _ = run_model(self._target, self._vllm_config, inputs, metadata, slots)
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
@@ -270,6 +270,7 @@ class Calibration:
 
         def draft():
             model.release(request_id)
+            model.prepare_dummy(batch)
             self._run_draft(model, batch, proposal, 1)
 
         seconds = self._timed(draft, repeats)
@@ -279,6 +280,7 @@ class Calibration:
     def _draft(self, model: DraftSource, num_rows: int, repeats: int, num_passes: int = 4) -> float:
         """Measure a pass of the draft."""
         batch, proposal = self._batch(num_rows, self._context)
+        model.prepare_dummy(batch)
         run = partial(self._run_draft, model, batch, proposal, num_passes)
         seconds = self._timed(run, repeats) / num_passes
         for request_id in batch.request_ids:

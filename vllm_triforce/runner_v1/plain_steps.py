@@ -42,6 +42,8 @@ class PlainSteps:
         finds_match: takes a step's ``SchedulerOutput``; True if a request has a match that pays.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
         on_finished: called after the runner has removed finished requests.
+        on_states: takes a step's ``SchedulerOutput`` and the states of the target's auxiliary
+            layers, if a head reads them.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PlainSteps:
         finds_match: Callable[[Any], bool],
         on_new_blocks: Callable[[tuple[list[int], ...]], None],
         on_finished: Callable[[], None],
+        on_states: Callable[[Any, list], None] | None = None,
     ) -> None:
         self._runner = runner
         self._controller = controller
@@ -59,6 +62,7 @@ class PlainSteps:
         self._finds_match = finds_match
         self._on_new_blocks = on_new_blocks
         self._on_finished = on_finished
+        self._on_states = on_states
         self._speculative_config = runner.speculative_config
         self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
         self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
@@ -114,6 +118,8 @@ class PlainSteps:
             self._on_finished()
         if output is not None:  # no tokens will be sampled
             self._restore()
+        elif self._on_states is not None:
+            self._on_states(scheduler_output, self._runner.execute_model_state.aux_hidden_states)
         return output
 
     def sample(self, logits, spec_decode_metadata):

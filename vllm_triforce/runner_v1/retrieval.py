@@ -42,6 +42,9 @@ class RetrievalLevel:
         self._device = device
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
         """Called before each pass with the request ids and the number of tokens of each."""
+        self.after_pass: Callable[..., None] | None = None
+        """Called after each pass with the request ids, first positions and numbers of tokens, and
+        the states of the auxiliary layers, if a head reads them."""
 
     def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
         """Invalidate the summaries of blocks that will be overwritten, by KV cache group."""
@@ -116,7 +119,10 @@ class RetrievalLevel:
                     selection,
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
-        hidden = run_model(self.model, self._vllm_config, inputs, metadata, slots)
+        hidden, aux = run_model(self.model, self._vllm_config, inputs, metadata, slots)
+        if self.after_pass is not None:
+            ids = [batch.request_ids[row] for row in rows]
+            self.after_pass(ids, first_positions, list(map(len, feed)), aux)
         if selection is not None and len(rows) < len(batch):
             self._sparse_tables[:, rows] = sparse_tables  # a copy, in which the layers selected
         return self.model.compute_logits(hidden)

@@ -13,9 +13,11 @@ from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import HEAD_SOURCE
 from vllm_triforce.controller import CostModel, Measurements
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
+from vllm_triforce.core.head import emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
@@ -25,6 +27,7 @@ from vllm_triforce.runner_v1.build import BuiltSpeculator
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
+from vllm_triforce.runner_v1.hidden_states import HiddenStates
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
 from vllm_triforce.runner_v1.resting_matches import RestingMatches
@@ -48,6 +51,8 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._draft_model = draft_model
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
+        if config.has_head:
+            swaps.AUX_STATES.set(runner, True)
         self._requests: dict[str, object] = {}
         """Requests with state in the speculator, by id."""
         self._outcome: tuple[list[int], list[list[int]]] = [], []
@@ -67,7 +72,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         if self._draft_model is None:
             return
         with loading_draft(self._draft_model):
-            self.model = self._get_model()
+            if self.config.has_head:
+                self.model = load_head(target_model, self.vllm_config)
+                emit_states(target_model, self._level2_model.model, self.vllm_config)
+            else:
+                self.model = self._get_model()
         layers = attention_layers(self.vllm_config)
         self.draft_layer_names = layers.keys() - self.target_layers.keys()
 
@@ -110,6 +119,10 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None and not self._level2_model.is_copy:
             speculator.level2.before_pass = self._adapters.before_pass
+        self._states: HiddenStates | None = None
+        if self.config.has_head:
+            self._states = speculator.level1.sources[HEAD_SOURCE].states
+            speculator.level2.after_pass = self._states.replace
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = PlainSteps(
             self._runner,
@@ -118,6 +131,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             RestingMatches(self._runner, self._batch, speculator),
             on_new_blocks=speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
+            on_states=None if self._states is None else self._add_states,
         )
 
     def calibrate(self) -> None:
@@ -329,9 +343,19 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 )
                 self.counters.add_full_pass(num_drafts[row], num_accepted)
 
+    def _add_states(self, scheduler_output, aux: list[torch.Tensor]) -> None:
+        """Keep the hidden states of a full pass."""
+        for request in scheduler_output.scheduled_new_reqs:
+            self._states.release(request.req_id)
+        batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
+        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        self._states.add(batch.req_ids, computed, [scheduled[name] for name in batch.req_ids], aux)
+
     def _forget_finished(self) -> None:
         """Release the state of requests that have left, or whose id has a new owner."""
         running = self._runner.requests
+        if self._states is not None:
+            self._states.keep(running)
         for request_id, request in list(self._requests.items()):
             if running.get(request_id) is not request:
                 self.built.speculator.release(request_id)

@@ -9,6 +9,7 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
+from vllm_triforce.core.head import num_aux_states
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
@@ -17,6 +18,7 @@ from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
+from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.levels import LevelParts, ProposerV2
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -136,6 +138,20 @@ class SpeculatorBuild:
                 self.context.counters.sums,
                 self.rows,
             )
+        self.hidden_states: HiddenStatesV2 | None = None
+        num_states = 0
+        if config.has_head:
+            head, draft_config = draft.model, vllm_config.speculative_config.draft_model_config
+            assert head is not None
+            num_states = num_aux_states(head)
+            self.hidden_states = HiddenStatesV2(
+                head.combine_hidden_states,
+                self.rows,
+                config.window_tokens + num_tokens + 1,
+                draft_config.get_hidden_size(),
+                draft_config.dtype,
+                device,
+            )
         level2 = RetrievalLevelV2(
             self.context,
             level2_model,
@@ -145,6 +161,8 @@ class SpeculatorBuild:
             self.tables,
             None if level2_model.is_copy else self.adapters,
             pool,
+            self.hidden_states,
+            num_states,
         )
         parts = SourcePartsV2(
             self.context,
@@ -152,6 +170,7 @@ class SpeculatorBuild:
             draft.layers,
             platform.draft(),
             runner.req_states.all_token_ids.gpu,
+            self.hidden_states,
         )
         sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
         shape = (self.num_slots, num_tokens, vocab_size)

@@ -3,6 +3,7 @@
 Rows have a fixed shape; both ways begin with ``take_slots()`` and ``init_rows()``.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -46,15 +47,15 @@ class LevelParts:
     draft_logits: DraftLogits
 
 
-def take_slots(parts: LevelParts, batch: BatchV2) -> list[Slot]:
-    """Assign a slot to each row, and clear the NaN flags of new slots."""
-    new_ids = [request_id for request_id in batch.request_ids if request_id not in parts.slots]
-    slots = [parts.slots.take(request_id) for request_id in batch.request_ids]
+def take_slots(slots: Slots, rows: Rows, request_ids: Sequence[str]) -> list[Slot]:
+    """Assign a slot to each request, and clear the NaN flags of new slots."""
+    new_ids = [request_id for request_id in request_ids if request_id not in slots]
+    taken = [slots.take(request_id) for request_id in request_ids]
     if new_ids:
-        indices = [parts.slots.take(request_id).index for request_id in new_ids]
-        disabled = parts.context.rows.slot_disabled
+        indices = [slots.take(request_id).index for request_id in new_ids]
+        disabled = rows.slot_disabled
         disabled.index_fill_(0, async_tensor_h2d(np.array(indices), device=disabled.device), 0)
-    return slots
+    return taken
 
 
 def init_rows(
@@ -104,7 +105,7 @@ class LevelsV2:
 
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
-        slots = take_slots(parts, batch)
+        slots = take_slots(parts.slots, parts.context.rows, batch.request_ids)
         refreshes = parts.level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
         if parts.level1 is not None:
             parts.level1.begin(batch, slots)
@@ -238,7 +239,7 @@ class ProposerV2(Observer):
 
     def _draft_directly(self, source: DraftSourceV2, batch: BatchV2) -> None:
         parts, rows = self._parts, self._parts.context.rows
-        slots = take_slots(parts, batch)
+        slots = take_slots(parts.slots, rows, batch.request_ids)
         source.begin(batch, slots)
         init_rows(parts, batch, slots, [Refresh.UNUSED] * len(batch))
         for round_number in range(int(batch.max_num_rounds.max())):

@@ -96,6 +96,8 @@ class ModelPass:
             buffers with fixed addresses if the pass is captured.
         slots: from a number of rows to slot mappings by layer, under the same condition.
         adapters: None without LoRA.
+        num_states: further hidden states that the model returns: of a target's auxiliary layers, or
+            those that a head feeds back.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ModelPass:
         slots: Callable[[int], dict[str, torch.Tensor]],
         name: str,
         adapters: LevelAdapters | None = None,
+        num_states: int = 0,
     ) -> None:
         self.inputs = inputs
         self.max_rows = len(inputs.token_ids) // inputs.query_len
@@ -119,11 +122,10 @@ class ModelPass:
         self._device = inputs.token_ids.device
         self._metadata = metadata
         self._slots = slots
-        self._hidden = torch.zeros(
-            len(inputs.token_ids),
-            model_config.get_hidden_size(),
-            dtype=model_config.dtype,
-            device=self._device,
+        shape = len(inputs.token_ids), model_config.get_hidden_size()
+        self._hidden, *self.states = (
+            torch.zeros(shape, dtype=model_config.dtype, device=self._device)
+            for _ in range(1 + num_states)
         )
         self._graphs: PassGraphs | None = None
         self._is_within_capture = False
@@ -196,16 +198,19 @@ class ModelPass:
         return graphs.dispatch(num_rows, num_rows * length, length, num_active)
 
     def _forward(self, num_rows: int) -> None:
-        num_tokens = num_rows * self.inputs.query_len
-        hidden = forward(
+        num_tokens, inputs = num_rows * self.inputs.query_len, self.inputs
+        hidden, states = forward(
             self.model,
             self._vllm_config,
-            self.inputs.token_ids[:num_tokens],
-            self.inputs.positions[:num_tokens],
+            inputs.token_ids[:num_tokens],
+            inputs.positions[:num_tokens],
             self._metadata(num_rows),
             self._slots(num_rows),
+            None if inputs.hidden is None else inputs.hidden[:num_tokens],
         )
         self._hidden[:num_tokens].copy_(hidden)
+        for buffer, further in zip(self.states, states):
+            buffer[:num_tokens].copy_(further)
 
 
 def forward(
@@ -215,14 +220,23 @@ def forward(
     positions: torch.Tensor,  # [num_tokens], int64
     metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
-) -> torch.Tensor:  # [num_tokens, hidden_size]
-    """Run a model of levels 1 or 2, hidden from KV connectors."""
+    hidden_states: torch.Tensor | None = None,  # [num_tokens, hidden_size], of a head
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Run a model of levels 1 or 2, hidden from KV connectors.
+
+    Returns:
+        Hidden states, [num_tokens, hidden_size], and further ones (``ModelPass``).
+    """
+    more = {} if hidden_states is None else {"hidden_states": hidden_states}
     context = set_forward_context(
         metadata, vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
-        hidden = model(input_ids=token_ids, positions=positions)
-    return hidden[0] if isinstance(hidden, tuple) else hidden
+        output = model(input_ids=token_ids, positions=positions, **more)
+    if not isinstance(output, tuple):
+        return output, ()
+    hidden, further = output
+    return hidden, [further] if isinstance(further, torch.Tensor) else further
 
 
 @dataclass

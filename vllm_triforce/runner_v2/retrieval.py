@@ -14,6 +14,7 @@ from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
+from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
@@ -100,6 +101,8 @@ class RetrievalLevelV2:
         adapters: None without LoRA, and for a copy of the target, which has none.
         pool: blocks of the layers whose KV cache lies in host memory, which are the last layers;
             None if there are none.
+        hidden_states: where a head reads the states of ``num_states`` auxiliary layers; None
+            without a head.
     """
 
     def __init__(
@@ -112,8 +115,11 @@ class RetrievalLevelV2:
         tables: list[torch.Tensor],
         adapters: LevelAdapters | None = None,
         pool: "RetrievalPool | None" = None,
+        hidden_states: HiddenStatesV2 | None = None,
+        num_states: int = 0,
     ) -> None:
         rows = context.rows
+        self._hidden_states = hidden_states
         self._context = context
         self._model, vllm_config, _ = level2_model
         self._groups = groups
@@ -145,6 +151,7 @@ class RetrievalLevelV2:
             self._slots,
             "level 2 pass",
             adapters,
+            num_states,
         )
         self._dense = [
             DenseLayers(
@@ -203,6 +210,8 @@ class RetrievalLevelV2:
             self.pool,
         )
         hidden = self.model_pass.run(rows.num_rows)
+        if self._hidden_states is not None:
+            self._hidden_states.add_pass(self.model_pass.states, self.model_pass.inputs)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
         if sampling.has_processors:
             logits = self._context.logits_processing.apply(logits, first_place=0)

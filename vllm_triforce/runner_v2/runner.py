@@ -1,6 +1,6 @@
 """TriForce's speculator for Model Runner V2, and the rows that it proposes for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorBuild
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
+from vllm_triforce.runner_v2.levels import take_slots
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.runner_v2.request_flags import RequestFlags, install_request_listener
@@ -261,6 +262,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         proposer = self.built.proposer
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
+        if self.built.hidden_states is not None:
+            self._keep_states(input_batch, aux_hidden_states)
         self._count_full_pass(input_batch, states, num_sampled)
 
         max_tokens = self.num_speculative_steps
@@ -332,15 +335,46 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if not request_ids:
             return
         prefilling = {
-            request_id
-            for request_id, is_prefilling in zip(input_batch.req_ids, input_batch.is_prefilling_np)
+            request_id: num_computed
+            for request_id, num_computed, is_prefilling in zip(
+                input_batch.req_ids,
+                input_batch.num_computed_prefill_tokens_np.tolist(),
+                input_batch.is_prefilling_np,
+            )
             if is_prefilling
         }
         running = self._runner.req_states.req_id_to_index
         for request_id in request_ids:
-            if request_id not in running or request_id in prefilling:
+            is_new = request_id in prefilling and (
+                request_id not in slots or slots.take(request_id).num_read != prefilling[request_id]
+            )
+            if request_id not in running or is_new:
                 slots.release(request_id)
                 self._disabled_requests.discard(request_id)
+
+    def _keep_states(self, input_batch, aux: Sequence[torch.Tensor]) -> None:
+        """Keep the states of a full pass, of requests for which a slot is free."""
+        built, slots, num_reqs = self.built, self.built.slots, input_batch.num_reqs
+        request_ids = input_batch.req_ids[:num_reqs]
+        decodes_plainly = self._flags.decodes_plainly[input_batch.idx_mapping_np[:num_reqs]]
+        kept = {
+            request_id
+            for request_id, plain in zip(request_ids, decodes_plainly)
+            if request_id in slots or not (plain or request_id in self._disabled_requests)
+        }
+        new_ids = [r for r in request_ids if r in kept and r not in slots][: slots.num_free]
+        take_slots(slots, built.rows, new_ids)
+        lengths = input_batch.num_scheduled_tokens[:num_reqs]
+        computed = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() - lengths
+        num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + lengths
+        indices = np.full(num_reqs, -1)
+        for row, request_id in enumerate(request_ids):
+            if request_id in slots:
+                slot = slots.take(request_id)
+                indices[row], slot.num_read = slot.index, int(num_read[row])
+                if request_id in new_ids:
+                    slot.first_known = int(computed[row])
+        built.hidden_states.add_full_pass(aux, input_batch.positions, lengths, indices)
 
     def _count_full_pass(self, input_batch, states, num_sampled) -> None:
         num_drafts = input_batch.num_draft_tokens_per_req

@@ -17,6 +17,10 @@ class Slot:
     """Upper bound of the request's tokens at the selection before that."""
     window_start: int = 0
     """Index of the first recent token in level 1's window."""
+    first_known: int = 0
+    """First position whose hidden state an EAGLE-3 head may read."""
+    num_read: int = -1
+    """Tokens of the prompt that were read with this slot; -1 where none were."""
     window_tokens: int = -1
     """Upper bound of the request's tokens at the last proposal; -1 if the window is invalid."""
 

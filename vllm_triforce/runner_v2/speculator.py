@@ -14,6 +14,7 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.draft_cache import loading_draft
+from vllm_triforce.core.head import emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
@@ -48,6 +49,8 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self._draft_model = draft_model
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
+        if config.has_head:
+            swaps.AUX_STATES.set(runner, True)
 
     # Start-up, in the order of vLLM's calls.
 
@@ -59,6 +62,13 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self.level2_model = load_level2_model(
             self.config.level2_model, target_model, self.target_layers, self.vllm_config
         )
+        if self.config.has_head:
+            emit_states(target_model, self.level2_model.model, self.vllm_config)
+
+    def load_draft_model(self, target_model, target_attn_layer_names: set[str]) -> torch.nn.Module:
+        if self.config.has_head:
+            return load_head(target_model, self.vllm_config)
+        return super().load_draft_model(target_model, target_attn_layer_names)
 
     @property
     def draft_layer_names(self) -> set[str]:

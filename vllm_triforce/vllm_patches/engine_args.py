@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import TriForceConfig, check_draft, checks
+from vllm_triforce.config import TriForceConfig, check_draft, check_head, checks
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2_model import check_level2_model
 from vllm_triforce.config.refusal import refusing
@@ -82,7 +82,10 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
     # On Model Runner V2 the controller runs in our scheduler.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     max_num_seqs = engine_args.max_num_seqs
-    filled = config.with_defaults(can_adapt, draft.get("model"), has_fixed_shapes, max_num_seqs)
+    model, is_head = draft.get("model"), False
+    if model and not config.is_plain:
+        is_head = check_head.is_head(_read_draft_config(draft, engine_args.trust_remote_code))
+    filled = config.with_defaults(can_adapt, model, has_fixed_shapes, max_num_seqs, is_head)
     if engine_args.enable_lora and config.num_speculative_tokens is None:
         max_tokens = max(1, _max_tokens_with_lora(engine_args))
         length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
@@ -211,6 +214,8 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
+        if check_head.is_head(hf_config):
+            check_head.check_head(draft["model"], hf_config, target_model_config)
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model

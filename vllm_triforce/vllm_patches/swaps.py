@@ -64,6 +64,12 @@ _PLAIN_RULES = "vLLM forces the same tokens with speculation and without (Runner
 
 DRAFTER = Swap("GPUModelRunner (V1)", "drafter", _NO_HOOK, _OUT_OF_TREE)
 SPECULATOR = Swap("GPUModelRunner (V2)", "speculator", _NO_HOOK, _OUT_OF_TREE)
+AUX_STATES = Swap(
+    "GPUModelRunner",
+    "use_aux_hidden_state_outputs",
+    "an EAGLE-3 head reads the target's hidden states, as with vLLM's `method=eagle3`",
+    _OUT_OF_TREE,
+)
 DRAFT_TOKENS_HANDLER = Swap(
     "GPUModelRunner (V2)",
     "draft_tokens_handler",

@@ -46,10 +46,18 @@ def buffer_bytes(
         "queries": query_reqs * num_layers * num_heads * head_dim * itemsize,
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
+        "the head's states": seqs * _state_bytes(config, vllm_config) if config.has_head else 0,
     }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
     return bytes_by_purpose
+
+
+def _state_bytes(config: ResolvedConfig, vllm_config) -> int:
+    """Return the bytes of the hidden states that a head may read of a request."""
+    draft_config = vllm_config.speculative_config.draft_model_config
+    num_positions = config.window_tokens + config.num_speculative_tokens + 1
+    return num_positions * draft_config.get_hidden_size() * draft_config.dtype.itemsize
 
 
 def _itemsizes(vllm_config) -> tuple[int, int]:

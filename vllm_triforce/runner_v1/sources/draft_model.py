@@ -1,5 +1,7 @@
 """Draft model over a window of sink tokens and recent tokens (paper, section 4.1)."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,17 @@ from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 _MAX_FREE_TOKENS = 16
 
 _ALWAYS = Match()
+
+
+@dataclass
+class Feed:
+    """What a row of a pass reads."""
+
+    token_ids: list[int]
+    position: int
+    """Of the first token, in the window."""
+    hidden: torch.Tensor | None = None
+    """[num_tokens, hidden_size], a head's input beside the tokens."""
 
 
 class DraftModel(DraftSource):
@@ -85,17 +98,11 @@ class DraftModel(DraftSource):
             self.num_uncached_tokens(ids[i], len(batch.token_ids[rows[i]])) for i in active
         ]
         draft.num_catch_up_tokens = sum(n for n in num_uncached if n > _MAX_FREE_TOKENS)
-        feed, first_positions = [], []
-        for i in active:
-            window = self._windows.setdefault(ids[i], StreamingWindow(*self._window_sizes))
-            token_ids = batch.context(proposal, rows[i])
-            position, tokens = window.advance(token_ids, max_tokens[i])
-            feed.append(tokens.tolist())
-            first_positions.append(position)
+        feed = [self._advance(batch, proposal, rows[i], max_tokens[i]) for i in active]
         # One pass per token. Rows drop out when they have their tokens.
         while active:
-            slots = [self.cache.slot(ids[i]) for i in active]
-            logits = self._forward(feed, first_positions, slots)
+            logits, outputs = self._forward(feed, [self.cache.slot(ids[i]) for i in active])
+            hidden = dict(zip(active, outputs))
             places = ((rows[i], draft.token_ids[i]) for i in active)
             logits = process_logits(logits, batch, proposal, places)
             self._sample(logits, active, sampling, noise, draft)
@@ -104,15 +111,25 @@ class DraftModel(DraftSource):
                 for i in active
                 if len(draft.token_ids[i]) < max_tokens[i] and i not in draft.nan_rows
             ]
-            feed = [[draft.token_ids[i][-1]] for i in active]
-            first_positions = [
-                self._windows[ids[i]].append(tokens[0]) for i, tokens in zip(active, feed)
+            newest = [draft.token_ids[i][-1] for i in active]
+            feed = [
+                Feed([token], self._windows[ids[i]].append(token), hidden[i])
+                for i, token in zip(active, newest)
             ]
         return draft
 
+    def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
+        """Move a row's window to the end of its context, and return what the window lacks."""
+        window = self._windows.setdefault(batch.request_ids[row], self._new_window())
+        position, tokens = window.advance(batch.context(proposal, row), num_drafts)
+        return Feed(tokens.tolist(), position)
+
+    def _new_window(self) -> StreamingWindow:
+        return StreamingWindow(*self._window_sizes)
+
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
         """Return how many tokens the draft must read to draft after ``num_tokens`` tokens."""
-        window = self._windows.get(request_id) or StreamingWindow(*self._window_sizes)
+        window = self._windows.get(request_id) or self._new_window()
         return window.num_uncached_tokens(num_tokens)
 
     @property
@@ -141,20 +158,33 @@ class DraftModel(DraftSource):
         self._windows.pop(request_id, None)
         self.cache.release(request_id)
 
-    def _forward(self, feed, first_positions, slots) -> torch.Tensor:
-        """Compute the logits after each row's last token, [num_rows, vocab_size]."""
-        inputs = PassInput.from_rows(feed, first_positions, self._device)
+    def _forward(
+        self, feed: list[Feed], slots: list[int]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        """Run a pass.
+
+        Returns:
+            The logits after each row's last token, [num_rows, vocab_size], and what the model
+            reads beside the next token, [1, hidden_size], of each row.
+        """
+        inputs = PassInput.from_rows(
+            [row.token_ids for row in feed], [row.position for row in feed], self._device
+        )
         table = self.cache.block_table[slots]
         mapping = inputs.slot_mapping(self.cache.host_table[slots], self.cache.block_size)
         metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
-        hidden = run_model(
+        states = [row.hidden for row in feed if row.hidden is not None]
+        hidden, feedback = run_model(
             self.model,
             self._vllm_config,
             inputs,
             dict.fromkeys(self._layers, metadata),
             dict.fromkeys(self._layers, mapping),
+            **({"hidden_states": torch.cat(states)} if states else {}),
         )
-        return self.model.compute_logits(hidden[inputs.query_start_loc[1:] - 1])
+        last = inputs.query_start_loc[1:] - 1
+        outputs = [None] * len(feed) if feedback is None else feedback[last].split(1)
+        return self.model.compute_logits(hidden[last]), outputs
 
     def _sample(self, logits, active, sampling, noise, draft: Draft) -> None:
         """Append a token to each active row of ``draft``; mark rows with a NaN."""

@@ -128,6 +128,9 @@ class DraftSource(ABC):
         """Return how many tokens the source must read to draft after ``num_tokens`` tokens."""
         return 0
 
+    def prepare_dummy(self, batch: DraftBatch) -> None:  # noqa: B027
+        """Make drafts for dummy requests possible, whose time is measured at start-up."""
+
     @property
     def num_requests(self) -> int:
         """Number of requests with state in the source."""

@@ -24,6 +24,7 @@ from vllm_triforce.kernels.pass_inputs import (
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, forward, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.slots import Slot
@@ -38,6 +39,7 @@ class WindowRebuild:
         build_metadata: from (query_start_loc, seq_lens, block_table, max_seq_len) to attention
             metadata by layer.
         max_tokens: tokens of one pass, unless a single window has more.
+        hidden_states: what a head reads beside the tokens; None for other drafts.
     """
 
     model: Any
@@ -47,6 +49,7 @@ class WindowRebuild:
     build_metadata: Callable
     max_tokens: int
     device: torch.device
+    hidden_states: HiddenStatesV2 | None = None
 
     def __call__(
         self,
@@ -94,6 +97,10 @@ class WindowRebuild:
             self.cache.block_table[async_tensor_h2d([w[1] for w in windows], self.device)],
             max(lens),
         )
+        hidden = None
+        if self.hidden_states is not None:
+            slots = slot_mapping // (block_size * self.cache.blocks_per_slot)
+            hidden = self.hidden_states.before(slots, indices)
         forward(
             self.model,
             self.vllm_config,
@@ -101,6 +108,7 @@ class WindowRebuild:
             positions,
             metadata,
             dict.fromkeys(self.layer_names, slot_mapping),
+            hidden,
         )
 
 
@@ -131,7 +139,10 @@ class DraftModelV2(DraftSourceV2):
         self._rows = rows
         self._context = context
         self._all_token_ids = parts.all_token_ids
+        self._hidden_states = parts.hidden_states
         self._num_sinks, self._num_recent = config.num_sink_tokens, config.num_recent_tokens
+        if parts.hidden_states is not None:
+            self._num_sinks = 0  # as in StateWindow
         self._capacity = config.window_tokens
         # Block tables by row, at a fixed address: a graph is replayed for any slots.
         self._tables = torch.zeros_like(self.cache.block_table)
@@ -143,6 +154,7 @@ class DraftModelV2(DraftSourceV2):
             attention.ragged,
             vllm_config.scheduler_config.max_num_batched_tokens,
             context.device,
+            parts.hidden_states,
         )
         self._scrubber = NanScrubber(
             [layer.kv_cache for layer in layers.values()], self.cache.block_size, context.device
@@ -184,8 +196,9 @@ class DraftModelV2(DraftSourceV2):
         for row, slot in enumerate(slots):
             newest = int(batch.max_computed_tokens[row])
             window_len = self._num_sinks + newest + 1 - slot.window_start + growth
-            if slot.window_tokens < 0 or window_len > self._capacity:
-                slot.window_start = max(self._num_sinks, newest + 1 - self._num_recent)
+            first = max(self._num_sinks, slot.first_known + 1 if self._hidden_states else 0)
+            if slot.window_tokens < 0 or window_len > self._capacity or slot.window_start < first:
+                slot.window_start = max(first, newest + 1 - self._num_recent)
                 stale.append((int(batch.states[row]), slot, newest))
             slot.window_tokens = newest
         if stale:
@@ -212,10 +225,18 @@ class DraftModelV2(DraftSourceV2):
         prepare_window_inputs(
             rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
         )
+        if self._hidden_states is not None:
+            inputs = first_pass.inputs
+            self._hidden_states.gather(inputs.query_len, num_padded_rows, inputs.hidden)
         self._draw(sampling, first_pass.run(rows.num_rows)[:, -1], 0)
-        seq_lens = first_pass.inputs.seq_lens
+        seq_lens, last_pass = first_pass.inputs.seq_lens, first_pass
         for step in range(1, rows.gamma):
             num_padded_rows = self._step_pass.padded_rows(rows.num_rows)
+            if self._hidden_states is not None:  # the head's own output
+                length = last_pass.inputs.query_len
+                output = last_pass.states[0][: rows.num_rows * length]
+                self._step_pass.inputs.hidden[: rows.num_rows].copy_(output[length - 1 :: length])
+                last_pass = self._step_pass
             self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(seq_lens[: rows.num_rows])
             seq_lens = self._step_pass.inputs.seq_lens
             prepare_draft_inputs(rows, self._step_pass.inputs, num_padded_rows, step, window)
@@ -247,7 +268,10 @@ class DraftModelV2(DraftSourceV2):
         """Build a pass of ``query_len`` tokens a row over the draft's cache."""
         vllm_config, max_rows = self._context.vllm_config, self._rows.max_rows
         capacity = self.cache.blocks_per_slot * self.cache.block_size
-        inputs = PassInputs(max_rows, query_len, max_rows, self._context.device)
+        draft_config = vllm_config.speculative_config.draft_model_config
+        has_head = self._hidden_states is not None
+        hidden = (draft_config.get_hidden_size(), draft_config.dtype) if has_head else None
+        inputs = PassInputs(max_rows, query_len, max_rows, self._context.device, hidden)
 
         def metadata(num_rows: int) -> dict:
             seq_lens, tables = inputs.seq_lens[:num_rows], self._tables[:num_rows]
@@ -257,5 +281,13 @@ class DraftModelV2(DraftSourceV2):
             mapping = inputs.slot_mapping[: num_rows * query_len]
             return dict.fromkeys(attention.layer_names, mapping)
 
-        draft_config = vllm_config.speculative_config.draft_model_config
-        return ModelPass(self._model, vllm_config, inputs, draft_config, metadata, slots, name)
+        return ModelPass(
+            self._model,
+            vllm_config,
+            inputs,
+            draft_config,
+            metadata,
+            slots,
+            name,
+            num_states=has_head,
+        )

@@ -9,6 +9,7 @@ import torch
 from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
+from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.slots import Slot
 
 
@@ -21,6 +22,7 @@ class SourcePartsV2:
         draft_layers: attention layers of the draft by name.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
         all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
+        hidden_states: what an EAGLE-3 head reads beside the tokens; None without one.
     """
 
     context: ProposalContext
@@ -28,6 +30,7 @@ class SourcePartsV2:
     draft_layers: dict[str, Any]
     draft_attention: Any
     all_token_ids: torch.Tensor
+    hidden_states: HiddenStatesV2 | None = None
 
 
 class DraftSourceV2(ABC):

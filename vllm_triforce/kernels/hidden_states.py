@@ -1,0 +1,90 @@
+"""Copies of the target's hidden states between passes and the ring of each slot."""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.rows import Rows
+
+_BLOCK = 512
+
+
+def store_states(
+    ring: torch.Tensor,  # [num_slots, capacity, hidden_size], written
+    states: torch.Tensor,  # [num_tokens, hidden_size]
+    slots: torch.Tensor,  # [num_tokens], int; negative where a state is dropped
+    positions: torch.Tensor,  # [num_tokens], int64
+) -> None:
+    """Store the states of tokens at their positions, modulo the ring's capacity."""
+    hidden_size = states.shape[1]
+    grid = len(states), triton.cdiv(hidden_size, _BLOCK)
+    _store_kernel[grid](
+        ring, states, states.stride(0), slots, positions, ring.shape[1], hidden_size, BLOCK=_BLOCK
+    )
+
+
+def gather_states(
+    rows: Rows,
+    ring: torch.Tensor,  # [num_slots, capacity, hidden_size]
+    query_len: int,
+    padded_rows: int,
+    out: torch.Tensor,  # [padded_rows * query_len, hidden_size], written
+) -> None:
+    """Gather the state before each of the newest ``query_len`` tokens of each row.
+
+    Those of padding rows, and of tokens before the first, are not written.
+    """
+    hidden_size = ring.shape[2]
+    grid = padded_rows * query_len, triton.cdiv(hidden_size, _BLOCK)
+    _gather_kernel[grid](
+        rows.table, rows.stride, ring, out, query_len, ring.shape[1], hidden_size, BLOCK=_BLOCK
+    )
+
+
+@triton.jit
+def _store_kernel(
+    ring_ptr,
+    states_ptr,
+    state_stride,
+    slots_ptr,
+    positions_ptr,
+    capacity,
+    hidden_size,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    place = slot * capacity + tl.load(positions_ptr + token) % capacity
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = number < hidden_size
+    states = tl.load(states_ptr + token.to(tl.int64) * state_stride + number, mask=mask)
+    tl.store(ring_ptr + place * hidden_size + number, states, mask=mask)
+
+
+@triton.jit
+def _gather_kernel(
+    table_ptr,
+    row_stride,
+    ring_ptr,
+    out_ptr,
+    query_len,
+    capacity,
+    hidden_size,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0)
+    row = token // query_len
+    if row >= tl.load(table_ptr + col.NUM_ROWS):
+        return
+    row_ptr = table_ptr + row * row_stride
+    newest = tl.load(row_ptr + col.COMPUTED) + tl.load(row_ptr + col.LENGTH)
+    position = newest - query_len + token % query_len
+    if position < 0:
+        return
+    place = tl.load(row_ptr + col.SLOT).to(tl.int64) * capacity + position % capacity
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = number < hidden_size
+    states = tl.load(ring_ptr + place * hidden_size + number, mask=mask)
+    tl.store(out_ptr + token.to(tl.int64) * hidden_size + number, states, mask=mask)

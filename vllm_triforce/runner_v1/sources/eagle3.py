@@ -1,0 +1,68 @@
+"""EAGLE-3 head over a window of recent tokens (arXiv 2503.01840)."""
+
+from vllm_triforce.cache.streaming import StateWindow
+from vllm_triforce.core.head import num_aux_states
+from vllm_triforce.runner_v1.hidden_states import HiddenStates
+from vllm_triforce.runner_v1.sources.draft_model import DraftModel, Feed
+from vllm_triforce.runner_v1.sources.source import Match
+
+_ALWAYS = Match()
+
+
+class Eagle3(DraftModel):
+    """Drafts with a head that reads the target's hidden states beside the tokens.
+
+    Where a prompt's start was found in the prefix cache, its states are unknown, and the window
+    begins behind it.
+    """
+
+    name = "eagle3"
+    prior_acceptance = (0.5,)
+
+    states: HiddenStates
+    """Filled by the runner, from full passes and from those of level 2."""
+
+    @classmethod
+    def build(cls, parts) -> "Eagle3":
+        source = super().build(parts)
+        config = parts.config
+        source.states = HiddenStates(
+            parts.draft.combine_hidden_states,
+            parts.vllm_config.model_config.dtype,
+            config.window_tokens + config.num_speculative_tokens + 1,
+        )
+        return source
+
+    def find_matches(self, batch, proposal, rows) -> list[Match | None]:
+        return [_ALWAYS if batch.request_ids[row] in self.states else None for row in rows]
+
+    def _new_window(self) -> StateWindow:
+        _, num_recent, capacity = self._window_sizes
+        return StateWindow(num_recent, capacity)
+
+    def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
+        request_id, token_ids = batch.request_ids[row], batch.context(proposal, row)
+        window = self._windows.setdefault(request_id, self._new_window())
+        position, first = window.advance_to(
+            token_ids,
+            num_drafts,
+            batch.num_computed_tokens[row],
+            self.states.first_known(request_id),
+        )
+        states = self.states.take(request_id, first - 1, len(token_ids) - 1)
+        return Feed(token_ids[first:].tolist(), position, states)
+
+    def prepare_dummy(self, batch) -> None:
+        config = self.model.config
+        for request_id, num_computed in zip(batch.request_ids, batch.num_computed_tokens):
+            width = getattr(config, "target_hidden_size", None) or config.hidden_size
+            num_aux = num_aux_states(self.model)
+            self.states.add_zeros(request_id, num_computed, num_aux, width)
+
+    @property
+    def num_requests(self) -> int:
+        return max(super().num_requests, len(self.states))
+
+    def release(self, request_id: str) -> None:
+        super().release(request_id)
+        self.states.release(request_id)
