@@ -13,7 +13,7 @@ level 1 the head sees a window of the context, so it trains inside one too.
     python examples/train_head --target build/smollm2/gqa --work build/head eval
     python examples/train_head --target build/smollm2/gqa --work build/head export --out head
 
-Any Llama-like target of vLLM and transformers will do. `states` and `train` continue where they
-were stopped. The folder that `export` writes is a `LlamaForCausalLMEagle3` checkpoint, which vLLM
-loads as well (`"method": "eagle3"`).
+Any Llama-like target of vLLM and transformers will do. `answers`, `states` and `train` continue
+where they were stopped. The folder that `export` writes is a `LlamaForCausalLMEagle3` checkpoint,
+which vLLM loads as well (`"method": "eagle3"`).
 """

@@ -17,6 +17,8 @@ QUESTIONS = (
     "What would a beginner find hard here? Explain it with an example.",
 )
 TEMPERATURES = (0.0, 0.7, 1.0, 1.0)
+# Answers that are written together.
+GROUP = 32
 
 
 def write_documents(
@@ -77,33 +79,37 @@ def write_answers(
         target,
         dtype="float32",
         max_model_len=num_excerpt + num_tokens + 256,
-        max_num_seqs=32,
+        max_num_seqs=GROUP,
         kv_cache_memory_bytes=4 << 30,
         enforce_eager=True,
     )
-    tokenizer, rng = llm.get_tokenizer(), random.Random(1)
-    prompts, params = [], []
-    for i in range(num_answers):
-        tokens = documents[i % len(documents)]["tokens"]
-        start = rng.randrange(max(1, len(tokens) - num_excerpt))
-        excerpt = tokens[start : start + num_excerpt]
-        if i % 2:
-            text = f"{tokenizer.decode(excerpt)}\n\n{QUESTIONS[i // 2 % len(QUESTIONS)]}"
-            messages = [{"role": "user", "content": text}]
-            excerpt = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        prompts.append(excerpt)
-        temperature = TEMPERATURES[i // 2 % len(TEMPERATURES)]
-        params.append(SamplingParams(temperature=temperature, max_tokens=num_tokens))
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-    rows = [
+    tokenizer, path = llm.get_tokenizer(), work / "answers.jsonl"
+    first = len(read(path)) if path.exists() else 0
+    while first < num_answers:
+        prompts, params = [], []
+        for i in range(first, min(first + GROUP, num_answers)):
+            tokens, rng = documents[i % len(documents)]["tokens"], random.Random(i)
+            start = rng.randrange(max(1, len(tokens) - num_excerpt))
+            excerpt = tokens[start : start + num_excerpt]
+            if i % 2:
+                question = QUESTIONS[i // 2 % len(QUESTIONS)]
+                text = f"{tokenizer.decode(excerpt)}\n\n{question}"
+                excerpt = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}],
+                    add_generation_prompt=True,
+                    return_dict=True,
+                )["input_ids"]
+            prompts.append(excerpt)
+            temperature = TEMPERATURES[i // 2 % len(TEMPERATURES)]
+            params.append(SamplingParams(temperature=temperature, max_tokens=num_tokens))
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         # Half of the prompt is learnt from as well: it costs the same.
-        {"tokens": [*prompt, *output.outputs[0].token_ids], "begin": len(prompt) // 2}
-        for prompt, output in zip(prompts, outputs)
-    ]
-    rng.shuffle(rows)
-    _write(work / "answers.jsonl", rows)
+        rows = [
+            {"tokens": [*prompt, *output.outputs[0].token_ids], "begin": len(prompt) // 2}
+            for prompt, output in zip(prompts, outputs)
+        ]
+        _write(path, rows, "a")
+        first += len(prompts)
 
 
 def read(path: Path) -> list[dict]:
@@ -127,6 +133,7 @@ def _files(path: Path) -> list[Path]:
     return [f for f in files if f.is_file()]
 
 
-def _write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def _write(path: Path, rows: list[dict], mode: str = "w") -> None:
+    with path.open(mode) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     print(f"{path}: {len(rows)} sequences, {sum(len(r['tokens']) for r in rows):,} tokens")

@@ -103,6 +103,25 @@ RUNNER_V1: list[Surface] = [
     has("sampling_params.py", "SamplingParams", "max_tokens min_p seed", V1),
 ]
 
+HEAD, STATES2 = "vllm_triforce/core/head.py", "vllm_triforce/runner_v2/hidden_states.py"
+EAGLE, EAGLE3 = "v1/worker/gpu/spec_decode/eagle/utils.py", "model_executor/models/llama_eagle3.py"
+HEADS: list[Surface] = [
+    calls(EAGLE, "load_eagle_model", "target_model, vllm_config", HEAD),
+    calls("v1/worker/gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config", "spec_config", HEAD),
+    has("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers get_eagle3_default_aux_hidden_state_layers", HEAD),
+    has(EAGLE3, "Eagle3LlamaForCausalLM", "combine_hidden_states compute_logits", HEAD),
+    overrides(EAGLE3, "Eagle3LlamaForCausalLM.forward", "self, input_ids, positions, hidden_states, inputs_embeds=", HEAD),
+    has(EAGLE3, "LlamaModel", "num_aux_hidden_states", HEAD),
+    calls("model_executor/model_loader/utils.py", "get_model_cls", "model_config", "vllm_triforce/config/check_head.py"),
+    has(RUNNER, "GPUModelRunner", "use_aux_hidden_state_outputs execute_model_state", V1),
+    has(RUNNER, "ExecuteModelState", "aux_hidden_states", OFF),
+    does(RUNNER, "GPUModelRunner.execute_model", "self.execute_model_state =", OFF),
+    has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu", V1),
+    has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs", OURS2),
+    overrides(ALONE2, "StandaloneARSpeculator.load_draft_model", "self, target_model, target_attn_layer_names", OURS2),
+    has("v1/worker/gpu/input_batch.py", "InputBatch", "positions", STATES2),
+]
+
 RUNNER_V2: list[Surface] = [
     derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", OURS2),
     calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", OURS2),
@@ -312,4 +331,4 @@ BUILDING: list[Surface] = [
     calls("utils/torch_utils.py", "weak_ref_tensor", "tensor", "vllm_triforce/runner_v2/passes.py"),
 ]
 
-TABLE = WORKERS + RUNNER_V1 + RUNNER_V2 + BUILDING
+TABLE = WORKERS + RUNNER_V1 + HEADS + RUNNER_V2 + BUILDING

@@ -106,6 +106,7 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, se
         proposer=proposer,
         slots=slots,
         adapters=None,
+        hidden_states=None,
         logits_processing=None,
         tables=None,
         rows=SimpleNamespace(

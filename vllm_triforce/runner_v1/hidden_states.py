@@ -1,7 +1,6 @@
 """The target's hidden states that an EAGLE-3 head reads, for each request."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 import torch
 
@@ -9,16 +8,42 @@ import torch
 _MAX_PENDING = 64
 
 
-@dataclass
-class _States:
+class RequestStates:
     """States of one request, known from position ``first`` to ``end - 1``."""
 
-    first: int
-    end: int
-    pending: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """First position and states, [num_tokens, num_aux * hidden_size], oldest first."""
-    fused: torch.Tensor | None = None
-    """[capacity, hidden_size], a ring by position."""
+    def __init__(self, position: int, capacity: int) -> None:
+        self.first = self.end = position
+        self._capacity = capacity
+        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._fused: torch.Tensor | None = None
+        """[capacity, hidden_size], a ring by position."""
+
+    def add(self, first: int, length: int, kept: torch.Tensor) -> int:
+        """Add a pass over ``length`` tokens; return how many passes are to be fused.
+
+        Args:
+            kept: those of the newest tokens, [num_kept, num_aux * hidden_size].
+        """
+        if first > self.end:  # those between were computed elsewhere
+            self.first = first
+        self.end = first + length
+        self.first = max(self.first, self.end - self._capacity)
+        self._pending.append((self.end - len(kept), kept))
+        return len(self._pending)
+
+    def fused(self, fuse: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Fuse what is pending, and return the ring."""
+        parts = [part for _, part in self._pending]
+        if parts:
+            fused = fuse(torch.cat(parts))
+            if self._fused is None:
+                self._fused = fused.new_zeros(self._capacity, fused.shape[1])
+            rows = fused.split([len(part) for part in parts])
+            for (first, part), states in zip(self._pending, rows):
+                self._fused[torch.arange(first, first + len(part)) % self._capacity] = states
+            self._pending.clear()
+        assert self._fused is not None
+        return self._fused
 
 
 class HiddenStates:
@@ -38,10 +63,10 @@ class HiddenStates:
         dtype: torch.dtype,
         capacity: int,
     ) -> None:
-        self._fuse_states = fuse
         self._dtype = dtype
+        self._fuse = lambda states: fuse(states.to(dtype))
         self._capacity = capacity
-        self._requests: dict[str, _States] = {}
+        self._requests: dict[str, RequestStates] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -59,7 +84,7 @@ class HiddenStates:
         """Add the states of a full pass, whose tokens are those of the requests in turn."""
         for request_id, first in zip(request_ids, first_positions):
             if request_id not in self._requests:
-                self._requests[request_id] = _States(first, first)
+                self._requests[request_id] = RequestStates(first, self._capacity)
         self.replace(request_ids, first_positions, lengths, aux)
 
     def replace(
@@ -74,18 +99,14 @@ class HiddenStates:
         joined = torch.cat(aux, -1) if is_small else None
         begin = 0
         for request_id, first, length in zip(request_ids, first_positions, lengths):
-            end, num_kept = first + length, min(length, self._capacity)
+            num_kept = min(length, self._capacity)
             rows = slice(begin + length - num_kept, begin + length)
             begin += length
             if (states := self._requests.get(request_id)) is None:
                 continue
-            if first > states.end:  # others were computed elsewhere
-                states.first = first
-            states.first, states.end = max(states.first, end - self._capacity), end
             kept = torch.cat([a[rows] for a in aux], -1) if joined is None else joined[rows]
-            states.pending.append((end - num_kept, kept))
-            if len(states.pending) > _MAX_PENDING:
-                self._fuse(states)
+            if states.add(first, length, kept) > _MAX_PENDING:
+                states.fused(self._fuse)
 
     def first_known(self, request_id: str) -> int:
         """Return the first position from which on all states are known."""
@@ -93,26 +114,8 @@ class HiddenStates:
 
     def take(self, request_id: str, first: int, end: int) -> torch.Tensor:
         """Return the fused states at positions ``first`` to ``end - 1``, [num, hidden_size]."""
-        states = self._requests[request_id]
-        self._fuse(states)
-        assert states.fused is not None
-        return states.fused[self._places(first, end)]
-
-    def _fuse(self, states: _States) -> None:
-        """Fuse what is pending."""
-        if not states.pending:
-            return
-        parts = [part for _, part in states.pending]
-        fused = self._fuse_states(torch.cat(parts).to(self._dtype))
-        if states.fused is None:
-            states.fused = fused.new_zeros(self._capacity, fused.shape[1])
-        for (first, part), rows in zip(states.pending, fused.split([len(part) for part in parts])):
-            states.fused[self._places(first, first + len(part))] = rows
-        states.pending.clear()
-
-    def _places(self, first: int, end: int) -> torch.Tensor:
-        """Return the rows of ``_States.fused`` of positions ``first`` to ``end - 1``."""
-        return torch.arange(first, end) % self._capacity
+        ring = self._requests[request_id].fused(self._fuse)
+        return ring[torch.arange(first, end) % self._capacity]
 
     def add_zeros(self, request_id: str, end: int, num_aux: int, hidden_size: int) -> None:
         """Add the newest states of a dummy request with ``end`` tokens."""

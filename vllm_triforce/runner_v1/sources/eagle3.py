@@ -19,26 +19,21 @@ class Eagle3(DraftModel):
     name = "eagle3"
     prior_acceptance = (0.5,)
 
-    states: HiddenStates
-    """Filled by the runner, from full passes and from those of level 2."""
-
-    @classmethod
-    def build(cls, parts) -> "Eagle3":
-        source = super().build(parts)
-        config = parts.config
-        source.states = HiddenStates(
-            parts.draft.combine_hidden_states,
-            parts.vllm_config.model_config.dtype,
-            config.window_tokens + config.num_speculative_tokens + 1,
+    def __init__(self, model, vllm_config, *args, **kwargs) -> None:
+        super().__init__(model, vllm_config, *args, **kwargs)
+        _, self._num_recent, self._capacity = self._window_sizes
+        self.states = HiddenStates(
+            model.combine_hidden_states,
+            vllm_config.model_config.dtype,
+            self._capacity + vllm_config.speculative_config.num_speculative_tokens + 1,
         )
-        return source
+        """Filled by the runner, from full passes and from those of level 2."""
 
     def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         return [_ALWAYS if batch.request_ids[row] in self.states else None for row in rows]
 
     def _new_window(self) -> StateWindow:
-        _, num_recent, capacity = self._window_sizes
-        return StateWindow(num_recent, capacity)
+        return StateWindow(self._num_recent, self._capacity)
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
         request_id, token_ids = batch.request_ids[row], batch.context(proposal, row)
