@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
-from tests.emulated_gpu.requests import make_pair
+from tests.emulated_gpu.requests import make_models
 from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
 from tests.models import ROOT
 from tools.plugin_folder import plugin_folder
@@ -27,15 +27,15 @@ class Runner:
 
     Args:
         work: what they read and write.
-        pairs: folders of target and draft, without and with sliding windows.
+        models: folders of target, draft and head, without and with sliding windows.
         on_device: run on a real GPU; ``PYTHONPATH`` has vLLM there.
     """
 
     def __init__(
-        self, work: Path, pairs: dict[bool, tuple[str, str]], on_device: bool = False
+        self, work: Path, models: dict[bool, tuple[str, str, str]], on_device: bool = False
     ) -> None:
         self._work = work
-        self._pairs = pairs
+        self._models = models
         self._launcher = [] if on_device else ["-m", "emu"]
         emulation = ROOT / "tools" / "gpu_emulation"
         vllm = os.environ.get("PYTHONPATH", "") if on_device else emulation
@@ -55,8 +55,8 @@ class Runner:
         asked, result, log = (
             self._work / f"{case.name}.{kind}" for kind in ("asked", "json", "log")
         )
-        target, draft = self._pairs[case.windows]
-        task = {"case": dataclasses.asdict(case), "target": target, "draft": draft}
+        target, draft, head = self._models[case.windows]
+        task = {"case": dataclasses.asdict(case), "target": target, "draft": draft, "head": head}
         asked.write_text(json.dumps(task))
         child = ["-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
         begin = time.monotonic()
@@ -136,12 +136,12 @@ def run_all(cases: list[Case], num_jobs: int, on_device: bool = False) -> list[V
     """Says each case as soon as those before it have ended."""
     verdicts, results = [], {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
-        pairs = {
-            windows: make_pair(Path(folder) / f"windows-{windows}", windows)
+        models = {
+            windows: make_models(Path(folder) / f"windows-{windows}", windows)
             for windows in {case.windows for case in cases}
         }
-        exact = {windows: Exact(target) for windows, (target, _) in pairs.items()}
-        for verdict in pool.map(Runner(Path(folder), pairs, on_device), cases):
+        exact = {windows: Exact(target) for windows, (target, *_) in models.items()}
+        for verdict in pool.map(Runner(Path(folder), models, on_device), cases):
             if verdict.result is not None:
                 results[verdict.case] = verdict.result
                 judge(verdict, results, exact[verdict.case.windows])

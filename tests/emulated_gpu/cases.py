@@ -4,7 +4,7 @@ import fnmatch
 from dataclasses import dataclass, replace
 from itertools import product
 
-from vllm_triforce.config.draft_sources import SOURCES_V2
+from vllm_triforce.config.draft_sources import HEAD_SOURCE, MODEL_SOURCE, SOURCES_V2
 from vllm_triforce.selection import POLICIES
 
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
@@ -67,6 +67,11 @@ class Case:
         return 14 if self.backend == "FLASH_ATTN" else 8
 
     @property
+    def has_draft(self) -> bool:
+        """True if level 1 runs a model."""
+        return self.source in (MODEL_SOURCE, HEAD_SOURCE)
+
+    @property
     def limit_s(self) -> int:
         return 400 if self.backend == "FLASH_ATTN" else 900
 
@@ -90,13 +95,8 @@ def every_case() -> list[Case]:
         Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
         for graphs in (False, True)
     ]
-    # A draft has layers of one kind.
-    return (
-        stock
-        + plain
-        + copies
-        + [its for its in cases if not (its.windows and its.source == "draft_model")]
-    )
+    # A draft has layers of one kind, and the target with windows gives no states to a head.
+    return stock + plain + copies + [its for its in cases if not (its.windows and its.has_draft)]
 
 
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
@@ -106,6 +106,8 @@ _PAIRS = {
     ("draft_model", "quest", "dice"),
     ("prompt_lookup", "retrieval", "dice"),
     ("prompt_lookup", "quest", "fixed"),
+    ("eagle3", "retrieval", "dice"),
+    ("eagle3", "quest", "fixed"),
 }
 # What is staged, what fills the pool and what dense layers read is the same, whoever drafts.
 _ONCE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models import make_architecture, make_llama
+from tests.models import make_architecture, make_head, make_llama
 
 VOCAB_SIZE = 512  # the grid of a sampler grows with it
 MIN_CONTEXT = 32
@@ -63,8 +63,8 @@ REQUESTS = (
 )
 
 
-def make_pair(folder: Path, windows: bool = False) -> tuple[str, str]:
-    """A random target, and the target disturbed a little as its draft.
+def make_models(folder: Path, windows: bool = False) -> tuple[str, str, str]:
+    """A random target, the target disturbed a little as its draft, and a random EAGLE-3 head.
 
     Args:
         windows: whether every other layer of it has a sliding window.
@@ -85,4 +85,7 @@ def make_pair(folder: Path, windows: bool = False) -> tuple[str, str]:
         for weight in draft.parameters():
             weight.add_(0.03 * weight.std() * torch.randn_like(weight))
     draft.save_pretrained(folder / "draft")
-    return target, str(folder / "draft")
+    head = ""
+    if not windows:
+        head = make_head(folder / "head", target, draft_vocab=VOCAB_SIZE // 2, layers=(0, 1, 2))
+    return target, str(folder / "draft"), head

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import MIN_CONTEXT, REQUESTS
+from vllm_triforce.config.draft_sources import HEAD_SOURCE
 
 IS_EMULATED = "emu" in sys.modules
 
@@ -42,7 +43,7 @@ TRIFORCE = dict(
 )
 
 
-def make_engine(case: Case, target: str, draft: str):
+def make_engine(case: Case, target: str, draft: str, head: str):
     from vllm import LLM
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -54,8 +55,10 @@ def make_engine(case: Case, target: str, draft: str):
     triforce = None
     if case.source:
         triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
-        if case.source == "draft_model":
-            triforce["model"] = draft
+        if case.source == HEAD_SOURCE:
+            del triforce["num_sink_tokens"]
+        if case.has_draft:
+            triforce["model"] = head if case.source == HEAD_SOURCE else draft
     if case.plan == "plain":
         triforce = {"method": "triforce", "levels": "3"}
     if case.offload:
@@ -130,10 +133,10 @@ def _count_graphs() -> Counter:
     return counted
 
 
-def run(case: Case, target: str, draft: str) -> dict:
+def run(case: Case, target: str, draft: str, head: str) -> dict:
     from vllm import SamplingParams
 
-    llm = make_engine(case, target, draft)
+    llm = make_engine(case, target, draft, head)
     rounds = _count_replayed_rounds()  # from here on: trials at start replay some
     outputs = llm.generate(
         [{"prompt_token_ids": request.prompt} for request in REQUESTS],
@@ -163,7 +166,7 @@ def run(case: Case, target: str, draft: str) -> dict:
 def main() -> None:
     asked, result = map(Path, sys.argv[1:])
     asked = json.loads(asked.read_text())
-    task = (Case(**asked["case"]), asked["target"], asked["draft"])
+    task = (Case(**asked["case"]), asked["target"], asked["draft"], asked["head"])
     if IS_EMULATED:
         from emu import graphs
         from emu.report import report

@@ -131,7 +131,7 @@ def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     greedy ones are."""
     kinds = ("greedy",) if verdict.case.is_single else KINDS
     wanted = {f"level 2 round, {kind}" for kind in kinds}
-    if verdict.case.source == "draft_model":
+    if verdict.case.has_draft:
         wanted |= {f"level 1 round, {kind}" for kind in kinds}
     verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]
 
@@ -150,7 +150,7 @@ def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:
         "num_level2_accepted",
         "num_level3_rejections",
     }
-    if verdict.case.plan == "dice" and verdict.case.source == "draft_model":
+    if verdict.case.plan == "dice" and verdict.case.has_draft:
         wanted.add("num_direct_proposals")
     verdict.faults += [f"{name} is 0" for name in sorted(wanted) if counters[name] == 0]
     for name in ("num_nan_requests", "num_boundary_faults"):
