@@ -104,8 +104,11 @@ def test_bad_keys(keys, named):
         assert part in str(error.value)
 
 
-def sources(model: str | None = None, can_adapt: bool = True, **keys) -> tuple[str, ...]:
-    return TriForceConfig(**keys).with_defaults(can_adapt, model).resolve(32).sources
+def sources(
+    model: str | None = None, can_adapt: bool = True, is_head: bool = False, **keys
+) -> tuple[str, ...]:
+    config = TriForceConfig(**keys).with_defaults(can_adapt, model, is_head=is_head)
+    return config.resolve(32).sources
 
 
 def test_default_sources_follow_the_model_and_the_controller():
@@ -115,6 +118,16 @@ def test_default_sources_follow_the_model_and_the_controller():
     assert sources("draft", draft_sources="draft_model") == ("draft_model",)
     both = "prompt_lookup, draft_model"
     assert sources("draft", draft_sources=both) == ("prompt_lookup", "draft_model")
+    assert sources("head", is_head=True) == ("eagle3", "prompt_lookup")
+    assert sources("head", is_head=True, gamma=2) == ("eagle3",)
+
+
+def test_a_heads_window_has_no_sinks():
+    for is_head, num_sinks in ((False, 16), (True, 0)):
+        config = TriForceConfig().with_defaults(True, "draft", is_head=is_head)
+        resolved = config.resolve(32)
+        assert resolved.num_sink_tokens == num_sinks
+        assert resolved.window_tokens == config.window_tokens == num_sinks + 240 + 120
 
 
 @pytest.mark.parametrize(
@@ -128,6 +141,13 @@ def test_default_sources_follow_the_model_and_the_controller():
             ["nothing chooses", "gamma", "'draft_model'"],
         ),
         ("d", {"gamma": 2, "prompt_lookup_max": 4}, ["prompt_lookup_max=4", "draft_model"]),
+        ("d", {"draft_sources": "eagle3"}, ["'d' is no EAGLE-3 head", "'draft_model'"]),
+        (
+            "h",
+            {"draft_sources": "draft_model", "is_head": True},
+            ["'h' is an EAGLE-3 head", "Use 'eagle3'"],
+        ),
+        ("h", {"num_sink_tokens": 4, "is_head": True}, ["num_sink_tokens=4", "'h'"]),
     ],
 )
 def test_sources_that_do_not_fit(model, keys, named):

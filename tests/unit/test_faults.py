@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import triforce
-from tests.models import make_llama
+from tests.models import make_architecture, make_head, make_llama
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import loading_draft
@@ -60,6 +60,38 @@ def test_draft_of_another_vocabulary(gqa_pair, tmp_path):
     draft = make_llama(tmp_path / "draft", vocab_size=4100)
     with pytest.raises(ValueError, match=r"vocabulary of 4100 tokens.*4096.*tokenizer"):
         engine_config(gqa_pair["target"], triforce(model=draft))
+
+
+HEADS = {
+    "another hidden size": ({"target_hidden_size": 72}, "states of 72 numbers"),
+    "layers of another target": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 9, 12]},
+        r"layers \[2, 9, 12\], and the target has 2 layers",
+    ),
+    "default layers of a large target": (
+        {"eagle_aux_hidden_state_layer_ids": None},
+        r"layers \[2, 1, -1\].*eagle_aux_hidden_state_layer_ids",
+    ),
+    "latent attention": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
+    "another vocabulary": ({"vocab_size": 4100}, "vocabulary of 4100 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_that_does_not_fit_is_refused_before_weights_load(gqa_pair, tmp_path, case):
+    changes, wanted = HEADS[case]
+    target = gqa_pair["target"]
+    head = make_head(tmp_path / "head", target, draft_vocab=64, layers=(0, 1, 2), **changes)
+    with pytest.raises(ValueError, match=wanted) as raised:
+        engine_config(target, triforce(model=head))
+    assert head in str(raised.value)
+
+
+def test_a_head_for_a_target_that_returns_no_states(gqa_pair, tmp_path):
+    target = make_architecture(tmp_path / "target", "gemma3", hidden_size=64)
+    head = make_head(tmp_path / "head", gqa_pair["target"], draft_vocab=64, layers=(0, 1, 2))
+    with pytest.raises(ValueError, match="does not return the hidden states"):
+        engine_config(target, triforce(model=head))
 
 
 def test_a_loader_that_fails_names_the_draft():
