@@ -92,7 +92,7 @@ def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
     """Run the draft once, to compile it before the first request."""
     more = {}
     if is_head(model):
-        dtype = vllm_config.model_config.dtype
-        shape = 2, model.config.hidden_size
+        draft_config = vllm_config.speculative_config.draft_model_config
+        shape, dtype = (2, draft_config.get_hidden_size()), vllm_config.model_config.dtype
         more["hidden_states"] = torch.zeros(shape, dtype=dtype, device=device)
     run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {}, **more)

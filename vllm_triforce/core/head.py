@@ -1,5 +1,7 @@
 """EAGLE-3 heads as level 1's draft: loading, and the states of the target that they read."""
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
@@ -10,7 +12,7 @@ def is_head(model: torch.nn.Module) -> bool:
     return hasattr(model, "combine_hidden_states")
 
 
-def num_aux_states(head: torch.nn.Module) -> int:
+def num_aux_states(head: Any) -> int:
     """Return the number of the target's layers whose states a head reads."""
     return head.model.num_aux_hidden_states
 
@@ -20,7 +22,7 @@ def load_head(target: torch.nn.Module, vllm_config) -> torch.nn.Module:
     return load_eagle_model(target, vllm_config)
 
 
-def emit_states(target: torch.nn.Module, copy: torch.nn.Module, vllm_config) -> None:
+def emit_states(target: Any, copy: Any, vllm_config) -> None:
     """Make the target, and level 2's copy of it, return the states that the head reads.
 
     Args:

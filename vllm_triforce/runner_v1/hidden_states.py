@@ -131,3 +131,31 @@ class HiddenStates:
     def release(self, request_id: str) -> None:
         """Forget a request that has left the engine, or whose id has a new owner."""
         self._requests.pop(request_id, None)
+
+
+class StatesOfSteps:
+    """Adds the states of the runner's full passes.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner``.
+    """
+
+    def __init__(self, runner, states: HiddenStates) -> None:
+        self._runner = runner
+        self._states = states
+
+    def __call__(self, scheduler_output, aux: list[torch.Tensor]) -> None:
+        """Add the states of a step.
+
+        Args:
+            aux: [num_tokens, hidden_size] of each auxiliary layer.
+        """
+        for request in scheduler_output.scheduled_new_reqs:
+            self._states.release(request.req_id)
+        batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
+        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        self._states.add(batch.req_ids, computed, [scheduled[name] for name in batch.req_ids], aux)
+
+    def forget_finished(self) -> None:
+        """Forget requests that have left the runner."""
+        self._states.keep(self._runner.requests)

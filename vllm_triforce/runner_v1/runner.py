@@ -27,10 +27,11 @@ from vllm_triforce.runner_v1.build import BuiltSpeculator
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
-from vllm_triforce.runner_v1.hidden_states import HiddenStates
+from vllm_triforce.runner_v1.hidden_states import StatesOfSteps
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
 from vllm_triforce.runner_v1.resting_matches import RestingMatches
+from vllm_triforce.runner_v1.sources.eagle3 import Eagle3
 from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.vllm_patches import swaps
 
@@ -119,10 +120,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         if self._adapters is not None and not self._level2_model.is_copy:
             speculator.level2.before_pass = self._adapters.before_pass
-        self._states: HiddenStates | None = None
-        if self.config.has_head:
-            self._states = speculator.level1.sources[HEAD_SOURCE].states
-            speculator.level2.after_pass = self._states.replace
+        self._states: StatesOfSteps | None = None
+        head = speculator.level1.sources.get(HEAD_SOURCE)
+        if isinstance(head, Eagle3):
+            self._states = StatesOfSteps(self._runner, head.states)
+            speculator.level2.after_pass = head.states.replace
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = PlainSteps(
             self._runner,
@@ -131,7 +133,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             RestingMatches(self._runner, self._batch, speculator),
             on_new_blocks=speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
-            on_states=None if self._states is None else self._add_states,
+            on_states=self._states,
         )
 
     def calibrate(self) -> None:
@@ -343,19 +345,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 )
                 self.counters.add_full_pass(num_drafts[row], num_accepted)
 
-    def _add_states(self, scheduler_output, aux: list[torch.Tensor]) -> None:
-        """Keep the hidden states of a full pass."""
-        for request in scheduler_output.scheduled_new_reqs:
-            self._states.release(request.req_id)
-        batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
-        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        self._states.add(batch.req_ids, computed, [scheduled[name] for name in batch.req_ids], aux)
-
     def _forget_finished(self) -> None:
         """Release the state of requests that have left, or whose id has a new owner."""
         running = self._runner.requests
         if self._states is not None:
-            self._states.keep(running)
+            self._states.forget_finished()
         for request_id, request in list(self._requests.items()):
             if running.get(request_id) is not request:
                 self.built.speculator.release(request_id)

@@ -1,6 +1,6 @@
 """Build TriForce's proposer for Model Runner V2."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class LoadedModel(NamedTuple):
     """A model as vLLM loaded it; ``model`` is None where no draft model was configured."""
 
-    model: torch.nn.Module | None
+    model: Any
     layers: dict
     """Attention layers by name."""
 
@@ -141,11 +141,10 @@ class SpeculatorBuild:
         self.hidden_states: HiddenStatesV2 | None = None
         num_states = 0
         if config.has_head:
-            head, draft_config = draft.model, vllm_config.speculative_config.draft_model_config
-            assert head is not None
-            num_states = num_aux_states(head)
+            draft_config = vllm_config.speculative_config.draft_model_config
+            num_states = num_aux_states(draft.model)
             self.hidden_states = HiddenStatesV2(
-                head.combine_hidden_states,
+                draft.model.combine_hidden_states,
                 self.rows,
                 config.window_tokens + num_tokens + 1,
                 draft_config.get_hidden_size(),

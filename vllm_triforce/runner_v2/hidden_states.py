@@ -80,9 +80,10 @@ class HiddenStatesV2:
         states = self._fuse(torch.cat(list(aux), -1).to(self._dtype))
         store_states(self.ring, states, slots, positions)
 
-    def gather(self, query_len: int, padded_rows: int, out: torch.Tensor) -> None:
-        """Gather the state before each of the newest ``query_len`` tokens of each row."""
-        gather_states(self._rows, self.ring, query_len, padded_rows, out)
+    def gather(self, inputs: PassInputs, padded_rows: int) -> None:
+        """Write the state before each of the newest tokens of each row into ``inputs.hidden``."""
+        assert inputs.hidden is not None
+        gather_states(self._rows, self.ring, inputs.query_len, padded_rows, inputs.hidden)
 
     def before(self, slots: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return the state before each token, [num_tokens, hidden_size].

@@ -24,6 +24,7 @@ from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorBuild
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
+from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.levels import take_slots
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
@@ -263,7 +264,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
         if self.built.hidden_states is not None:
-            self._keep_states(input_batch, aux_hidden_states)
+            self._keep_states(self.built.hidden_states, input_batch, aux_hidden_states)
         self._count_full_pass(input_batch, states, num_sampled)
 
         max_tokens = self.num_speculative_steps
@@ -352,7 +353,9 @@ class TriForceSpeculatorV2(SpeculatorV2):
                 slots.release(request_id)
                 self._disabled_requests.discard(request_id)
 
-    def _keep_states(self, input_batch, aux: Sequence[torch.Tensor]) -> None:
+    def _keep_states(
+        self, states: HiddenStatesV2, input_batch, aux: Sequence[torch.Tensor]
+    ) -> None:
         """Keep the states of a full pass, of requests for which a slot is free."""
         built, slots, num_reqs = self.built, self.built.slots, input_batch.num_reqs
         request_ids = input_batch.req_ids[:num_reqs]
@@ -374,7 +377,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
                 indices[row], slot.num_read = slot.index, int(num_read[row])
                 if request_id in new_ids:
                     slot.first_known = int(computed[row])
-        built.hidden_states.add_full_pass(aux, input_batch.positions, lengths, indices)
+        states.add_full_pass(aux, input_batch.positions, lengths, indices)
 
     def _count_full_pass(self, input_batch, states, num_sampled) -> None:
         num_drafts = input_batch.num_draft_tokens_per_req

@@ -82,7 +82,7 @@ class DraftModel(DraftSource):
             parts.device,
         )
 
-    def find_matches(self, batch, proposal, rows) -> list[Match]:
+    def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         return [_ALWAYS] * len(rows)
 
     def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise) -> Draft:
@@ -159,7 +159,7 @@ class DraftModel(DraftSource):
         self.cache.release(request_id)
 
     def _forward(
-        self, feed: list[Feed], slots: list[int]
+        self, feed: list[Feed], slots: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
         """Run a pass.
 
@@ -171,7 +171,8 @@ class DraftModel(DraftSource):
             [row.token_ids for row in feed], [row.position for row in feed], self._device
         )
         table = self.cache.block_table[slots]
-        mapping = inputs.slot_mapping(self.cache.host_table[slots], self.cache.block_size)
+        blocks = list(self.cache.host_table[slots])
+        mapping = inputs.slot_mapping(blocks, self.cache.block_size)
         metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
         states = [row.hidden for row in feed if row.hidden is not None]
         hidden, feedback = run_model(

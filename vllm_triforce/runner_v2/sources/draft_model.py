@@ -226,16 +226,15 @@ class DraftModelV2(DraftSourceV2):
             rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
         )
         if self._hidden_states is not None:
-            inputs = first_pass.inputs
-            self._hidden_states.gather(inputs.query_len, num_padded_rows, inputs.hidden)
+            self._hidden_states.gather(first_pass.inputs, num_padded_rows)
         self._draw(sampling, first_pass.run(rows.num_rows)[:, -1], 0)
         seq_lens, last_pass = first_pass.inputs.seq_lens, first_pass
         for step in range(1, rows.gamma):
             num_padded_rows = self._step_pass.padded_rows(rows.num_rows)
-            if self._hidden_states is not None:  # the head's own output
+            if (hidden := self._step_pass.inputs.hidden) is not None:  # the head's own output
                 length = last_pass.inputs.query_len
                 output = last_pass.states[0][: rows.num_rows * length]
-                self._step_pass.inputs.hidden[: rows.num_rows].copy_(output[length - 1 :: length])
+                hidden[: rows.num_rows].copy_(output[length - 1 :: length])
                 last_pass = self._step_pass
             self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(seq_lens[: rows.num_rows])
             seq_lens = self._step_pass.inputs.seq_lens
