@@ -22,7 +22,7 @@ _ALWAYS = Match()
 
 @dataclass
 class Feed:
-    """What a row of a pass reads."""
+    """Inputs of one row of a pass."""
 
     token_ids: list[int]
     position: int
@@ -119,7 +119,7 @@ class DraftModel(DraftSource):
         return draft
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
-        """Move a row's window to the end of its context, and return what the window lacks."""
+        """Move a row's window to the end of its context, and return the tokens that it lacks."""
         window = self._windows.setdefault(batch.request_ids[row], self._new_window())
         position, tokens = window.advance(batch.context(proposal, row), num_drafts)
         return Feed(tokens.tolist(), position)
@@ -164,8 +164,8 @@ class DraftModel(DraftSource):
         """Run a pass.
 
         Returns:
-            The logits after each row's last token, [num_rows, vocab_size], and what the model
-            reads beside the next token, [1, hidden_size], of each row.
+            The logits after each row's last token, [num_rows, vocab_size], and the hidden states
+            for the next token of each row, [1, hidden_size], None without a head.
         """
         inputs = PassInput.from_rows(
             [row.token_ids for row in feed], [row.position for row in feed], self._device

@@ -129,7 +129,7 @@ class DraftSource(ABC):
         return 0
 
     def prepare_dummy(self, batch: DraftBatch) -> None:  # noqa: B027
-        """Make drafts for dummy requests possible, whose time is measured at start-up."""
+        """Prepare dummy requests, whose drafts are timed at start-up."""
 
     @property
     def num_requests(self) -> int:
