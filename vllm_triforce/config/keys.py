@@ -184,8 +184,8 @@ class Keys:
         "without it one is used. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",
         unit="names, separated by commas",
-        default_text="`draft_model,prompt_lookup` with a draft model, `eagle3,prompt_lookup` with an "
-        "EAGLE-3 head, `prompt_lookup` without",
+        default_text="`draft_model,prompt_lookup` with a draft model, `eagle3,prompt_lookup` with "
+        "an EAGLE-3 head, `prompt_lookup` without",
         change="to leave prompt lookup out, or for a source of your own",
     )
     prompt_lookup_max: int = _key(
