@@ -644,17 +644,28 @@ def _heads() -> list[Case]:
     """A random EAGLE-3 head: what it drafts has next to nothing to do with the target."""
     head = dict(source="eagle3")
     return [
-        Case(
-            "head-full vocabulary",
-            "A head may draft each of the target's tokens; sampled tokens have exactly the "
-            "target's distribution.",
-            _eight((dict(temperature=1.0),) * 4, 30),
-            ("calibrated",),
-            model="eight",
-            keys=EIGHT,
-            engine=SMALL | {"max_num_batched_tokens": 2048},
-            **head,
-            at_least={"num_level1_accepted": 1, "num_level2_accepted": 1},
+        *(
+            Case(
+                name,
+                f"Of a head that drafts half of the vocabulary, {way}, sampled tokens have exactly "
+                "the target's distribution.",
+                _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
+                ("stock", "calibrated"),
+                model="eight",
+                keys=EIGHT | keys,
+                engine=SMALL | {"max_num_batched_tokens": 2048},
+                **head,
+                at_least=at_least,
+            )
+            for name, way, keys, at_least in (
+                ("head-sampled", "through level 2", {}, {"num_level1_accepted": 1}),
+                (
+                    "head-sampled directly",
+                    "straight to the full pass",
+                    {"levels": "1,3"},
+                    {"num_direct_proposals": 8, "num_level2_accepted": 1},
+                ),
+            )
         ),
         Case(
             "head-copy",

@@ -54,7 +54,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
     # In the order of reading, the state before the first layer is the embedding.
-    head_of_eight = make_head(folder / "head8", eight, draft_vocab=8, layers=(0, 1, 2))
+    head_of_eight = make_head(folder / "head8", eight, draft_vocab=4, layers=(0, 1, 2))
     of_pair, of_eight = (
         tuple(
             make_adapter(folder / f"adapter-{i}-of-{name}", target, seed=i, **how) for i in (1, 2)
