@@ -55,7 +55,13 @@ def make_llama(
 
 
 def make_head(
-    folder: Path, target: str, *, draft_vocab: int, layers: tuple[int, ...], seed: int = 0, **keys
+    folder: Path,
+    target: str,
+    *,
+    draft_vocab: int,
+    layers: tuple[int, ...] | None,
+    seed: int = 0,
+    **keys,
 ) -> str:
     """Save a random EAGLE-3 head for a Llama, as ``LlamaForCausalLMEagle3``; return its folder.
 
@@ -63,7 +69,7 @@ def make_head(
     vocabulary.
 
     Args:
-        layers: those before which the target's states are read.
+        layers: those before which the target's states are read; None for what ``keys`` say.
         keys: further keys of its config.
     """
     import json
@@ -76,7 +82,7 @@ def make_head(
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     generator = torch.Generator().manual_seed(seed)
     shapes = {
-        "fc": (hidden, len(layers) * hidden),
+        "fc": (hidden, len(layers or ()) * hidden),
         "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
         "midlayer.self_attn.k_proj": (kv_heads * dim, 2 * hidden),
         "midlayer.self_attn.v_proj": (kv_heads * dim, 2 * hidden),
@@ -87,7 +93,7 @@ def make_head(
         "lm_head": (draft_vocab, hidden),
     }
     weights = {
-        f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 * shape[1] ** -0.5
+        f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 * max(1, shape[1]) ** -0.5
         for name, shape in shapes.items()
     }
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")

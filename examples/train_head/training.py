@@ -124,7 +124,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             step += 1
-            logged.append([float(loss) for loss in losses])
+            logged.append([float(loss.detach()) for loss in losses])
             if step % 20 == 0:
                 mean = torch.tensor(logged).mean(0).tolist()
                 minutes = (time.monotonic() - begin) / 60

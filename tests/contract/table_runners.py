@@ -107,11 +107,9 @@ HEAD, STATES2 = "vllm_triforce/core/head.py", "vllm_triforce/runner_v2/hidden_st
 EAGLE, EAGLE3 = "v1/worker/gpu/spec_decode/eagle/utils.py", "model_executor/models/llama_eagle3.py"
 HEADS: list[Surface] = [
     calls(EAGLE, "load_eagle_model", "target_model, vllm_config", HEAD),
-    calls("v1/worker/gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config", "spec_config", HEAD),
-    has("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers get_eagle3_default_aux_hidden_state_layers", HEAD),
+    has("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", HEAD),
     has(EAGLE3, "Eagle3LlamaForCausalLM", "combine_hidden_states compute_logits", HEAD),
     overrides(EAGLE3, "Eagle3LlamaForCausalLM.forward", "self, input_ids, positions, hidden_states, inputs_embeds=", HEAD),
-    has(EAGLE3, "LlamaModel", "num_aux_hidden_states", HEAD),
     calls("model_executor/model_loader/utils.py", "get_model_cls", "model_config", "vllm_triforce/config/check_head.py"),
     has(RUNNER, "GPUModelRunner", "use_aux_hidden_state_outputs execute_model_state", V1),
     has(RUNNER, "ExecuteModelState", "aux_hidden_states", OFF),

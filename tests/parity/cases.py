@@ -668,6 +668,24 @@ def _heads() -> list[Case]:
             )
         ),
         Case(
+            "head-none allowed",
+            "Where a request allows no token of the head's vocabulary, its tokens still have "
+            "exactly the target's distribution, and it is speculated on.",
+            _eight((dict(temperature=1.0, allowed_token_ids=[0, 2, 6]),) * 4, 34),
+            ("calibrated",),
+            model="eight",
+            keys=EIGHT | {"levels": "1,3"},
+            engine=SMALL | {"max_num_batched_tokens": 2048},
+            **head,
+            at_least={"num_direct_proposals": 40},
+        ),
+        Case(
+            "head-few slots",
+            "Requests that only keep states for the head give way to those that are planned for.",
+            (requests(90, 520, 400, 300, max_tokens=16),),
+            **_small("eagle3", keys=DRAFT | {"max_speculating_seqs": 2}) | head,
+        ),
+        Case(
             "head-copy",
             "The states that a head reads may come from level 2's copy of the target.",
             (requests(520, 90, 400, max_tokens=10),),

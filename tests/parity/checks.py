@@ -322,6 +322,9 @@ def _shaped(
 ) -> torch.Tensor:  # [len(new), vocab_size]
     for token, bias in params.get("logit_bias", {}).items():
         logits[:, token] += bias
+    if allowed := params.get("allowed_token_ids"):
+        others = [token for token in range(logits.shape[1]) if token not in allowed]
+        logits[:, others] = float("-inf")
     return penalized(logits, prompt, new, params)
 
 

@@ -72,6 +72,14 @@ HEADS = {
         {"eagle_aux_hidden_state_layer_ids": None},
         r"layers \[2, 1, -1\].*eagle_aux_hidden_state_layer_ids",
     ),
+    "the last state alone": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "last hidden state alone",
+    ),
+    "another kind": (
+        {"architectures": ["PeagleLlamaForCausalLM"]},
+        "head of the kind PeagleLlamaForCausalLM",
+    ),
     "latent attention": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "latent attention"),
     "another vocabulary": ({"vocab_size": 4100}, "vocabulary of 4100 tokens"),
 }
@@ -85,6 +93,20 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_load(gqa_pair, tmp_p
     with pytest.raises(ValueError, match=wanted) as raised:
         engine_config(target, triforce(model=head))
     assert head in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["EAGLE3-Llama", "eagle-heads/mine", "dflash"])
+def test_a_heads_path_does_not_change_what_it_is(gqa_pair, tmp_path, name):
+    """vLLM guesses its method from the path, and drops a block of each prefix hit for EAGLE."""
+    target = gqa_pair["target"]
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    head = make_head(tmp_path / name, target, draft_vocab=64, layers=None, **layers)
+    config = engine_config(target, triforce(model=head)).speculative_config
+    assert config.method == "draft_model" and not config.use_eagle()
+    hf_config = config.draft_model_config.hf_config
+    assert hf_config.eagle_aux_hidden_state_layer_ids == [0, 1]
+    assert hf_config.num_aux_hidden_states == 2
+    assert config.draft_model_config.architectures == ["LlamaForCausalLMEagle3"]
 
 
 def test_a_head_for_a_target_that_returns_no_states(gqa_pair, tmp_path):

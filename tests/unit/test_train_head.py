@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
+from tests.conftest import triforce
 from tests.models import ROOT, make_llama
+from tests.unit.test_plugin import engine_config
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -19,7 +21,7 @@ from train_head.head import Head, Shape
 def test_every_step_from_text_to_a_checkpoint(tmp_path, monkeypatch, capsys):
     """On a small target; a second call of a step does what is left, which is nothing."""
     monkeypatch.setattr(training, "LENGTH", 32)
-    target = make_llama(tmp_path / "target", vocab_size=512, num_layers=5, std=0.1)
+    target = make_llama(tmp_path / "target", vocab_size=512, num_layers=8, std=0.1)
     rows = [
         {"tokens": torch.randint(512, (80,), generator=torch.Generator().manual_seed(i)).tolist()}
         for i in range(32)
@@ -50,7 +52,9 @@ def test_every_step_from_text_to_a_checkpoint(tmp_path, monkeypatch, capsys):
     run("export", "--out", str(tmp_path / "head"))
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 2, 2]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    accepted = engine_config(target, triforce(model=str(tmp_path / "head")))
+    assert accepted.speculative_config.draft_model_config.hf_config.draft_vocab_size == 256
 
 
 def test_a_later_step_attends_to_its_own_chain():

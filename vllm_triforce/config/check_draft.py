@@ -5,6 +5,7 @@ import os
 import struct
 from pathlib import Path
 
+from vllm_triforce.config.check_head import check_kind
 from vllm_triforce.config.triforce_config import TriForceConfig
 
 
@@ -104,7 +105,8 @@ def read_draft_config(
 
 
 def check_draft(draft_model: str, draft_hf_config, target_config, config: TriForceConfig) -> None:
-    """Refuse drafts whose vocabulary or number of positions does not fit the target or window."""
+    """Refuse drafts whose kind, vocabulary or number of positions does not fit target or window."""
+    check_kind(draft_model, draft_hf_config)
     text_config = draft_hf_config.get_text_config()
     draft_vocab, target_vocab = text_config.vocab_size, target_config.get_vocab_size()
     if draft_vocab != target_vocab:
@@ -116,7 +118,7 @@ def check_draft(draft_model: str, draft_hf_config, target_config, config: TriFor
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and config.window_tokens > positions:
         raise ValueError(
-            f"num_sink_tokens={config.num_sink_tokens} and num_recent_tokens="
+            f"num_sink_tokens={config.num_sink_tokens or 0} and num_recent_tokens="
             f"{config.num_recent_tokens} make a window of {config.window_tokens} tokens, more than "
             f"the {positions} positions of draft model {draft_model!r}. Lower num_recent_tokens."
         )

@@ -3,9 +3,31 @@
 _REMEDY = "Use a head trained for this target, or leave 'model' out for prompt lookup."
 
 
+# Parts of the names of other kinds of heads, which level 1 cannot run.
+_OTHER_KINDS = ("eagle", "mtp", "medusa", "dflash", "dspark")
+
+
 def is_head(hf_config) -> bool:
     """True if a draft's config is that of an EAGLE-3 head, in its own form or of speculators."""
-    return any("eagle3" in name.lower() for name in getattr(hf_config, "architectures", None) or ())
+    return any("eagle3" in name.lower() for name in _architectures(hf_config))
+
+
+def _architectures(hf_config) -> list[str]:
+    return getattr(hf_config, "architectures", None) or []
+
+
+def check_kind(draft: str, hf_config) -> None:
+    """Refuse heads of other kinds, which would be taken for a draft model.
+
+    Raises:
+        ValueError: the draft is such a head.
+    """
+    for name in _architectures(hf_config):
+        if not is_head(hf_config) and any(kind in name.lower() for kind in _OTHER_KINDS):
+            raise ValueError(
+                f"draft model {draft!r} is a head of the kind {name}, which level 1 does not run. "
+                "Use an EAGLE-3 head or a draft model, or leave 'model' out for prompt lookup."
+            )
 
 
 def check_head(head: str, hf_config, target_config) -> None:
@@ -13,17 +35,22 @@ def check_head(head: str, hf_config, target_config) -> None:
 
     Raises:
         ValueError: the target gives no hidden states, or others than the head reads; or the head
-            drafts in parallel or with multi-head latent attention.
+            reads the last state alone, or has multi-head latent attention.
     """
     from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     where = f"EAGLE-3 head {head!r}"
-    (architecture,) = hf_config.architectures[:1]
+    (architecture,) = _architectures(hf_config)[:1]
     if "Deepseek" in architecture:
         raise ValueError(
             f"{where} ({architecture}) has multi-head latent attention, which level 1's window "
             f"does not support. {_REMEDY}"
+        )
+    if not _eagle_config(hf_config).get("use_aux_hidden_state", True):
+        raise ValueError(
+            f"{where} reads the target's last hidden state alone (use_aux_hidden_state), which "
+            f"level 1 does not support. {_REMEDY}"
         )
     if not supports_eagle3(get_model_cls(target_config)):
         raise ValueError(
@@ -36,22 +63,23 @@ def check_head(head: str, hf_config, target_config) -> None:
             f"{where} reads hidden states of {wanted} numbers, and those of the target "
             f"{target_config.model!r} have {size}. {_REMEDY}"
         )
-    layers, num_layers = _aux_layers(hf_config), target_config.get_total_num_hidden_layers()
-    if layers is None:
-        layers = [2, num_layers // 2, num_layers - 3]
+    layers = aux_layers(hf_config, target_config)
+    num_layers = target_config.get_total_num_hidden_layers()
     if len(set(layers)) < len(layers) or not 0 <= min(layers) <= max(layers) <= num_layers:
         raise ValueError(
-            f"{where} reads the states before the layers {list(layers)}, and the target has "
+            f"{where} reads the states before the layers {layers}, and the target has "
             f"{num_layers} layers. Name distinct layers with eagle_aux_hidden_state_layer_ids in "
             "its config.json."
         )
 
 
-def _aux_layers(hf_config) -> list[int] | None:
-    """Return the layers that a head's config names, None for the target's default."""
-    eagle_config = getattr(hf_config, "eagle_config", None) or {}
-    return (
-        getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
-        or eagle_config.get("eagle_aux_hidden_state_layer_ids")
-        or None
-    )
+def aux_layers(hf_config, target_config) -> list[int]:
+    """Return the target's layers before which a head reads states, by default vLLM's."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    given = getattr(hf_config, name, None) or _eagle_config(hf_config).get(name)
+    num_layers = target_config.get_total_num_hidden_layers()
+    return list(given or (2, num_layers // 2, num_layers - 3))
+
+
+def _eagle_config(hf_config) -> dict:
+    return getattr(hf_config, "eagle_config", None) or {}

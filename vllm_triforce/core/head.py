@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 
@@ -12,9 +11,10 @@ def is_head(model: torch.nn.Module) -> bool:
     return hasattr(model, "combine_hidden_states")
 
 
-def num_aux_states(head: Any) -> int:
-    """Return the number of the target's layers whose states a head reads."""
-    return head.model.num_aux_hidden_states
+def aux_layers(vllm_config) -> list[int]:
+    """Return the target's layers whose states the head reads."""
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+    return hf_config.eagle_aux_hidden_state_layer_ids
 
 
 def load_head(target: torch.nn.Module, vllm_config) -> torch.nn.Module:
@@ -28,7 +28,5 @@ def emit_states(target: Any, copy: Any, vllm_config) -> None:
     Args:
         copy: the target itself if level 2 has no copy.
     """
-    layers = get_eagle3_aux_layers_from_config(vllm_config.speculative_config)
-    layers = layers or target.get_eagle3_default_aux_hidden_state_layers()
     for model in {id(target): target, id(copy): copy}.values():
-        model.set_aux_hidden_state_layers(layers)
+        model.set_aux_hidden_state_layers(tuple(aux_layers(vllm_config)))

@@ -32,7 +32,7 @@ def gather_states(
 ) -> None:
     """Gather the state before each of the newest ``query_len`` tokens of each row.
 
-    Those of padding rows, and of tokens before the first, are not written.
+    States of padding rows are not written; tokens before the row's window get zeros.
     """
     hidden_size = ring.shape[2]
     grid = padded_rows * query_len, triton.cdiv(hidden_size, _BLOCK)
@@ -81,10 +81,10 @@ def _gather_kernel(
     row_ptr = table_ptr + row * row_stride
     newest = tl.load(row_ptr + col.COMPUTED) + tl.load(row_ptr + col.LENGTH)
     position = newest - query_len + token % query_len
-    if position < 0:
-        return
+    in_window = (position >= 0) & (position + 1 >= tl.load(row_ptr + col.WINDOW_START))
+    position = tl.where(in_window, position, 0)
     place = tl.load(row_ptr + col.SLOT).to(tl.int64) * capacity + position % capacity
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = number < hidden_size
-    states = tl.load(ring_ptr + place * hidden_size + number, mask=mask)
+    states = tl.load(ring_ptr + place * hidden_size + number, mask=mask & in_window, other=0.0)
     tl.store(out_ptr + token.to(tl.int64) * hidden_size + number, states, mask=mask)

@@ -23,6 +23,7 @@ class RowLimits(NamedTuple):
     block_size: int  # tokens
     budget: RetrievalBudget
     width: int  # blocks, of the sparse block tables
+    has_head: bool = False  # True if level 1's window has no sinks
 
 
 class Rows:
@@ -92,6 +93,7 @@ class Rows:
                 limits.width,
                 vocab_size,
                 num_speculative_tokens,
+                limits.has_head,
             ],
             dtype=torch.int32,
             device=device,
@@ -154,7 +156,7 @@ def _init_rows_kernel(
     state_top_k_ptr,
     state_top_p_ptr,
     state_min_p_ptr,
-    limits_ptr,  # [8], RowLimits, vocab_size and num_speculative_tokens
+    limits_ptr,  # [9], RowLimits but for has_head, vocab_size, num_speculative_tokens, has_head
 ):
     row, max_rows = tl.program_id(0), tl.num_programs(0)
     row_ptr = table_ptr + row * row_stride
@@ -219,7 +221,9 @@ def _init_rows_kernel(
         reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
         is_ready = tl.load(num_sampled_ptr + tl.load(row_ptr + col.BATCH_ROW)) > 0
         is_ready = is_ready & (computed >= min_context)
-        is_ready = is_ready & (computed >= num_speculative_tokens)
+        # The first pass of level 1 reads one token more, which must be in its window.
+        before_window = tl.load(limits_ptr + 8) * tl.load(row_ptr + col.WINDOW_START)
+        is_ready = is_ready & (computed - before_window >= num_speculative_tokens)
         is_ready = is_ready & ((reach <= width) | (refresh == col.UNUSED))
         is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)
         room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)

@@ -29,6 +29,8 @@ class RequestStates:
         self.end = first + length
         self.first = max(self.first, self.end - self._capacity)
         self._pending.append((self.end - len(kept), kept))
+        # Chunks of a long prompt, older than the ring.
+        self._pending = [p for p in self._pending if p[0] + len(p[1]) > self.first]
         return len(self._pending)
 
     def fused(self, fuse: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.core.head import num_aux_states
+from vllm_triforce.core.head import aux_layers
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
@@ -77,6 +77,7 @@ class SpeculatorBuild:
             config.block_size,
             config.budget,
             config.table_width,
+            config.has_head,
         )
         num_tokens = config.num_speculative_tokens
         self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
@@ -142,7 +143,7 @@ class SpeculatorBuild:
         num_states = 0
         if config.has_head:
             draft_config = vllm_config.speculative_config.draft_model_config
-            num_states = num_aux_states(draft.model)
+            num_states = len(aux_layers(vllm_config))
             self.hidden_states = HiddenStatesV2(
                 draft.model.combine_hidden_states,
                 self.rows,

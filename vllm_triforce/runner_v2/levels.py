@@ -63,6 +63,8 @@ def init_rows(
 ) -> None:
     """Send the rows' metadata to the device, which computes how much each may propose."""
     rows = parts.context.rows
+    for slot in slots:
+        slot.has_proposed = True
     row_metadata = stack_columns(
         {
             RowColumn.BATCH_ROW: batch.batch_rows,

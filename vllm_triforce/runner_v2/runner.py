@@ -365,7 +365,13 @@ class TriForceSpeculatorV2(SpeculatorV2):
             for request_id, plain in zip(request_ids, decodes_plainly)
             if request_id in slots or not (plain or request_id in self._disabled_requests)
         }
-        new_ids = [r for r in request_ids if r in kept and r not in slots][: slots.num_free]
+        planned = {} if self.plan is None else self.plan.proposing
+        new_ids = [r for r in request_ids if r in kept and r not in slots]
+        new_ids.sort(key=lambda request_id: request_id not in planned)
+        # The scheduler counts on slots for the requests that it plans for.
+        num_planned = sum(request_id in planned for request_id in new_ids)
+        slots.release_without_proposal(num_planned - slots.num_free, kept=planned)
+        new_ids = new_ids[: slots.num_free]
         take_slots(slots, built.rows, new_ids)
         lengths = input_batch.num_scheduled_tokens[:num_reqs]
         computed = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() - lengths

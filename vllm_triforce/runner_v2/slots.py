@@ -1,5 +1,6 @@
 """Slots of requests in the device's buffers, as the host knows them."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -19,6 +20,8 @@ class Slot:
     """Index of the first recent token in level 1's window."""
     first_known: int = 0
     """First position whose hidden state an EAGLE-3 head may read."""
+    has_proposed: bool = False
+    """False while it only keeps hidden states for the head."""
     num_read: int = -1
     """Tokens of the prompt that were read with this slot; -1 where none were."""
     window_tokens: int = -1
@@ -53,6 +56,12 @@ class Slots:
         if request_id not in self._slots:
             self._slots[request_id] = Slot(self._free.pop())
         return self._slots[request_id]
+
+    def release_without_proposal(self, count: int, kept: Container[str]) -> None:
+        """Release at most ``count`` slots that only keep hidden states, none of those ``kept``."""
+        idle = [r for r, slot in self._slots.items() if not slot.has_proposed and r not in kept]
+        for request_id in idle[: max(0, count)]:
+            self.release(request_id)
 
     def invalidate_windows(self, request_ids: set[str]) -> None:
         """Invalidate the windows of requests whose full pass no proposal follows."""

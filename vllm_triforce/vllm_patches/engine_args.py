@@ -16,6 +16,7 @@ from vllm_triforce.config import TriForceConfig, check_draft, check_head, checks
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2_model import check_level2_model
 from vllm_triforce.config.refusal import refusing
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
     REGISTRY,
@@ -43,6 +44,9 @@ _DRAFT_KEYS = (
 
 # Key of a stock SpeculativeConfig about level 3's rejection sampling, passed on unchanged.
 _REJECTION_KEY = "rejection_sample_method"
+
+# vLLM's method while it reads a head's config: by "draft_model" it would guess one from the path.
+HEAD_METHOD = "eagle3"
 
 # By their names, as the workers: they build on this package.
 _PLATFORMS = "vllm_triforce.attention.platforms"
@@ -185,6 +189,13 @@ def _wrap_create_speculative_config(original):
         if has_draft:  # else vLLM got the target in the draft's place
             with refusing():
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
+            if speculative_config.method == HEAD_METHOD:
+                hf_config = speculative_config.draft_model_config.hf_config
+                layers = check_head.aux_layers(hf_config, target_model_config)
+                swaps.HEAD_LAYERS.set(hf_config, layers)
+                swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
+                # Its blocks and steps are those of a draft with a cache of its own.
+                speculative_config.method = "draft_model"
         # Level 1 runs over a window, so the draft's context length is no limit.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
@@ -211,17 +222,19 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     if kept := (engine_args.additional_config or {}).get(METHOD):
         # Use the defaults that were filled in before vLLM filled in its own.
         config = TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
+    method = "draft_model"
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
         if check_head.is_head(hf_config):
             check_head.check_head(draft["model"], hf_config, target_model_config)
+            method = HEAD_METHOD
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model
     engine_args.speculative_config = {
         **draft,
-        "method": "draft_model",
+        "method": method,
         "num_speculative_tokens": config.num_speculative_tokens,
         "draft_sample_method": "probabilistic",
     }

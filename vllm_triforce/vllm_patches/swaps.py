@@ -70,6 +70,18 @@ AUX_STATES = Swap(
     "an EAGLE-3 head reads the target's hidden states, as with vLLM's `method=eagle3`",
     _OUT_OF_TREE,
 )
+_LAYERS_ONCE = "vLLM's runners and heads read the layers of a head's states from different keys"
+_ONE_READER = "they read one key"
+HEAD_LAYERS = Swap(
+    "hf_config of an EAGLE-3 head",
+    "eagle_aux_hidden_state_layer_ids",
+    _LAYERS_ONCE,
+    _ONE_READER,
+    is_new=True,
+)
+NUM_HEAD_LAYERS = Swap(
+    "hf_config of an EAGLE-3 head", "num_aux_hidden_states", _LAYERS_ONCE, _ONE_READER, is_new=True
+)
 DRAFT_TOKENS_HANDLER = Swap(
     "GPUModelRunner (V2)",
     "draft_tokens_handler",

@@ -104,7 +104,7 @@ class DraftModel(DraftSource):
             logits, outputs = self._forward(feed, [self.cache.slot(ids[i]) for i in active])
             hidden = dict(zip(active, outputs))
             places = ((rows[i], draft.token_ids[i]) for i in active)
-            logits = process_logits(logits, batch, proposal, places)
+            logits = self._processed(process_logits(logits, batch, proposal, places), batch)
             self._sample(logits, active, sampling, noise, draft)
             active = [
                 i
@@ -123,6 +123,10 @@ class DraftModel(DraftSource):
         window = self._windows.setdefault(batch.request_ids[row], self._new_window())
         position, tokens = window.advance(batch.context(proposal, row), num_drafts)
         return Feed(tokens.tolist(), position)
+
+    def _processed(self, logits: torch.Tensor, batch) -> torch.Tensor:
+        """Return the logits of a pass, [num_rows, vocab_size], to which processors were applied."""
+        return logits
 
     def _new_window(self) -> StreamingWindow:
         return StreamingWindow(*self._window_sizes)

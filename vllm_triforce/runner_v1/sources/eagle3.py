@@ -1,7 +1,7 @@
 """EAGLE-3 head over a window of recent tokens (arXiv 2503.01840)."""
 
 from vllm_triforce.cache.streaming import StateWindow
-from vllm_triforce.core.head import num_aux_states
+from vllm_triforce.core.head import aux_layers
 from vllm_triforce.runner_v1.hidden_states import HiddenStates
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel, Feed
 from vllm_triforce.runner_v1.sources.source import Match
@@ -48,11 +48,21 @@ class Eagle3(DraftModel):
         states = self.states.take(request_id, first - 1, len(token_ids) - 1)
         return Feed(token_ids[first:].tolist(), position, states)
 
+    def _processed(self, logits, batch):
+        """Make rows uniform that allow no token of the head's vocabulary.
+
+        Such rows have no distribution. Drafts of any other are verified correctly.
+        """
+        if not batch.logits_processors:
+            return logits
+        has_none = logits.amax(-1, keepdim=True) == float("-inf")
+        return logits.masked_fill(has_none, 0.0)
+
     def prepare_dummy(self, batch) -> None:
         config = self.model.config
         for request_id, num_computed in zip(batch.request_ids, batch.num_computed_tokens):
             width = getattr(config, "target_hidden_size", None) or config.hidden_size
-            num_aux = num_aux_states(self.model)
+            num_aux = len(aux_layers(self._vllm_config))
             self.states.add_zeros(request_id, num_computed, num_aux, width)
 
     @property

@@ -253,6 +253,11 @@ class DraftModelV2(DraftSourceV2):
         logits = self._model.compute_logits(hidden)
         if sampling.has_processors:
             logits = self._context.logits_processing.apply(logits, step)
+            if self._hidden_states is not None:
+                # Rows that allow no token of a head's vocabulary have no distribution. Drafts of
+                # any are verified correctly.
+                has_none = logits.amax(-1, keepdim=True) == float("-inf")
+                logits = logits.masked_fill(has_none, 0.0)
         logits = logits.to(self._context.logits_dtype)
         top, best = logits.max(-1)
         distributions = None
