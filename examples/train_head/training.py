@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from train_pair.training import Muon
 
 from .head import Head, Shape
 from .states import aux_layers
@@ -152,7 +153,7 @@ def _optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in head.named_parameters() if p.ndim == 2 and "lm_head" not in n]
     others = [p for n, p in head.named_parameters() if p.ndim == 1 or "lm_head" in n]
     return [
-        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.02),
+        Muon(matrices, lr=lr),  # PyTorch's works in bfloat16, which takes minutes on a CPU
         torch.optim.AdamW(others, lr=lr / 20, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

@@ -116,7 +116,7 @@ def train(name, args):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with updates orthogonalised by Newton-Schulz, for all layers' matrices at once."""
+    """Momentum with updates orthogonalised by Newton-Schulz, for matrices and stacks of them."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.02):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -126,13 +126,13 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape = {}
             for p in group["params"]:
-                by_shape.setdefault(p.shape[1:], []).append(p)
+                by_shape.setdefault(p.shape[-2:], []).append(p)
             for (rows, cols), params in by_shape.items():
                 update = []
                 for p in params:
                     m = self.state[p].setdefault("m", torch.zeros_like(p))
                     m.lerp_(p.grad, 1 - group["momentum"])
-                    update.append(p.grad.lerp(m, group["momentum"]))
+                    update.append(p.grad.lerp(m, group["momentum"]).view(-1, rows, cols))
                 x = torch.cat(update)
                 x = x.mT if rows > cols else x
                 x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -140,8 +140,9 @@ class Muon(torch.optim.Optimizer):
                     y = x @ x.mT
                     x = 3.4445 * x + (-4.7750 * y + 2.0315 * y @ y) @ x
                 x = (x.mT if rows > cols else x) * max(1, rows / cols) ** 0.5
-                for p, u in zip(params, x.split([len(p) for p in params])):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(u, alpha=group["lr"])
+                for p, u in zip(params, x.split([len(u) for u in update])):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(u.view_as(p), alpha=group["lr"])
 
 
 @torch.no_grad()
