@@ -95,6 +95,7 @@ def _memory(llm) -> dict:
         "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
         "the draft's distributions": draft._logits.nbytes,
+        "the head's states": 0 if parts.hidden_states is None else parts.hidden_states.ring.nbytes,
     }
     return {"reserved": list(worker_of(llm).extra_memory()), "kept": [kept, summaries / kv_bytes]}
 

@@ -85,6 +85,11 @@ class ResolvedConfig(Keys):
         return HEAD_SOURCE in self.sources
 
     @property
+    def state_capacity(self) -> int:
+        """Positions whose hidden states are kept for a head: its window and a proposal."""
+        return self.window_tokens + self.num_speculative_tokens + 1
+
+    @property
     def budget(self) -> RetrievalBudget:
         """Blocks that level 2 reads: the first, the selected and the recent ones."""
         return RetrievalBudget(

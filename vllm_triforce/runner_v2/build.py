@@ -147,7 +147,7 @@ class SpeculatorBuild:
             self.hidden_states = HiddenStatesV2(
                 draft.model.combine_hidden_states,
                 self.rows,
-                config.window_tokens + num_tokens + 1,
+                config.state_capacity,
                 draft_config.get_hidden_size(),
                 draft_config.dtype,
                 device,

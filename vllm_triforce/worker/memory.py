@@ -56,8 +56,7 @@ def buffer_bytes(
 def _state_bytes(config: ResolvedConfig, vllm_config) -> int:
     """Return the bytes of the hidden states that a head may read of a request."""
     draft_config = vllm_config.speculative_config.draft_model_config
-    num_positions = config.window_tokens + config.num_speculative_tokens + 1
-    return num_positions * draft_config.get_hidden_size() * draft_config.dtype.itemsize
+    return config.state_capacity * draft_config.get_hidden_size() * draft_config.dtype.itemsize
 
 
 def _itemsizes(vllm_config) -> tuple[int, int]:
