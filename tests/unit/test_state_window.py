@@ -21,8 +21,7 @@ def state_of(number: int, position: int) -> list[float]:
 class Request:
     """A request whose states say by which pass they were made, and its head's cache."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self) -> None:
         self.states = HiddenStates(lambda rows: rows, torch.float32, CAPACITY + MOST + 1)
         self.window = StateWindow(RECENT, CAPACITY)
         self.num_passes = 0
@@ -66,7 +65,7 @@ class Request:
 @pytest.mark.parametrize("seed", range(30))
 def test_each_token_is_read_with_its_newest_state(seed):
     draw = random.Random(seed)
-    request = Request(seed)
+    request = Request()
     tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 120))]
     hit = draw.choice([0, draw.randrange(len(tokens))])  # tokens of the prefix cache
     computed = hit
@@ -95,7 +94,7 @@ def test_each_token_is_read_with_its_newest_state(seed):
 
 def test_few_entries_are_fed_again():
     """Of a confirmed window only what a proposal left behind is fed."""
-    request = Request(0)
+    request = Request()
     request.read(0, 30)
     tokens = list(range(31))
     assert request.draft(np.array(tokens), 30, 2) == RECENT
@@ -108,7 +107,7 @@ def test_few_entries_are_fed_again():
 
 
 def test_a_request_of_the_same_id_starts_anew():
-    request = Request(0)
+    request = Request()
     request.read(0, 30)
     request.states.release("a")
     request.newest.clear()

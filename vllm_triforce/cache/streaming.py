@@ -87,7 +87,8 @@ class StateWindow(StreamingWindow):
 
         Args:
             num_computed: tokens that full passes have read.
-            first_known: first token whose state is known.
+            first_known: first position whose state is known. The token after it is the first that
+                the window may hold.
 
         Returns:
             Position of the first token to feed, and its place in ``token_ids``.

@@ -1,7 +1,6 @@
-"""Checks of EAGLE-3 heads, by their configs, before the target loads."""
+"""Check EAGLE-3 heads by their configs, before the target loads."""
 
 _REMEDY = "Use a head trained for this target, or leave 'model' out for prompt lookup."
-
 
 # Parts of the names of other kinds of heads, which level 1 cannot run.
 _OTHER_KINDS = ("eagle", "mtp", "medusa", "dflash", "dspark")
@@ -22,8 +21,8 @@ def check_kind(draft: str, hf_config) -> None:
     Raises:
         ValueError: the draft is such a head.
     """
-    for name in _architectures(hf_config):
-        if not is_head(hf_config) and any(kind in name.lower() for kind in _OTHER_KINDS):
+    for name in () if is_head(hf_config) else _architectures(hf_config):
+        if any(kind in name.lower() for kind in _OTHER_KINDS):
             raise ValueError(
                 f"draft model {draft!r} is a head of the kind {name}, which level 1 does not run. "
                 "Use an EAGLE-3 head or a draft model, or leave 'model' out for prompt lookup."

@@ -1,6 +1,7 @@
 """EAGLE-3 head over a window of recent tokens (arXiv 2503.01840)."""
 
 from vllm_triforce.cache.streaming import StateWindow
+from vllm_triforce.config import read_config
 from vllm_triforce.core.head import aux_layers
 from vllm_triforce.runner_v1.hidden_states import HiddenStates
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel, Feed
@@ -21,11 +22,9 @@ class Eagle3(DraftModel):
 
     def __init__(self, model, vllm_config, *args, **kwargs) -> None:
         super().__init__(model, vllm_config, *args, **kwargs)
-        _, self._num_recent, self._capacity = self._window_sizes
+        config, _ = read_config(vllm_config)
         self.states = HiddenStates(
-            model.combine_hidden_states,
-            vllm_config.model_config.dtype,
-            self._capacity + vllm_config.speculative_config.num_speculative_tokens + 1,
+            model.combine_hidden_states, vllm_config.model_config.dtype, config.state_capacity
         )
         """Filled by the runner, from full passes and from those of level 2."""
 
@@ -33,7 +32,8 @@ class Eagle3(DraftModel):
         return [_ALWAYS if batch.request_ids[row] in self.states else None for row in rows]
 
     def _new_window(self) -> StateWindow:
-        return StateWindow(self._num_recent, self._capacity)
+        _, num_recent, capacity = self._window_sizes
+        return StateWindow(num_recent, capacity)
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
         request_id, token_ids = batch.request_ids[row], batch.context(proposal, row)
