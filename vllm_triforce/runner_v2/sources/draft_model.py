@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -123,6 +123,8 @@ class DraftModelV2(DraftSourceV2):
 
     name = "draft_model"
     keeps_window = True
+    reads_states: ClassVar[bool] = False
+    """True if the draft reads hidden states beside the tokens, and returns some."""
 
     @classmethod
     def build(cls, parts: SourcePartsV2) -> "DraftModelV2":
@@ -139,10 +141,7 @@ class DraftModelV2(DraftSourceV2):
         self._rows = rows
         self._context = context
         self._all_token_ids = parts.all_token_ids
-        self._hidden_states = parts.hidden_states
         self._num_sinks, self._num_recent = config.num_sink_tokens, config.num_recent_tokens
-        if parts.hidden_states is not None:
-            self._num_sinks = 0  # as in StateWindow
         self._capacity = config.window_tokens
         # Block tables by row, at a fixed address: a graph is replayed for any slots.
         self._tables = torch.zeros_like(self.cache.block_table)
@@ -196,7 +195,7 @@ class DraftModelV2(DraftSourceV2):
         for row, slot in enumerate(slots):
             newest = int(batch.max_computed_tokens[row])
             window_len = self._num_sinks + newest + 1 - slot.window_start + growth
-            first = max(self._num_sinks, slot.first_known + 1 if self._hidden_states else 0)
+            first = self._first_recent(slot)
             if slot.window_tokens < 0 or window_len > self._capacity or slot.window_start < first:
                 slot.window_start = max(first, newest + 1 - self._num_recent)
                 stale.append((int(batch.states[row]), slot, newest))
@@ -225,23 +224,35 @@ class DraftModelV2(DraftSourceV2):
         prepare_window_inputs(
             rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
         )
-        if self._hidden_states is not None:
-            self._hidden_states.gather(first_pass.inputs, num_padded_rows)
+        self._prepare_first(first_pass, num_padded_rows)
         self._draw(sampling, first_pass.run(rows.num_rows)[:, -1], 0)
         seq_lens, last_pass = first_pass.inputs.seq_lens, first_pass
         for step in range(1, rows.gamma):
             num_padded_rows = self._step_pass.padded_rows(rows.num_rows)
-            if (hidden := self._step_pass.inputs.hidden) is not None:  # the head's own output
-                length = last_pass.inputs.query_len
-                output = last_pass.states[0][: rows.num_rows * length]
-                hidden[: rows.num_rows].copy_(output[length - 1 :: length])
-                last_pass = self._step_pass
+            self._prepare_step(self._step_pass, last_pass)
+            last_pass = self._step_pass
             self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(seq_lens[: rows.num_rows])
             seq_lens = self._step_pass.inputs.seq_lens
             prepare_draft_inputs(rows, self._step_pass.inputs, num_padded_rows, step, window)
             self._draw(sampling, self._step_pass.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
         return ()
+
+    # For a head; nothing to do for a draft model.
+
+    def _first_recent(self, slot: Slot) -> int:
+        """Return the first token that may follow the sinks in a request's window."""
+        return self._num_sinks
+
+    def _prepare_first(self, first_pass: ModelPass, num_padded_rows: int) -> None:
+        """Prepare further inputs of a round's first pass."""
+
+    def _prepare_step(self, step_pass: ModelPass, last_pass: ModelPass) -> None:
+        """Prepare further inputs of a later pass, from the outputs of the pass before."""
+
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits, [num_rows, vocab_size], to which logits processors were applied."""
+        return logits
 
     def end(self, batch: BatchV2, rows: Rows) -> None:
         tables = self._tables[: rows.num_rows]
@@ -252,12 +263,7 @@ class DraftModelV2(DraftSourceV2):
         rows, count = self._rows, self._rows.num_rows
         logits = self._model.compute_logits(hidden)
         if sampling.has_processors:
-            logits = self._context.logits_processing.apply(logits, step)
-            if self._hidden_states is not None:
-                # Rows that allow no token of a head's vocabulary have no distribution. Drafts of
-                # any are verified correctly.
-                has_none = logits.amax(-1, keepdim=True) == float("-inf")
-                logits = logits.masked_fill(has_none, 0.0)
+            logits = self._processed(self._context.logits_processing.apply(logits, step))
         logits = logits.to(self._context.logits_dtype)
         top, best = logits.max(-1)
         distributions = None
@@ -273,8 +279,7 @@ class DraftModelV2(DraftSourceV2):
         vllm_config, max_rows = self._context.vllm_config, self._rows.max_rows
         capacity = self.cache.blocks_per_slot * self.cache.block_size
         draft_config = vllm_config.speculative_config.draft_model_config
-        has_head = self._hidden_states is not None
-        hidden = (draft_config.get_hidden_size(), draft_config.dtype) if has_head else None
+        hidden = (draft_config.get_hidden_size(), draft_config.dtype) if self.reads_states else None
         inputs = PassInputs(max_rows, query_len, max_rows, self._context.device, hidden)
 
         def metadata(num_rows: int) -> dict:
@@ -293,5 +298,5 @@ class DraftModelV2(DraftSourceV2):
             metadata,
             slots,
             name,
-            num_states=has_head,
+            num_states=self.reads_states,
         )

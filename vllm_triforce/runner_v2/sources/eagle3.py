@@ -1,6 +1,11 @@
 """EAGLE-3 head over a window of recent tokens (arXiv 2503.01840)."""
 
+import torch
+
+from vllm_triforce.runner_v2.passes import ModelPass
+from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.draft_model import DraftModelV2
+from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 
 
 class Eagle3V2(DraftModelV2):
@@ -11,3 +16,30 @@ class Eagle3V2(DraftModelV2):
     """
 
     name = "eagle3"
+    reads_states = True
+
+    def __init__(self, parts: SourcePartsV2) -> None:
+        super().__init__(parts)
+        assert parts.hidden_states is not None
+        self._hidden_states = parts.hidden_states
+
+    def _first_recent(self, slot: Slot) -> int:
+        return slot.first_known + 1
+
+    def _prepare_first(self, first_pass: ModelPass, num_padded_rows: int) -> None:
+        self._hidden_states.gather(first_pass.inputs, num_padded_rows)
+
+    def _prepare_step(self, step_pass: ModelPass, last_pass: ModelPass) -> None:
+        """Feed the head's own output in the place of the target's states."""
+        num_rows, length = self._rows.num_rows, last_pass.inputs.query_len
+        output = last_pass.states[0][: num_rows * length]
+        assert step_pass.inputs.hidden is not None
+        step_pass.inputs.hidden[:num_rows].copy_(output[length - 1 :: length])
+
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make rows uniform that allow no token of the head's vocabulary.
+
+        Such rows have no distribution. Drafts of any other are verified correctly.
+        """
+        has_none = logits.amax(-1, keepdim=True) == float("-inf")
+        return logits.masked_fill(has_none, 0.0)
