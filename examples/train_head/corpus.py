@@ -17,8 +17,9 @@ QUESTIONS = (
     "What would a beginner find hard here? Explain it with an example.",
 )
 TEMPERATURES = (0.0, 0.7, 1.0, 1.0)
-# Answers that are written together.
-GROUP = 32
+KINDS = ("continuation", "answer", "conversation")
+# Answers that are written together, by device.
+GROUPS = {"cpu": 32, "cuda": 1024}
 
 
 def write_documents(
@@ -60,60 +61,89 @@ def write_documents(
                 f"{group} has text for {len(windows)} windows of {share}; name more text, or "
                 "lower --windows"
             )
-        rows += [{"tokens": window, "begin": 0} for window in windows[:share]]
+        rows += [{"kind": "document", "tokens": w, "begin": 0} for w in windows[:share]]
     rng.shuffle(rows)
     _write(work / "documents.jsonl", rows)
 
 
 def write_answers(
-    work: Path, target: str, num_answers: int, num_excerpt: int, num_tokens: int
+    work: Path, target: str, device: str, num_answers: int, num_excerpt: int, num_tokens: int
 ) -> None:
-    """Let the target answer to excerpts of the documents, half of them by continuing the text.
+    """Let the target continue excerpts of the documents, answer questions, and chat with itself.
 
-    The answers are greedy, sampled at temperature 0.7, and at 1.
+    A third are continuations, a third answers to questions about excerpts, and a third whole
+    conversations: what it samples where its chat template has a user's text (arXiv 2406.08464).
+    The former are greedy, sampled at temperature 0.7, and at 1. None ends before ``num_tokens``:
+    behind its answer the target writes the user's next message.
     """
     from vllm import LLM, SamplingParams
 
     documents = read(work / "documents.jsonl")
+    on_cpu = device == "cpu"
     llm = LLM(
         target,
-        dtype="float32",
+        dtype="float32" if on_cpu else "auto",
         max_model_len=num_excerpt + num_tokens + 256,
-        max_num_seqs=GROUP,
-        kv_cache_memory_bytes=4 << 30,
-        enforce_eager=True,
+        max_num_seqs=GROUPS[device] // (1 if on_cpu else 2),
+        kv_cache_memory_bytes=(4 if on_cpu else 40) << 30,
+        enforce_eager=on_cpu,
+        compilation_config={"mode": 0},  # torch.compile would take longer than it saves
     )
     tokenizer, path = llm.get_tokenizer(), work / "answers.jsonl"
+    opening = _opening(tokenizer)
     first = len(read(path)) if path.exists() else 0
     while first < num_answers:
-        prompts, params = [], []
-        for i in range(first, min(first + GROUP, num_answers)):
-            tokens, rng = documents[i % len(documents)]["tokens"], random.Random(i)
+        prompts, params, kinds = [], [], []
+        for i in range(first, min(first + GROUPS[device], num_answers)):
+            turn, kind, rng = i // len(KINDS), KINDS[i % len(KINDS)], random.Random(i)
+            tokens = documents[turn % len(documents)]["tokens"]
             start = rng.randrange(max(1, len(tokens) - num_excerpt))
-            excerpt = tokens[start : start + num_excerpt]
-            if i % 2:
-                question = QUESTIONS[i // 2 % len(QUESTIONS)]
-                text = f"{tokenizer.decode(excerpt)}\n\n{question}"
-                excerpt = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}],
-                    add_generation_prompt=True,
-                    return_dict=True,
-                )["input_ids"]
+            excerpt = tokens[start : start + rng.randint(num_excerpt // 8, num_excerpt)]
+            temperature = TEMPERATURES[turn % len(TEMPERATURES)]
+            if kind == "answer":
+                question = QUESTIONS[turn % len(QUESTIONS)]
+                excerpt = _chat(tokenizer, f"{tokenizer.decode(excerpt)}\n\n{question}")
+            elif kind == "conversation":
+                excerpt, temperature = opening, 1.0
             prompts.append(excerpt)
-            temperature = TEMPERATURES[i // 2 % len(TEMPERATURES)]
-            params.append(SamplingParams(temperature=temperature, max_tokens=num_tokens))
+            kinds.append(kind)
+            params.append(
+                SamplingParams(
+                    temperature=temperature,
+                    max_tokens=num_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+            )
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         # Half of the prompt is learnt from as well: it costs the same.
         rows = [
-            {"tokens": [*prompt, *output.outputs[0].token_ids], "begin": len(prompt) // 2}
-            for prompt, output in zip(prompts, outputs)
+            {
+                "kind": kind,
+                "tokens": [*prompt, *out.outputs[0].token_ids],
+                "begin": len(prompt) // 2,
+            }
+            for kind, prompt, out in zip(kinds, prompts, outputs)
         ]
         _write(path, rows, "a")
         first += len(prompts)
 
 
+def _opening(tokenizer) -> list[int]:
+    """Return the tokens of a conversation up to where the user's text begins."""
+    template = tokenizer.apply_chat_template([{"role": "user", "content": "{}"}], tokenize=False)
+    return list(tokenizer(template.split("{}")[0], add_special_tokens=False)["input_ids"])
+
+
+def _chat(tokenizer, text: str) -> list[int]:
+    """Return the tokens of a conversation up to the first answer."""
+    messages = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(chat["input_ids"])
+
+
 def read(path: Path) -> list[dict]:
-    """Read sequences: ``tokens``, and ``begin``, the first that is learnt from."""
+    """Read sequences: ``kind``, ``tokens``, and ``begin``, the first that is learnt from."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -10,132 +10,139 @@ import torch.nn.functional as F
 from torch import nn
 from train_pair.training import Muon
 
+from .corpus import sequences
 from .head import Head, Shape
-from .states import aux_layers
+from .states import aux_layers, compute_states, load_target, read_states
 
 LENGTH, NUM_STEPS = 512, 3
 # Weight of each further step's loss, as published.
 DECAY = 0.8
-# One sequence of so many is held out.
-HELD_OUT = 16
+# One sequence of so many is held out; a prime, so that all kinds are.
+HELD_OUT = 17
 
 
 class Target:
     """What the training needs of the target: its config, embeddings and output layer."""
 
-    def __init__(self, name: str) -> None:
-        from .states import load_target
-
-        model = load_target(name)
-        self.config = model.config
-        self.embeddings = model.get_input_embeddings().weight.detach()
-        self.lm_head = model.get_output_embeddings().weight.detach()
-        self.norm = model.model.norm.weight.detach()
+    def __init__(self, name: str, device: str = "cpu") -> None:
+        self.model = load_target(name, device)
+        self.config = self.model.config
+        self.embeddings = self.model.get_input_embeddings().weight.detach()
+        self.lm_head = self.model.get_output_embeddings().weight.detach()
+        self.norm = self.model.model.norm.weight.detach()
 
 
 class Crops:
-    """Crops of the sequences' states, for the head's steps at ``LENGTH`` places."""
+    """Crops of the sequences' states, for the head's steps at ``LENGTH`` places.
 
-    def __init__(self, work: Path, embeddings: torch.Tensor) -> None:
-        files = sorted((work / "states").glob("*.pt"))
-        if len(files) < HELD_OUT:
-            raise ValueError(f"{work / 'states'} has {len(files)} sequences; run 'states' first")
-        self.held_out = files[HELD_OUT - 1 :: HELD_OUT]
-        self.files = sorted(set(files) - set(self.held_out))
-        self._embeddings = embeddings
+    The states are those that the step ``states`` wrote. Where it did not run, they are computed,
+    and held on the target's device.
+    """
 
-    def starts(self, files: list[Path], rng: random.Random) -> list[tuple[Path, int]]:
+    def __init__(self, work: Path, target: Target) -> None:
+        self._embeddings = target.embeddings
+        rows = read_states(work) or list(compute_states(target.model, sequences(work)))
+        if len(rows) < HELD_OUT:
+            raise ValueError(f"{work} has {len(rows)} sequences, {HELD_OUT} are needed")
+        self.held_out = rows[HELD_OUT - 1 :: HELD_OUT]
+        self.trained = [row for i, row in enumerate(rows) if i % HELD_OUT != HELD_OUT - 1]
+
+    def starts(self, rows: list[dict], rng: random.Random) -> list[tuple[dict, int]]:
         """List crops at random places, in random order: about each token once."""
         crops = []
-        for file in files:
-            state = torch.load(file, mmap=True)
-            last = len(state["tokens"]) - LENGTH - NUM_STEPS
+        for row in rows:
+            last = len(row["tokens"]) - LENGTH - NUM_STEPS
             if last < 0:
                 continue
-            first = min(state["begin"], last)
+            first = min(row["begin"], last)
             count = max(1, round((last + LENGTH - first) / LENGTH))
-            crops += [(file, rng.randint(first, last)) for _ in range(count)]
+            crops += [(row, rng.randint(first, last)) for _ in range(count)]
         rng.shuffle(crops)
         return crops
 
-    def batch(self, crops: list[tuple[Path, int]]) -> tuple[torch.Tensor, ...]:
+    def batch(self, crops: list[tuple[dict, int]]) -> tuple[torch.Tensor, ...]:
         """Load crops: ``aux``, ``embeds`` as of ``Head.forward()``, and the target's ``last``."""
-        end = LENGTH + NUM_STEPS
-        states = [(torch.load(file, mmap=True), start) for file, start in crops]
-        aux = torch.stack([s["aux"][a : a + LENGTH].float() for s, a in states])
-        last = torch.stack([s["last"][a + 1 : a + end].float() for s, a in states])
-        tokens = torch.stack([s["tokens"][a + 1 : a + end].long() for s, a in states])
-        return aux, self._embeddings[tokens], last
+        end, device = LENGTH + NUM_STEPS, self._embeddings.device
+        aux = torch.stack([row["aux"][a : a + LENGTH] for row, a in crops])
+        last = torch.stack([row["last"][a + 1 : a + end] for row, a in crops])
+        tokens = torch.stack([row["tokens"][a + 1 : a + end] for row, a in crops])
+        embeds = self._embeddings[tokens.to(device).long()]
+        return aux.to(device).float(), embeds, last.to(device).float()
 
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
+    def token_counts(self) -> torch.Tensor:
         """Count each token in the sequences that are trained on."""
-        tokens = torch.cat([torch.load(file, mmap=True)["tokens"] for file in self.files])
-        return torch.bincount(tokens.long(), minlength=vocab_size)
+        tokens = torch.cat([row["tokens"] for row in self.trained]).cpu()
+        return torch.bincount(tokens.long(), minlength=len(self._embeddings))
 
 
 def train(
-    work: Path, target_name: str, epochs: int, rows: int, lr: float, draft_vocab: int
+    work: Path, target: Target, epochs: int, minutes: float, rows: int, lr: float, draft_vocab: int
 ) -> None:
-    """Train for ``epochs`` passes over the sequences, from the saved state if there is one."""
-    target = Target(target_name)
-    crops = Crops(work, target.embeddings)
-    path = work / "head.pt"
-    state = torch.load(path) if path.exists() else None
+    """Train for ``epochs`` passes over the sequences, from the saved state if there is one.
+
+    ``minutes`` ends it earlier; the learning rate falls towards whichever end comes first.
+    """
+    crops = Crops(work, target)
+    path, device = work / "head.pt", target.embeddings.device
+    state = torch.load(path, map_location=device) if path.exists() else None
     if state is None:
-        counts = crops.token_counts(len(target.embeddings))
+        counts = crops.token_counts()
         vocab = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
         covered = float(counts[vocab].sum() / counts.sum())
         print(f"the draft vocabulary of {draft_vocab} has {covered:.4f} of the text's tokens")
+        vocab = vocab.to(device)
     else:
         vocab = state["vocab"]
-    head = Head(Shape.of(target.config, len(vocab)))
+    head = Head(Shape.of(target.config, len(vocab))).to(device)
     lm_head = target.lm_head[vocab]
     if state is None:
         start_from(head, target, lm_head)
     optimizers = _optimizers(head, lr)
-    step = 0
+    step, spent = 0, 0.0
     if state is not None:
         head.load_state_dict(state["head"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        step = state["step"]
+        step, spent = state["step"], state["seconds"]
     peaks = [group["lr"] for opt in _optimizers(head, lr) for group in opt.param_groups]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    per_epoch = len(crops.starts(crops.files, random.Random(0))) // rows
+    per_epoch = len(crops.starts(crops.trained, random.Random(0))) // rows
     num_steps = epochs * per_epoch
     print(
         f"{sum(p.numel() for p in head.parameters()) / 1e6:.1f} M parameters, step {step} of "
         f"{num_steps}, {per_epoch * rows * LENGTH:,} tokens an epoch"
     )
-    begin = saved_at = time.monotonic()
-    logged: list[list[float]] = []
-    while step < num_steps:
+    weights = torch.tensor([DECAY**j for j in range(NUM_STEPS)], device=device)
+    begin = saved_at = time.monotonic() - spent
+    logged: list[torch.Tensor] = []
+    order: list[tuple[dict, int]] = []
+    while True:
+        seconds = time.monotonic() - begin
+        share = max(step / num_steps, seconds / 60 / minutes)
+        if seconds - saved_at + begin > 60 or share >= 1:
+            _save(path, head, optimizers, step, seconds, vocab)
+            saved_at = begin + seconds
+        if share >= 1:
+            break
         epoch, place = divmod(step, per_epoch)
-        order = crops.starts(crops.files, random.Random(epoch))
-        for i in range(place, per_epoch):
-            share = step / num_steps
-            factor = min(1.0, (step + 1) / 20, 0.03 + (1 - share) / 0.6)
-            for group, peak in zip(groups, peaks):
-                group["lr"] = peak * factor
-            losses = _losses(head, lm_head, *crops.batch(order[i * rows : (i + 1) * rows]))
-            weights = torch.tensor([DECAY**j for j in range(NUM_STEPS)])
-            (torch.stack(losses) @ weights / weights.sum()).backward()
-            nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            step += 1
-            logged.append([float(loss.detach()) for loss in losses])
-            if step % 20 == 0:
-                mean = torch.tensor(logged).mean(0).tolist()
-                minutes = (time.monotonic() - begin) / 60
-                text = " ".join(f"{loss:.3f}" for loss in mean)
-                print(f"step {step} of {num_steps}, {minutes:.1f} min, losses {text}", flush=True)
-                logged = []
-            if time.monotonic() - saved_at > 60 or step == num_steps:
-                _save(path, head, optimizers, step, vocab)
-                saved_at = time.monotonic()
-    evaluate(work, target_name)
+        if not order or place == 0:
+            order = crops.starts(crops.trained, random.Random(epoch))
+        factor = min(1.0, (step + 1) / 20, 0.03 + (1 - share) / 0.6)
+        for group, peak in zip(groups, peaks):
+            group["lr"] = peak * factor
+        losses = _losses(head, lm_head, *crops.batch(order[place * rows : (place + 1) * rows]))
+        (losses @ weights / weights.sum()).backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        logged.append(losses.detach())
+        if step % 20 == 0:
+            text = " ".join(f"{loss:.3f}" for loss in torch.stack(logged).mean(0).tolist())
+            print(f"step {step} of {num_steps}, {seconds / 60:.1f} min, losses {text}", flush=True)
+            logged = []
+    evaluate(work, target, crops)
 
 
 def start_from(head: Head, target: Target, lm_head: torch.Tensor) -> None:
@@ -145,7 +152,7 @@ def start_from(head: Head, target: Target, lm_head: torch.Tensor) -> None:
         head.lm_head.weight.copy_(lm_head)
         head.norm.weight.copy_(target.norm)
         head.fc.weight.normal_(std=0.02 / hidden**0.5)
-        head.fc.weight[:, 2 * hidden :] += torch.eye(hidden)
+        head.fc.weight[:, 2 * hidden :] += torch.eye(hidden, device=lm_head.device)
 
 
 def _optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
@@ -158,21 +165,24 @@ def _optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _losses(head, lm_head, aux, embeds, last) -> list[torch.Tensor]:
+def _losses(head, lm_head, aux, embeds, last) -> torch.Tensor:
     """Return each step's cross entropy, less the target's entropy: 0 would be the target."""
     losses = []
     for step, logits in enumerate(head(aux, embeds, NUM_STEPS)):
         wanted = (last[:, step : step + LENGTH] @ lm_head.T).log_softmax(-1)
         divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
         losses.append(divergence / logits[..., 0].numel())
-    return losses
+    return torch.stack(losses)
 
 
-def _save(path: Path, head: Head, optimizers, step: int, vocab: torch.Tensor) -> None:
+def _save(
+    path: Path, head: Head, optimizers, step: int, seconds: float, vocab: torch.Tensor
+) -> None:
     state = {
         "head": head.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
+        "seconds": seconds,
         "vocab": vocab,
     }
     torch.save(state, path.with_suffix(".part"))
@@ -180,45 +190,47 @@ def _save(path: Path, head: Head, optimizers, step: int, vocab: torch.Tensor) ->
 
 
 def _load(work: Path, target: Target) -> tuple[Head, torch.Tensor]:
-    state = torch.load(work / "head.pt")
-    head = Head(Shape.of(target.config, len(state["vocab"])))
+    device = target.embeddings.device
+    state = torch.load(work / "head.pt", map_location=device)
+    head = Head(Shape.of(target.config, len(state["vocab"]))).to(device)
     head.load_state_dict(state["head"])
     return head.eval(), state["vocab"]
 
 
 @torch.inference_mode()
-def evaluate(work: Path, target_name: str) -> None:
-    """Print, by drafted token, the acceptance where the tokens before it are those of the text.
+def evaluate(work: Path, target: Target, crops: Crops | None = None) -> None:
+    """Print, by kind of text and token, the acceptance where all before is that of the text.
 
     At T=1 a token is accepted with the sum of min(p, q) over the vocabulary; at T=0 where the
     head's best token is the target's.
     """
-    target = Target(target_name)
     head, vocab = _load(work, target)
-    crops = Crops(work, target.embeddings)
-    sums, count = torch.zeros(2, NUM_STEPS, dtype=torch.float64), 0
+    crops = crops or Crops(work, target)
+    by_kind: dict[str, list[torch.Tensor]] = {}
     for crop in crops.starts(crops.held_out, random.Random(0)):
         aux, embeds, last = crops.batch([crop])
+        sums = torch.zeros(2, NUM_STEPS)
         for step, logits in enumerate(head(aux, embeds, NUM_STEPS)):
             target_logits = last[0, step : step + LENGTH] @ target.lm_head.T
             q, p = logits[0].softmax(-1), target_logits.softmax(-1)
-            sums[0, step] += (vocab[q.argmax(-1)] == p.argmax(-1)).sum()
-            sums[1, step] += torch.minimum(p[:, vocab], q).sum()
-        count += LENGTH
-    for temperature, row in enumerate(sums / count):
-        text = " ".join(f"{share:.3f}" for share in row.tolist())
-        print(f"T={temperature}: accepted, by token: {text} ({count:,} places held out)")
+            sums[0, step] = (vocab[q.argmax(-1)] == p.argmax(-1)).sum()
+            sums[1, step] = torch.minimum(p[:, vocab], q).sum()
+        by_kind.setdefault(crop[0]["kind"], []).append(sums / LENGTH)
+    for kind, shares in sorted(by_kind.items()):
+        for temperature, row in enumerate(torch.stack(shares).mean(0)):
+            text = " ".join(f"{share:.3f}" for share in row.tolist())
+            places = len(shares) * LENGTH
+            print(f"{kind}, T={temperature}: {text} accepted, by token ({places:,} places)")
 
 
-def export(work: Path, target_name: str, out: Path) -> None:
+def export(work: Path, target: Target, out: Path) -> None:
     """Write the head as a ``LlamaForCausalLMEagle3`` checkpoint in bfloat16."""
     from safetensors.torch import save_file
 
-    target = Target(target_name)
     head, vocab = _load(work, target)
     weights = {n: p.bfloat16().contiguous() for n, p in head.state_dict().items()}
     # vLLM adds these offsets to the ids of the draft vocabulary.
-    weights["d2t"] = vocab - torch.arange(len(vocab))
+    weights["d2t"] = vocab - torch.arange(len(vocab), device=vocab.device)
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors")
     shape, config = head.midlayer.shape, target.config

@@ -1,6 +1,7 @@
 """Promise: the training script makes a head, and continues where it was stopped."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.test_plugin import engine_config
 
 sys.path.append(str(ROOT / "examples"))
 
-from train_head import training
+from train_head import states, training
 from train_head.command import main
 from train_head.head import Head, Shape
 
@@ -28,7 +29,7 @@ def test_every_step_from_text_to_a_checkpoint(tmp_path, monkeypatch, capsys):
     ]
     work = tmp_path / "work"
     work.mkdir()
-    lines = [json.dumps({**row, "begin": 0}) + "\n" for row in rows]
+    lines = [json.dumps({"kind": "document", **row, "begin": 0}) + "\n" for row in rows]
     (work / "documents.jsonl").write_text("".join(lines))
 
     def run(*arguments: str) -> str:
@@ -43,12 +44,14 @@ def test_every_step_from_text_to_a_checkpoint(tmp_path, monkeypatch, capsys):
     run("states")
     assert len(list((work / "states").glob("*.pt"))) == 32
     train = ("train", "--rows", "2", "--draft-vocab", "256", "--lr", "0.01")
-    assert "step 0 of 30" in run(*train, "--epochs", "1")
+    assert "step 0 of 31" in run(*train, "--epochs", "1")
     said = run(*train, "--epochs", "4")
-    assert "step 30 of 120" in said
+    assert "step 31 of 124" in said
     losses = [line.split("losses ")[1].split()[0] for line in said.splitlines() if "loss" in line]
     assert float(losses[-1]) < 0.6 * float(losses[0]), said
     assert said.count("accepted, by token") == 2
+    shutil.rmtree(work / "states")  # now in memory
+    assert "losses" not in run(*train, "--epochs", "8", "--minutes", "0.001")
     run("export", "--out", str(tmp_path / "head"))
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -91,3 +94,22 @@ def _next(layer, embeds, hidden, position: int, cache: list) -> torch.Tensor:
 
     with mock.patch("train_head.head.attend", attend_to_all):
         return layer(embeds, hidden, torch.tensor([position]), cache)
+
+
+def test_states_in_memory_are_those_on_disk(tmp_path):
+    """Also of sequences that are read together and padded."""
+    target = make_llama(tmp_path / "target", vocab_size=512, num_layers=8, std=0.1)
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {"kind": "document", "tokens": torch.randint(512, (n,), generator=draw).tolist()}
+        for n in (80, 33, 57)
+    ]
+    (tmp_path / "documents.jsonl").write_text(
+        "".join(json.dumps({**row, "begin": 0}) + "\n" for row in rows)
+    )
+    states.write_states(tmp_path, target)
+    for row, state in zip(rows, states.read_states(tmp_path)):
+        assert state["tokens"].tolist() == row["tokens"]
+        (alone,) = states.compute_states(states.load_target(target), [{**row, "begin": 0}])
+        for name in ("aux", "last"):
+            assert torch.allclose(state[name].float(), alone[name].float(), atol=0.02, rtol=0.02)

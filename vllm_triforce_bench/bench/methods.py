@@ -46,6 +46,9 @@ METHODS: dict[str, Method] = {
         {"method": "draft_model", "num_speculative_tokens": 3},
         needs_draft=True,
     ),
+    "eagle3": Method(
+        "stock eagle3", {"method": "eagle3", "num_speculative_tokens": 3}, needs_draft=True
+    ),
     "ngram": Method(
         "stock ngram",
         {
@@ -65,6 +68,9 @@ METHODS: dict[str, Method] = {
     "triforce": Method("TriForce", {"method": TRIFORCE}),
     "triforce:copy": Method(
         "TriForce, level 2 in bfloat16", {"method": TRIFORCE, "level2_model": "bfloat16"}
+    ),
+    "triforce:lookup": Method(
+        "TriForce, no draft model", {"method": TRIFORCE, "draft_sources": "prompt_lookup"}
     ),
     # Levels switched off one by one; nothing may switch off the rest.
     "triforce:all": Method(
@@ -161,7 +167,7 @@ def variants(
                     keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
-            if draft and (is_triforce or method.needs_draft):
+            if draft and (method.needs_draft or is_triforce and "draft_sources" not in keys):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants
