@@ -167,7 +167,7 @@ def variants(
                     keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
-            if draft and (method.needs_draft or is_triforce and "draft_sources" not in keys):
+            if draft and (method.needs_draft or (is_triforce and "draft_sources" not in keys)):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants
