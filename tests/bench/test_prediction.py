@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import random
 from itertools import pairwise
 
 import pytest
+from safetensors import safe_open
 
 from benchmarks.gpu.models import MODELS, draft_of
 from tests.models import ROOT
@@ -199,6 +201,18 @@ def test_a_config_is_read():
         Geometry.from_config("latent", moe, "bfloat16")
     with pytest.raises(ValueError, match="has no 'num_attention_heads'"):
         Geometry.from_config("empty", {"hidden_size": 1}, "bfloat16")
+
+
+def test_a_heads_weights_are_those_of_its_checkpoint():
+    folder = ROOT / "examples" / "models" / "smollm2_head"
+    config = json.loads((folder / "config.json").read_text())
+    layer = Geometry.from_config("head", config, "bfloat16")
+    head = layer.as_head(config["draft_vocab_size"])
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert head.weights == sum(sizes.values()) - norms - sizes["d2t"]
+    assert layer.as_head(None).weights > head.weights
 
 
 def test_machines_are_read(tmp_path):

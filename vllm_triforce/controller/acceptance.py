@@ -196,12 +196,18 @@ class Acceptance:
         confidence: int | None,
         num_drafted: int,
         num_accepted: int,
+        num_fair: int | None = None,
     ) -> None:
-        """Learn from level 2's test of a source's tokens; None for no draft."""
+        """Learn from level 2's test of a source's tokens; None for no draft.
+
+        Args:
+            num_fair: first tokens whose tests count; None for all.
+        """
+        fair = num_drafted if num_fair is None else min(num_fair, num_drafted)
         for rates in self.both(request_id):
             rates.add_round(num_accepted + 1)
             if source is not None and confidence is not None:
-                rates.add_draft(source, True, confidence, num_drafted, num_accepted)
+                rates.add_draft(source, True, confidence, fair, min(fair, num_accepted))
             for other in self._sources:
                 if other.takes_passes and other.name != source:
                     rates.of(other.name, True, 0).fade()

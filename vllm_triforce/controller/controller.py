@@ -26,6 +26,7 @@ from vllm_triforce.controller.planner import (
     unshared_seconds,
 )
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.stop_rule import StopRules
 from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
 # Decisions between two adoptions of learned costs; in the beginning, each power of 2.
@@ -79,6 +80,7 @@ class Controller:
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
+        self.stop_rules = StopRules(self)
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self.planned: Planned | None = None
@@ -149,7 +151,7 @@ class Controller:
                 self._use_costs(self._adopt())
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
-            costs = self._step_costs(candidates, num_plain)
+            costs = self.step_costs(candidates, num_plain)
             columns = self._choose_columns(candidates, options, costs)
             for row, (candidate, column) in enumerate(zip(candidates, columns)):
                 # A seeded request's samples depend on its lengths, which must not depend on costs.
@@ -221,7 +223,7 @@ class Controller:
         self._last_plain_step = step
         return True
 
-    def _step_costs(
+    def step_costs(
         self,
         candidates: Sequence[Candidate],
         num_plain: int,
@@ -326,7 +328,7 @@ class Controller:
             other_contexts: tokens of context of the batch's other requests.
         """
         options = self._options([candidate], len(other_contexts))
-        costs = self._step_costs([candidate], len(other_contexts), other_contexts)
+        costs = self.step_costs([candidate], len(other_contexts), other_contexts)
         return not plan_by_routes(options, costs).is_plain
 
     def end_rest(self) -> None:
@@ -374,6 +376,8 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, drafted, accepted)
+        fair = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
+        drafted, accepted = min(fair, drafted), min(fair, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
@@ -395,10 +399,14 @@ class Controller:
         planned, self.planned = self.planned, None
         return planned
 
+    def add_to_plan(self, num_drafts: int, seconds: float) -> None:
+        """Add drafts and their cost to the present plan; either may be negative."""
+        if self.planned is not None:
+            self.planned = self.planned.plus(num_drafts, seconds)
+
     def reads_window(self, num_tokens: int) -> None:
         """Add the draft model's reading of ``num_tokens`` to the present plan."""
-        if self.planned is not None:
-            self.planned = self.planned.plus(0, self.model.reading_window(num_tokens))
+        self.add_to_plan(0, self.model.reading_window(num_tokens))
 
     def forget_plan(self) -> None:
         """Compare the present proposals with no plan: they take longer for once."""
@@ -413,6 +421,7 @@ class Controller:
         self.acceptance.release(request_id)
         self.trials.release(request_id)
         self._chosen.pop(request_id, None)
+        self.stop_rules.release(request_id)
 
 
 def _are_greedy(candidates: Sequence[Candidate]) -> bool:

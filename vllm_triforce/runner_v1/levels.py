@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from vllm_triforce.controller import Controller
+from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.logits_processing import process_logits
@@ -35,6 +36,8 @@ class RoutedDraft:
     confidences: list[int | None]
     with_model: list[bool]
     """True for rows whose tokens took passes of the draft model."""
+    classes: list[list[int]]
+    """Of confidence, of each row's tokens; empty where no rule could end the draft."""
 
 
 class Level1:
@@ -63,7 +66,10 @@ class Level1:
             )
             for row, confidence, row_max in zip(rows, confidences, max_tokens)
         ]
-        draft = self.draft_from_sources(choices, matches, batch, proposal, rows, sampling, noise)
+        rule, choices = self._with_rule(choices, batch, rows, max_tokens)
+        draft = self.draft_from_sources(
+            choices, matches, batch, proposal, rows, sampling, noise, rule
+        )
         sources = [source for source, _ in choices]
         return RoutedDraft(
             draft,
@@ -73,7 +79,34 @@ class Level1:
                 for name, confidence in zip(sources, confidences)
             ],
             [name is not None and self.sources[name].needs_model for name in sources],
+            [[] for _ in rows] if rule is None else rule.classes,
         )
+
+    def _with_rule(
+        self,
+        choices: list[tuple[str | None, int]],  # source and number of tokens, per row
+        batch: DraftBatch,
+        rows: Sequence[int],
+        max_tokens: Sequence[int],
+    ) -> tuple[StopRule | None, list[tuple[str | None, int]]]:
+        """Return the rule that ends the model's drafts, and the choices at full length for it."""
+        model = self.model
+        if model is None or not any(name == model.name and count for name, count in choices):
+            return None, choices
+        has_seed = [batch.has_seed(row) for row in rows]
+        ids = [batch.request_ids[row] for row in rows]
+        rules = self._controller.stop_rules
+        rule = rules.round(model.name, ids, has_seed) if model.stops_early else None
+        if rule is None:
+            return None, choices
+        gamma = self._controller.config.gamma
+        longest = [
+            (name, min(gamma, row_max))
+            if name == model.name and count and not seeded
+            else (name, count)
+            for (name, count), row_max, seeded in zip(choices, max_tokens, has_seed)
+        ]
+        return rule, longest
 
     def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
         """Find the matches of every source that may be used."""
@@ -91,15 +124,19 @@ class Level1:
         rows: Sequence[int],
         sampling,
         noise,
+        rule: StopRule | None = None,
     ) -> Draft:
-        """Draft each row's tokens from its source."""
+        """Draft each row's tokens from its source; ``rule`` ends those of the model."""
         merged = Draft.empty(len(rows))
         for name, source in self.sources.items():
             max_tokens = [count if chosen == name else 0 for chosen, count in choices]
             if not any(max_tokens):
                 continue
             source_matches = matches.by_source[name]
-            draft = source.draft(batch, proposal, rows, max_tokens, source_matches, sampling, noise)
+            options = {} if rule is None or not source.stops_early else {"stop": rule}
+            draft = source.draft(
+                batch, proposal, rows, max_tokens, source_matches, sampling, noise, **options
+            )
             self._truncate(source, draft, max_tokens)
             merged.copy_rows(draft, [i for i, count in enumerate(max_tokens) if count])
         return merged
@@ -113,13 +150,15 @@ class Level1:
         max_tokens: list[int],
         matches: Sequence[Match | None],  # of ``rows``
         noise: InnerNoise,
+        rule: StopRule | None = None,
     ) -> Draft:
-        """Draft ``max_tokens[i]`` tokens for level 3, all from one source."""
+        """Draft ``max_tokens[i]`` tokens for level 3, all from one source, or up to ``rule``."""
         source, sampling = self.sources[name], None
         if source.needs_model:
             start_noise(noise, batch, proposal, rows)
             sampling = batch.sampling.take(rows)
-        draft = source.draft(batch, proposal, rows, max_tokens, matches, sampling, noise)
+        options = {} if rule is None else {"stop": rule}
+        draft = source.draft(batch, proposal, rows, max_tokens, matches, sampling, noise, **options)
         self._truncate(source, draft, max_tokens)
         return draft
 

@@ -43,12 +43,13 @@ class TriForceSpeculator:
         """Propose up to ``batch.max_num_tokens`` tokens for each request."""
         proposal = Proposal.empty(len(batch))
         matches = self.level1.find_matches(batch, proposal, list(range(len(batch))))
-        choices = self._choose(batch, matches)
+        candidates = self._candidates(batch, matches)
+        choices = self.controller.choose(candidates, batch.num_plain_reqs)
         proposal.num_planned = [choice.num_tokens for choice in choices]
         rows = [row for row, choice in enumerate(choices) if choice.route == LEVELS]
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
-        self._propose_directly(batch, proposal, choices, matches)
+        self._propose_directly(batch, proposal, candidates, choices, matches)
         self.counters.num_nan_requests = self.disabled_requests.num_disabled
         self.counters.num_direct_proposals += sum(
             bool(token_ids) and choice.route != LEVELS
@@ -57,11 +58,11 @@ class TriForceSpeculator:
         self.counters.add_proposal([token_ids for token_ids in proposal.token_ids if token_ids])
         return proposal
 
-    def _choose(self, batch: DraftBatch, matches: Matches) -> list[Choice]:
-        """Let the controller choose each request's route and length."""
+    def _candidates(self, batch: DraftBatch, matches: Matches) -> list[Candidate]:
+        """Describe the requests to the controller."""
         greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
         num_left: Sequence[int | None] = batch.num_remaining_tokens or [None] * len(batch)
-        candidates = [
+        return [
             self.candidate(
                 request_id,
                 batch.num_computed_tokens[row],
@@ -73,7 +74,6 @@ class TriForceSpeculator:
             )
             for row, request_id in enumerate(batch.request_ids)
         ]
-        return self.controller.choose(candidates, batch.num_plain_reqs)
 
     def candidate(
         self,
@@ -112,7 +112,12 @@ class TriForceSpeculator:
             proposal.extend(row, token_ids, probs)
 
     def _propose_directly(
-        self, batch: DraftBatch, proposal: Proposal, choices: list[Choice], matches: Matches
+        self,
+        batch: DraftBatch,
+        proposal: Proposal,
+        candidates: list[Candidate],
+        choices: list[Choice],
+        matches: Matches,
     ) -> None:
         """Propose level 1's drafts for the requests whose route skips level 2."""
         rows_by_source: dict[str, list[int]] = {}
@@ -123,11 +128,24 @@ class TriForceSpeculator:
             return
         start = time.perf_counter()
         for name, rows in rows_by_source.items():
-            max_tokens = [choices[row].num_tokens for row in rows]
+            num_planned = max_tokens = [choices[row].num_tokens for row in rows]
             row_matches = [matches.by_source[name][row] for row in rows]
+            drafting, rule = [candidates[row] for row in rows], None
+            if self.level1.sources[name].stops_early:
+                num_others = len(batch) - len(rows) + batch.num_plain_reqs
+                rule = self.controller.stop_rules.direct(name, drafting, num_others)
+            if rule is not None:
+                max_tokens = [
+                    n if c.has_seed else c.most for c, n in zip(drafting, num_planned, strict=True)
+                ]
             draft = self.level1.draft_directly(
-                name, batch, proposal, rows, max_tokens, row_matches, self.noise
+                name, batch, proposal, rows, max_tokens, row_matches, self.noise, rule
             )
+            if rule is not None:
+                self.controller.stop_rules.ended(drafting, num_planned, rule, draft.num_passes)
+                for row, token_ids, c in zip(rows, draft.token_ids, drafting):
+                    if not c.has_seed:
+                        proposal.num_planned[row] = len(token_ids)
             self._add_direct_draft(batch, proposal, rows, draft)
         self.counters.add_time("level 1", time.perf_counter() - start)
 
@@ -206,11 +224,14 @@ class ObserverV1(Observer):
         self._counters.add_inner_round(level1_draft.token_ids, verified.num_accepted)
         if (costs := self._controller.measured) is not None:
             lengths = list(map(len, level1_draft.token_ids))
-            for row, source, confidence, length, accepted in zip(
-                rows, draft.sources, draft.confidences, lengths, verified.num_accepted
-            ):
-                self._controller.acceptance.observe_round(
-                    self._batch.request_ids[row], source, confidence, length, accepted
+            for i, row in enumerate(rows):
+                self._controller.stop_rules.observe_round(
+                    self._batch.request_ids[row],
+                    draft.sources[i],
+                    draft.confidences[i],
+                    lengths[i],
+                    verified.num_accepted[i],
+                    draft.classes[i],
                 )
             reads_window = level1_draft.starts_window or level1_draft.num_catch_up_tokens
             if not (self._is_first or reads_window):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_triforce.config import read_config
+from vllm_triforce.config.check_head import is_head
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.doctor.memory import kv_bytes_each
@@ -73,7 +74,10 @@ def _predictor(
     target = _geometry(vllm_config.model_config, kv_bytes_each(vllm_config))
     draft = None
     if keys["draft_model"]:
-        draft = _geometry(vllm_config.speculative_config.draft_model_config)
+        draft_config = vllm_config.speculative_config.draft_model_config
+        draft = _geometry(draft_config)
+        if is_head(draft_config.hf_config):
+            draft = draft.as_head(getattr(draft_config.hf_config, "draft_vocab_size", None))
     copy_bytes_each = None
     if copy_bytes:
         copy_bytes_each = target.bytes_each * copy_bytes / layers.weight_bytes
@@ -81,7 +85,7 @@ def _predictor(
         machine or _this_machine(say),
         target,
         draft,
-        window=keys["num_sink_tokens"] + keys["num_recent_tokens"],
+        window=(keys["num_sink_tokens"] or 0) + keys["num_recent_tokens"],
         chunk=vllm_config.cache_config.block_size,
         copy_bytes_each=copy_bytes_each,
     )

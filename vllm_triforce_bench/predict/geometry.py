@@ -1,6 +1,6 @@
 """Sizes of a model that decide the time of a pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Keys of models whose passes read more than is counted here.
@@ -22,6 +22,8 @@ class Geometry:
         active_experts: experts of each token.
         shared_inner: width of the experts that every token passes.
         is_tied: True if the output head is the embedding.
+        more_weights: numbers that a pass reads beside the layers and the output head: an EAGLE-3
+            head's first projection, and what its layer reads of the next token's embedding.
         bytes_each: bytes of a weight.
         kv_bytes_each: bytes of a number of the KV cache.
     """
@@ -38,6 +40,7 @@ class Geometry:
     active_experts: int = 0
     shared_inner: int = 0
     is_tied: bool = False
+    more_weights: int = 0
     bytes_each: float = 2
     kv_bytes_each: int = 2
 
@@ -69,7 +72,7 @@ class Geometry:
         inner = 0 if self.experts else self.inner
         layer = attention + 3 * self.hidden * (inner + self.shared_inner)
         layer += self.hidden * self.experts  # the router
-        return self.layers * layer + self.vocab * self.hidden
+        return self.layers * layer + self.vocab * self.hidden + self.more_weights
 
     @property
     def weights(self) -> int:
@@ -134,8 +137,24 @@ class Geometry:
                 text["num_experts_per_tok"] if experts else 0,
                 shared,
                 bool(text.get("tie_word_embeddings")),
-                _BYTES[dtype],
-                kv_bytes_each or _BYTES[dtype],
+                bytes_each=_BYTES[dtype],
+                kv_bytes_each=kv_bytes_each or _BYTES[dtype],
             )
         except KeyError as error:
             raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error
+
+    def as_head(self, draft_vocab: int | None) -> "Geometry":
+        """Return the sizes of an EAGLE-3 head whose layer has these.
+
+        It reads three of the target's states, and the target's embedding, which is not its own.
+
+        Args:
+            draft_vocab: tokens that it can draft; None for all.
+        """
+        projected = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return replace(
+            self,
+            vocab=draft_vocab or self.vocab,
+            is_tied=True,
+            more_weights=self.hidden * (3 * self.hidden + projected),
+        )

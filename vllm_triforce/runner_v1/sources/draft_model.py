@@ -8,6 +8,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
+from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.logits_processing import process_logits
@@ -45,6 +46,7 @@ class DraftModel(DraftSource):
     name = "draft_model"
     prior_acceptance = (0.5,)  # docs/results.md
     needs_model = True
+    stops_early = True
 
     def __init__(
         self,
@@ -85,7 +87,14 @@ class DraftModel(DraftSource):
     def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         return [_ALWAYS] * len(rows)
 
-    def draft(self, batch, proposal, rows, max_tokens, matches, sampling, noise) -> Draft:
+    def draft(
+        self, batch, proposal, rows, max_tokens, matches, sampling, noise, stop=None
+    ) -> Draft:
+        """Draft as ``DraftSource.draft()`` says.
+
+        Args:
+            stop: ends drafts before ``max_tokens`` (``controller/stop_rule.py``); None for no rule.
+        """
         draft = Draft([[] for _ in rows], None if sampling.all_greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(max_tokens) if count]
         ids = [batch.request_ids[row] for row in rows]
@@ -105,11 +114,12 @@ class DraftModel(DraftSource):
             hidden = dict(zip(active, outputs))
             places = ((rows[i], draft.token_ids[i]) for i in active)
             logits = self._processed(process_logits(logits, batch, proposal, places), batch)
-            self._sample(logits, active, sampling, noise, draft)
+            draft.num_passes += 1
+            active = self._sample(logits, active, sampling, noise, draft, stop)
             active = [
                 i
                 for i in active
-                if len(draft.token_ids[i]) < max_tokens[i] and i not in draft.nan_rows
+                if len(draft.token_ids[i]) < max_tokens[i] and (stop is None or stop.goes_on(i))
             ]
             newest = [draft.token_ids[i][-1] for i in active]
             feed = [
@@ -191,22 +201,33 @@ class DraftModel(DraftSource):
         outputs = [None] * len(feed) if feedback is None else feedback[last].split(1)
         return self.model.compute_logits(hidden[last]), outputs
 
-    def _sample(self, logits, active, sampling, noise, draft: Draft) -> None:
-        """Append a token to each active row of ``draft``; mark rows with a NaN."""
-        if draft.probs is None:
-            for i, token in zip(active, greedy_tokens(logits).tolist()):
-                if token == NAN_TOKEN:
-                    self._discard_row(i, draft)
-                else:
-                    draft.token_ids[i].append(token)
-            return
-        distributions = token_distribution(logits, sampling.take(active))
-        for i, probs, nan in zip(active, distributions, has_nan(distributions)):
-            if nan:
+    def _sample(
+        self, logits, active: list[int], sampling, noise, draft: Draft, stop: StopRule | None
+    ) -> list[int]:
+        """Append a token to active rows of ``draft``, and return the rows that have one.
+
+        Rows without are those with a NaN, which are marked, and those that ``stop`` ends.
+        """
+        params, kept = sampling.take(active), []
+        probs = None if draft.probs is None else token_distribution(logits, params)
+        confidences = [] if stop is None else _confidences(logits, probs, params)
+        tokens = greedy_tokens(logits).tolist() if probs is None else []
+        nan = [token == NAN_TOKEN for token in tokens] if probs is None else has_nan(probs)
+        for place, i in enumerate(active):
+            if nan[place]:
                 self._discard_row(i, draft)
                 continue
-            draft.token_ids[i].append(noise.sample(i, probs))
-            draft.probs[i].append(probs)
+            # Before the token is drawn: what ends a draft must not depend on the draw.
+            if stop is not None and not stop.keeps(i, confidences[place]):
+                continue
+            kept.append(i)
+            if probs is None:
+                draft.token_ids[i].append(tokens[place])
+                continue
+            draft.token_ids[i].append(noise.sample(i, probs[place]))
+            if draft.probs is not None and (row_probs := draft.probs[i]) is not None:
+                row_probs.append(probs[place])
+        return kept
 
     @staticmethod
     def _discard_row(row: int, draft: Draft) -> None:
@@ -215,3 +236,18 @@ class DraftModel(DraftSource):
         draft.token_ids[row] = []
         if draft.probs is not None:
             draft.probs[row] = []
+
+
+def _confidences(
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    probs: torch.Tensor | None,  # as logits; one-hot for greedy rows, None if all are
+    sampling,
+) -> list[float]:
+    """Return the largest probability of each row's distribution, of greedy rows before argmax."""
+    if probs is None:
+        return (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
+    confidences = probs.amax(-1)
+    if (is_greedy := sampling.is_greedy).any():
+        greedy = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        confidences = torch.where(is_greedy, greedy, confidences)
+    return confidences.tolist()

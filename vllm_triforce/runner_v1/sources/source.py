@@ -35,6 +35,8 @@ class Draft:
     """True if the draft read the whole window of a new request."""
     num_catch_up_tokens: int = 0
     """Tokens re-read to catch up stale draft windows."""
+    num_passes: int = 0
+    """Passes of the draft model."""
 
     @classmethod
     def empty(cls, num_rows: int) -> "Draft":
@@ -87,6 +89,9 @@ class DraftSource(ABC):
 
     needs_model: ClassVar[bool] = False
     """True if each token takes a pass of the draft model, key ``model``."""
+
+    stops_early: ClassVar[bool] = False
+    """True if ``draft()`` takes a ``StopRule`` as ``stop``, and asks it before each token."""
 
     @classmethod
     def build(cls, parts: SourceParts) -> "DraftSource":
