@@ -144,8 +144,13 @@ class Rates:
         confidence: int,
         num_drafted: int,
         num_accepted: int,
+        probs: Sequence[float] | None = None,
     ) -> None:
-        """Add the test of a draft whose first token is of class ``confidence``."""
+        """Add the test of a draft whose first token is of class ``confidence``.
+
+        Args:
+            probs: probability of acceptance of each token, of a source with one class.
+        """
         *rates, last = self.level1[source, through_level2][confidence:]
         for rate in rates:
             if not num_drafted:
@@ -155,7 +160,7 @@ class Rates:
                 return
             num_drafted, num_accepted = num_drafted - 1, num_accepted - 1
         if num_drafted:
-            last.add(num_drafted, num_accepted)
+            last.add(num_drafted, num_accepted, probs)
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
@@ -241,15 +246,20 @@ class Acceptance:
         """Learn from the full pass's test of a proposal.
 
         Args:
-            probs: probability of acceptance of each token. Level 2 proposes what follows its own
-                tokens, so those behind a rejected one count as well. A match in the text goes on
-                after a rejected token as if nothing had happened, and they would flatter it.
+            probs: probability of acceptance of each token. Level 2 and the draft model propose what
+                follows their own tokens, so those behind a rejected one count as well. A match in
+                the text goes on after a rejected token as if nothing had happened, and they would
+                flatter it.
         """
+        takes_passes = any(s.name == choice.route and s.takes_passes for s in self._sources)
+        model_probs = probs[:num_drafted] if probs and takes_passes else None
         for rates in self.both(request_id):
             if choice.route == LEVELS:
                 rates.level2.add(num_drafted, num_accepted, probs)
             elif choice.confidence is not None:
-                rates.add_draft(choice.route, False, choice.confidence, num_drafted, num_accepted)
+                rates.add_draft(
+                    choice.route, False, choice.confidence, num_drafted, num_accepted, model_probs
+                )
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

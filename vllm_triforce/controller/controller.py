@@ -275,7 +275,12 @@ class Controller:
         elif "gamma" in self.chooses:
             routes |= {source.name: source for source in self.sources}
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
-        return build_options(model, candidates, acceptance, lengths, costs, routes)
+        ended = {
+            source.name: [self.stop_rules.expected(source.name, c) for c in candidates]
+            for source in self.sources
+            if source.takes_passes and rates is None
+        }
+        return build_options(model, candidates, acceptance, lengths, costs, routes, ended)
 
     def extend_to_shared_rounds(
         self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
@@ -376,7 +381,7 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, drafted, accepted)
-        fair = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
+        fair = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted, probs)
         drafted, accepted = min(fair, drafted), min(fair, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 

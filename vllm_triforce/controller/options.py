@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, Route, SourceTraits
+
+if TYPE_CHECKING:
+    from vllm_triforce.controller.stop_rule import EndedDrafts
 
 # Proposals over which the setup of a request's first one is spread, at most.
 _MAX_PROPOSALS = 16
@@ -104,6 +108,7 @@ def build_options(
     lengths: np.ndarray,
     costs: SharedCosts,
     routes: Mapping[Route, SourceTraits | None],
+    ended: Mapping[Route, Sequence["EndedDrafts | None"]],
 ) -> Options:
     """Build the options of every route and length.
 
@@ -111,6 +116,8 @@ def build_options(
         rates: acceptance, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``LEVELS``.
+        ended: what a source's draft is expected to be where a rule ends it, for each candidate.
+            This is then the route's only option.
     """
     max_tokens, rows = int(lengths.max(initial=0)), np.arange(len(candidates))[:, None]
 
@@ -151,6 +158,13 @@ def build_options(
             shared_s = passes * costs.draft_s
             own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & column(known[route] is not None for known in confidences)
+            for row, drafts in enumerate(ended.get(route, [])):
+                if drafts is not None and lengths[row].any():
+                    at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
+                    tokens[row, at] = drafts.tokens
+                    own_s[row, at] *= drafts.drafts / lengths[row, at]
+                    shared_s[row, at] = drafts.passes * costs.draft_s
+                    is_possible[row, np.arange(lengths.shape[1]) != at] = False
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
     lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)

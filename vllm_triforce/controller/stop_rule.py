@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,8 @@ _GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.97, 0.99)
 _SAMPLED_PRIOR = (0.40, 0.41, 0.46, 0.53, 0.63, 0.73, 0.87, 0.97)
 # Tests that the prior is worth, and tests after which an old one counts 1/e.
 _WEIGHT, _MEMORY = 8.0, 256.0
+# Drafts after which an old one counts 1/e in the means, and drafts that make a mean.
+_ENDED_MEMORY, _MIN_ENDED = 32, 6
 
 
 class ConfidenceRates:
@@ -36,6 +38,24 @@ class ConfidenceRates:
         """Add the test of a draft's tokens, of these classes."""
         for place, index in enumerate(classes[: num_accepted + 1]):
             self._rates[index].add(1, int(place < num_accepted))
+
+
+@dataclass
+class EndedDrafts:
+    """Means of direct drafts that a rule ended."""
+
+    tokens: float = 0.0
+    """Expected accepted tokens."""
+    drafts: float = 0.0
+    """Drafted tokens."""
+    passes: float = 0.0
+    count: int = 0
+
+    def add(self, tokens: float, drafts: int, passes: int) -> None:
+        self.count = min(self.count + 1, _ENDED_MEMORY)
+        for name, new in (("tokens", tokens), ("drafts", drafts), ("passes", passes)):
+            old = getattr(self, name)
+            setattr(self, name, old + (new - old) / self.count)
 
 
 @dataclass
@@ -124,8 +144,23 @@ class StopRules:
         self._acceptance = controller.acceptance
         self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
         """By source, through level 2, of greedy requests."""
-        self._classes: dict[str, list[int]] = {}
-        """Of each request's newest direct draft, if a rule could end it."""
+        self._classes: dict[str, tuple[list[int], int]] = {}
+        """Of each request's newest direct draft, if a rule could end it; and its passes."""
+        self._ended: dict[tuple[str, bool], EndedDrafts] = {}
+        """By source, of greedy requests."""
+
+    def expected(self, name: str, candidate: Candidate) -> EndedDrafts | None:
+        """Return what a direct draft of a request is expected to be; None if it is not known.
+
+        The engine's mean, scaled to the request's acceptance.
+        """
+        ended = self._ended.get((name, candidate.is_greedy))
+        if candidate.has_seed or not self._are_used or ended is None or ended.count < _MIN_ENDED:
+            return None
+        of_request = self._acceptance.of(candidate.request_id, candidate.is_greedy)
+        engine = self._acceptance.greedy if candidate.is_greedy else self._acceptance.sampled
+        scale = of_request.of(name, False, 0).value / max(1e-3, engine.of(name, False, 0).value)
+        return replace(ended, tokens=ended.tokens * scale)
 
     @property
     def _are_used(self) -> bool:
@@ -205,7 +240,7 @@ class StopRules:
         for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
             if rule.rates[row] is None:
                 continue
-            self._classes[candidate.request_id] = rule.classes[row]
+            self._classes[candidate.request_id] = rule.classes[row], num_passes
             count = len(rule.classes[row])
             tokens += count - planned
             seconds += rule.verify_s[row][count] - rule.verify_s[row][planned]
@@ -213,18 +248,31 @@ class StopRules:
         self._controller.add_to_plan(tokens, seconds)
 
     def observe_direct(
-        self, request_id: str, name: str, num_drafted: int, num_accepted: int
+        self,
+        request_id: str,
+        name: str,
+        num_drafted: int,
+        num_accepted: int,
+        probs: Sequence[float] | None,
     ) -> int:
         """Learn from the full pass's test of a direct draft.
+
+        Args:
+            probs: probability of acceptance of each token, if known.
 
         Returns:
             Number of first tokens whose tests say how good the source is. Further tokens of a draft
             that a rule could end were drafted because they were likely.
         """
-        classes = self._classes.pop(request_id, None)
+        classes, num_passes = self._classes.pop(request_id, ([], 0))
         if not classes:
             return num_drafted
         self._of(name, False, request_id).add_draft(classes[:num_drafted], num_accepted)
+        if num_drafted == len(classes):
+            expected = float(np.cumprod(probs).sum()) if probs else num_accepted
+            key = name, self._acceptance.is_greedy(request_id)
+            ended = self._ended.setdefault(key, EndedDrafts())
+            ended.add(expected, num_drafted, num_passes)
         return 1
 
     def observe_round(
