@@ -209,7 +209,7 @@ def test_a_heads_weights_are_those_of_its_checkpoint():
     layer = Geometry.from_config("head", config, "bfloat16")
     head = layer.as_head(config["draft_vocab_size"])
     with safe_open(folder / "model.safetensors", "pt") as file:
-        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     assert head.weights == sum(sizes.values()) - norms - sizes["d2t"]
     assert layer.as_head(None).weights > head.weights

@@ -21,6 +21,7 @@ from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
 from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
+from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import top_p
 from vllm_triforce.selection import POLICIES
@@ -68,6 +69,14 @@ class Dice:
         self.decided[f"level 1: {source}"] += 1
         return source, self.draw.randint(0, most)
 
+    def keeps(self, rule, row, confidence) -> bool:
+        """As good as random, but given by the distribution that the token would be drawn from."""
+        is_kept = rule.rates[row] is None or bool(int(1e4 * confidence) % 4)
+        self.decided["draft goes on" if is_kept else "draft ends"] += 1
+        if is_kept:
+            rule.classes[row].append(0)
+        return is_kept
+
 
 @contextmanager
 def rolled(llm, seed: int):
@@ -78,6 +87,8 @@ def rolled(llm, seed: int):
         replaced(controller, "choose", dice.choose),
         replaced(controller, "would_propose", dice.would_propose),
         replaced(controller, "choose_draft", dice.choose_draft),
+        replaced(StopRule, "keeps", lambda rule, *place: dice.keeps(rule, *place)),
+        replaced(StopRule, "goes_on", lambda rule, row: rule.num_reqs % 2 or len(rule.means) > 1),
     ):
         yield dice
 
@@ -132,6 +143,20 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting):
     assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
     assert all(count > 10 for count in dice.decided.values()), dice.decided
+
+
+def test_random_ends_of_drafts_sampled(engines, models, prompt, exact):
+    """What ends a draft is its next token's distribution, and the joint distribution is exact."""
+    window = {name: TWELVE[name] for name in TWELVE if name != "num_speculative_tokens"}
+    keys = triforce(model=models["draft"], adaptive=True, **window)
+    llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
+    before = counters_of(llm)
+    with rolled(llm, seed=8) as dice:
+        samples = sample(llm, prompt, **SETTINGS["T=1"])
+    counted = counters_of(llm).since(before)
+    assert pvalue(samples, exact_joint(exact, **SETTINGS["T=1"])) > 1e-4
+    assert 0.05 < counted.level2_acceptance_rate < 0.98
+    assert all(dice.decided[name] > 50 for name in ("draft goes on", "draft ends")), dice.decided
 
 
 def test_random_decisions_for_greedy_beside_sampled(engines, pair, text):

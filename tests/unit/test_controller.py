@@ -157,7 +157,7 @@ def test_options_add_up_their_passes():
     routes = {LEVELS: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
     costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=0.01, draft_s=0.0004)
-    options = build_options(model, candidates, rates, lengths, costs, routes)
+    options = build_options(model, candidates, rates, lengths, costs, routes, {})
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]
@@ -563,7 +563,7 @@ def test_a_request_would_propose_where_it_is_planned_to():
         only = Candidate("only", 30_000, 16, matched(length), is_greedy=False)
         would = found.would_propose(only, [other.context for other in others])
         candidates = [only, *others]
-        best = plan_by_routes(found._options(candidates, 0), found._step_costs(candidates, 0))
+        best = plan_by_routes(found._options(candidates, 0), found.step_costs(candidates, 0))
         assert would == (best.options[0] >= 0), (num_others, length)
         answers.add(would)
     assert answers == {True, False}

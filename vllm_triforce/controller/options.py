@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,11 +9,10 @@ from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, Route, SourceTraits
 
-if TYPE_CHECKING:
-    from vllm_triforce.controller.stop_rule import EndedDrafts
-
 # Proposals over which the setup of a request's first one is spread, at most.
 _MAX_PROPOSALS = 16
+# Drafts after which an old one counts 1/e in ``EndedDrafts``.
+_ENDED_MEMORY = 32
 
 
 @dataclass
@@ -37,6 +35,24 @@ class Candidate:
     """Tokens of context before level 2's first selection, 0 after it."""
     num_left: int | None = None
     """Tokens that the request may still emit; None if that is not known."""
+
+
+@dataclass
+class EndedDrafts:
+    """Means of direct drafts that a rule ended."""
+
+    tokens: float = 0.0
+    """Expected accepted tokens."""
+    drafts: float = 0.0
+    """Drafted tokens."""
+    passes: float = 0.0
+    count: int = 0
+
+    def add(self, tokens: float, drafts: int, passes: int) -> None:
+        self.count = min(self.count + 1, _ENDED_MEMORY)
+        for name, new in (("tokens", tokens), ("drafts", drafts), ("passes", passes)):
+            old = getattr(self, name)
+            setattr(self, name, old + (new - old) / self.count)
 
 
 @dataclass
@@ -108,7 +124,7 @@ def build_options(
     lengths: np.ndarray,
     costs: SharedCosts,
     routes: Mapping[Route, SourceTraits | None],
-    ended: Mapping[Route, Sequence["EndedDrafts | None"]],
+    ended: Mapping[Route, Sequence[EndedDrafts | None]],
 ) -> Options:
     """Build the options of every route and length.
 

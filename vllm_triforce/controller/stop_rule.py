@@ -3,15 +3,12 @@
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.options import Candidate
-
-if TYPE_CHECKING:
-    from vllm_triforce.controller.controller import Controller
+from vllm_triforce.controller.options import Candidate, EndedDrafts
 
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
 _BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
@@ -20,8 +17,8 @@ _GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.97, 0.99)
 _SAMPLED_PRIOR = (0.40, 0.41, 0.46, 0.53, 0.63, 0.73, 0.87, 0.97)
 # Tests that the prior is worth, and tests after which an old one counts 1/e.
 _WEIGHT, _MEMORY = 8.0, 256.0
-# Drafts after which an old one counts 1/e in the means, and drafts that make a mean.
-_ENDED_MEMORY, _MIN_ENDED = 32, 6
+# Drafts that make a mean.
+_MIN_ENDED = 6
 
 
 class ConfidenceRates:
@@ -38,24 +35,6 @@ class ConfidenceRates:
         """Add the test of a draft's tokens, of these classes."""
         for place, index in enumerate(classes[: num_accepted + 1]):
             self._rates[index].add(1, int(place < num_accepted))
-
-
-@dataclass
-class EndedDrafts:
-    """Means of direct drafts that a rule ended."""
-
-    tokens: float = 0.0
-    """Expected accepted tokens."""
-    drafts: float = 0.0
-    """Drafted tokens."""
-    passes: float = 0.0
-    count: int = 0
-
-    def add(self, tokens: float, drafts: int, passes: int) -> None:
-        self.count = min(self.count + 1, _ENDED_MEMORY)
-        for name, new in (("tokens", tokens), ("drafts", drafts), ("passes", passes)):
-            old = getattr(self, name)
-            setattr(self, name, old + (new - old) / self.count)
 
 
 @dataclass
@@ -137,9 +116,12 @@ class StopRules:
     """Makes the rules of an engine, and learns from the drafts that they ended.
 
     There are none where lengths are not chosen.
+
+    Args:
+        controller: the engine's ``Controller``.
     """
 
-    def __init__(self, controller: "Controller") -> None:
+    def __init__(self, controller: Any) -> None:
         self._controller = controller
         self._acceptance = controller.acceptance
         self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
