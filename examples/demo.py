@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
         help="SmolLM2 as released, or with the paper's geometry: a KV head for each query head",
     )
     parser.add_argument("--target", help="another model with a chat template")
-    parser.add_argument("--draft", help="by default none: prompt lookup; '' for none with --toy")
+    parser.add_argument("--draft", help="default: that of the targets here; '' for none")
     parser.add_argument(
         "--document", type=Path, help="default: Python's reference of compound statements"
     )
@@ -253,6 +253,8 @@ def main() -> None:
             args.target = str(prepare() / args.variant)
         except RuntimeError as error:
             sys.exit(f"{error}; or run the embedded pair: make demo ARGS=--toy")
+        if args.draft is None:
+            args.draft = str(HERE / "models" / "smollm2_head")
     from vllm_triforce.metrics.report import counters_of
 
     keys = {"method": "triforce"} | ({"model": args.draft} if args.draft else {}) | args.keys

@@ -200,7 +200,7 @@ class CostModel:
 
         Args:
             longest: tokens of the longest draft.
-            num_drafts: tokens of each request that the draft model drafts for.
+            num_drafts: passes of the draft model, for each request that it drafts for.
             num_tests: tokens that level 2 returned logits for.
             is_greedy: True if all requests are.
         """

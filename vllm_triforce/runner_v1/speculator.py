@@ -238,7 +238,7 @@ class ObserverV1(Observer):
                 costs.observe_round(
                     len(rows),
                     max(lengths),
-                    [length for length, model in zip(lengths, draft.with_model) if model],
+                    [level1_draft.num_passes for is_model in draft.with_model if is_model],
                     sum(lengths) + len(rows),
                     self._batch.sampling.all_greedy,
                     self._seconds["level 1"],

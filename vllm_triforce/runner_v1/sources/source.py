@@ -55,6 +55,7 @@ class Draft:
         self.nan_rows += other.nan_rows
         self.starts_window |= other.starts_window
         self.num_catch_up_tokens += other.num_catch_up_tokens
+        self.num_passes += other.num_passes
 
 
 @dataclass
