@@ -54,7 +54,7 @@ def main() -> None:
     elif args.step == "answers":
         write_answers(args.work, args.target, args.device, args.answers, args.excerpt, args.tokens)
     elif args.step == "states":
-        write_states(args.work, args.target)
+        write_states(args.work, args.target, args.device)
     else:
         torch.backends.cuda.matmul.allow_tf32 = True
         target = Target(args.target, args.device)

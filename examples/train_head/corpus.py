@@ -80,18 +80,20 @@ def write_answers(
 
     documents = read(work / "documents.jsonl")
     on_cpu = device == "cpu"
+    path = work / "answers.jsonl"
+    first = len(read(path)) if path.exists() else 0
     llm = LLM(
         target,
         dtype="float32" if on_cpu else "auto",
         max_model_len=num_excerpt + num_tokens + 256,
         max_num_seqs=GROUPS[device] // (1 if on_cpu else 2),
-        kv_cache_memory_bytes=(4 if on_cpu else 40) << 30,
+        kv_cache_memory_bytes=4 << 30 if on_cpu else None,
+        seed=first,  # further conversations begin with other draws
         enforce_eager=on_cpu,
         compilation_config={"mode": 0},  # torch.compile would take longer than it saves
     )
-    tokenizer, path = llm.get_tokenizer(), work / "answers.jsonl"
+    tokenizer = llm.get_tokenizer()
     opening = _opening(tokenizer)
-    first = len(read(path)) if path.exists() else 0
     while first < num_answers:
         prompts, params, kinds = [], [], []
         for i in range(first, min(first + GROUPS[device], num_answers)):

@@ -44,7 +44,7 @@ def compute_states(model, rows: list[dict]) -> Iterator[dict]:
         for i, row in enumerate(rows[first : first + size]):
             n = len(row["tokens"])
             yield {
-                "kind": row["kind"],
+                "kind": row.get("kind", "text"),
                 "tokens": tokens[i, :n].int(),
                 "begin": row["begin"],
                 "aux": aux[i, :n].clone(),
@@ -52,15 +52,16 @@ def compute_states(model, rows: list[dict]) -> Iterator[dict]:
             }
 
 
-def write_states(work: Path, target: str) -> None:
+def write_states(work: Path, target: str, device: str = "cpu") -> None:
     """Write the states of each sequence that has none yet to a file of its own."""
     folder, rows = work / "states", sequences(work)
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{i:05}.pt" for i in range(len(rows))]
     left = [i for i, path in enumerate(paths) if not path.exists()]
     start, num_tokens = time.monotonic(), 0
-    states = compute_states(load_target(target), [rows[i] for i in left])
+    states = compute_states(load_target(target, device), [rows[i] for i in left])
     for i, state in zip(left, states):
+        state = {k: v.cpu() if torch.is_tensor(v) else v for k, v in state.items()}
         torch.save(state, paths[i].with_suffix(".part"))
         paths[i].with_suffix(".part").rename(paths[i])
         num_tokens += len(state["tokens"])

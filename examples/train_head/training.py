@@ -103,10 +103,12 @@ def train(
         head.load_state_dict(state["head"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        step, spent = state["step"], state["seconds"]
+        step, spent = state["step"], state.get("seconds", 0.0)
     peaks = [group["lr"] for opt in _optimizers(head, lr) for group in opt.param_groups]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     per_epoch = len(crops.starts(crops.trained, random.Random(0))) // rows
+    if not per_epoch:
+        raise ValueError(f"{work} has text for less than a batch of {rows} crops; lower --rows")
     num_steps = epochs * per_epoch
     print(
         f"{sum(p.numel() for p in head.parameters()) / 1e6:.1f} M parameters, step {step} of "
@@ -215,7 +217,7 @@ def evaluate(work: Path, target: Target, crops: Crops | None = None) -> None:
             q, p = logits[0].softmax(-1), target_logits.softmax(-1)
             sums[0, step] = (vocab[q.argmax(-1)] == p.argmax(-1)).sum()
             sums[1, step] = torch.minimum(p[:, vocab], q).sum()
-        by_kind.setdefault(crop[0]["kind"], []).append(sums / LENGTH)
+        by_kind.setdefault(crop[0].get("kind", "text"), []).append(sums / LENGTH)
     for kind, shares in sorted(by_kind.items()):
         for temperature, row in enumerate(torch.stack(shares).mean(0)):
             text = " ".join(f"{share:.3f}" for share in row.tolist())

@@ -18,7 +18,7 @@ RATES = [0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.95]
 
 def rule(num_rows=1, num_reqs=1, mean=0.5, pass_s=1.0, token_s=2.0) -> StopRule:
     verify_s = [[token_s * n for n in range(9)]] * num_rows
-    return StopRule(20.0, pass_s, verify_s, num_reqs, [RATES] * num_rows, [mean] * num_rows)
+    return StopRule(DRAFT, 20.0, pass_s, verify_s, num_reqs, [RATES] * num_rows, [mean] * num_rows)
 
 
 def speed(confidences: tuple[float, ...], num_passes: int) -> float:
@@ -116,6 +116,37 @@ def test_the_plan_is_corrected_by_what_was_drafted(chosen):
         assert seconds == pytest.approx(wanted, abs=1e-9)
 
 
+def test_drafts_that_end_before_their_first_token_count(chosen):
+    found, candidate = chosen
+    for _ in range(10):
+        found.choose([candidate])
+        ended = found.stop_rules.direct(DRAFT, [candidate], 0)
+        found.stop_rules.ended([candidate], [2], ended, num_passes=1)
+    expected = found.stop_rules.expected(DRAFT, candidate)
+    assert expected is not None and (expected.tokens, expected.passes) == (0.0, 1.0)
+
+
+def test_the_classes_of_a_draft_are_not_another_routes(chosen):
+    """A draft that is cut to nothing is never tested, and another route may propose next."""
+    found, candidate = chosen
+    found.choose([candidate])
+    ended = found.stop_rules.direct(DRAFT, [candidate], 0)
+    ended.classes[0] += [7, 7]
+    found.stop_rules.ended([candidate], [2], ended, num_passes=2)
+    assert found.stop_rules.observe_direct("a", LEVELS, 5, 5, None) == 5
+
+
+def test_a_class_that_is_never_drafted_returns_to_its_prior():
+    rates = ConfidenceRates(is_greedy=False)
+    prior = rates.values()[0]
+    for _ in range(60):
+        rates.add_draft([0], num_accepted=0)
+    low = rates.values()[0]
+    for _ in range(6000):
+        rates.add_draft([7], num_accepted=1)
+    assert low < 0.2 * prior and rates.values()[0] > 0.7 * prior
+
+
 def test_the_options_have_what_ended_drafts_were(chosen):
     """Scaled to the request's acceptance, which is the engine's here; the only option."""
     found, candidate = chosen
@@ -126,6 +157,6 @@ def test_the_options_have_what_ended_drafts_were(chosen):
     columns = [c for c in range(len(options.routes)) if options.routes[c] == DRAFT]
     (column,) = [c for c in columns if options.is_possible[0, c]]
     assert options.lengths[0, column] == 3 and options.tokens[0, column] == pytest.approx(1.25)
-    assert options.passes[0, column] == 3 and options.shared_s[0, column] > 0
+    assert options.passes[0, column] == 4 and options.shared_s[0, column] > 0
     others = [c for c in range(len(options.routes)) if options.routes[c] == LEVELS]
     assert options.is_possible[0, others].sum() > 1

@@ -170,17 +170,19 @@ def build_options(
             passes = lengths
             if costs.drafts_per_round:
                 passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
-            passes = passes * source.takes_passes
+            passes = passes * float(source.takes_passes)
             shared_s = passes * costs.draft_s
             own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & column(known[route] is not None for known in confidences)
             for row, drafts in enumerate(ended.get(route, [])):
-                if drafts is not None and lengths[row].any():
-                    at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
-                    tokens[row, at] = drafts.tokens
-                    own_s[row, at] *= drafts.drafts / lengths[row, at]
-                    shared_s[row, at] = drafts.passes * costs.draft_s
-                    is_possible[row, np.arange(lengths.shape[1]) != at] = False
+                if drafts is None or not lengths[row].any():
+                    continue
+                at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
+                fitting = min(1.0, lengths[row, at] / max(1.0, drafts.drafts))
+                tokens[row, at] = min(fitting * drafts.tokens, lengths[row, at])
+                passes[row, at] = drafts.passes
+                shared_s[row, at] = drafts.passes * costs.draft_s
+                is_possible[row, np.arange(lengths.shape[1]) != at] = False
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
     lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)

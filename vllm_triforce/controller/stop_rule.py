@@ -13,7 +13,7 @@ from vllm_triforce.controller.options import Candidate, EndedDrafts
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
 _BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
 # Acceptance by class of SmolLM2's head, at T=0 and 1 (docs/results.md).
-_GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.97, 0.99)
+_GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.99, 1.00)
 _SAMPLED_PRIOR = (0.40, 0.41, 0.46, 0.53, 0.63, 0.73, 0.87, 0.97)
 # Tests that the prior is worth, and tests after which an old one counts 1/e.
 _WEIGHT, _MEMORY = 8.0, 256.0
@@ -33,8 +33,12 @@ class ConfidenceRates:
 
     def add_draft(self, classes: Sequence[int], num_accepted: int) -> None:
         """Add the test of a draft's tokens, of these classes."""
-        for place, index in enumerate(classes[: num_accepted + 1]):
+        tested = classes[: num_accepted + 1]
+        for place, index in enumerate(tested):
             self._rates[index].add(1, int(place < num_accepted))
+        for index, rate in enumerate(self._rates):
+            if index not in tested:  # a class that is never drafted is tried again some day
+                rate.fade()
 
 
 @dataclass
@@ -48,14 +52,16 @@ class StopRule:
     exact: given the tokens before it, a token is drafted or not, whichever it would be.
 
     Args:
+        name: the source.
         base_s: seconds of the step, or of the round, without drafted tokens.
-        pass_s: of a pass of the draft.
-        verify_s: that verifying 0, 1 ... tokens adds, for each row.
+        pass_s: of a pass of the draft, which the rows share.
+        verify_s: that verifying 0, 1 ... tokens of a row adds, for each row.
         num_reqs: requests that wait for it.
         rates: acceptance by class of confidence, for each row; None where the rule does not apply.
         means: acceptance of a token that is not drafted yet, for each row.
     """
 
+    name: str
     base_s: float
     pass_s: float
     verify_s: Sequence[Sequence[float]]
@@ -109,7 +115,8 @@ class StopRule:
         return gain > (self._seconds(row, *after) / self._seconds(row, *before)) ** self.num_reqs
 
     def _seconds(self, row: int, num_tokens: int, num_passes: int) -> float:
-        return self.base_s + self.verify_s[row][num_tokens] + num_passes * self.pass_s
+        passes_s = num_passes * self.pass_s / len(self.rates)
+        return self.base_s + self.verify_s[row][num_tokens] + passes_s
 
 
 class StopRules:
@@ -126,8 +133,9 @@ class StopRules:
         self._acceptance = controller.acceptance
         self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
         """By source, through level 2, of greedy requests."""
-        self._classes: dict[str, tuple[list[int], int]] = {}
-        """Of each request's newest direct draft, if a rule could end it; and its passes."""
+        self._classes: dict[str, tuple[str, list[int], int]] = {}
+        """Of each request's newest direct draft, if a rule could end it: its source, the classes of
+        its tokens, and its passes."""
         self._ended: dict[tuple[str, bool], EndedDrafts] = {}
         """By source, of greedy requests."""
 
@@ -137,7 +145,9 @@ class StopRules:
         The engine's mean, scaled to the request's acceptance.
         """
         ended = self._ended.get((name, candidate.is_greedy))
-        if candidate.has_seed or not self._are_used or ended is None or ended.count < _MIN_ENDED:
+        if candidate.has_seed or not self._ends_direct or ended is None:
+            return None
+        if ended.count < _MIN_ENDED:
             return None
         of_request = self._acceptance.of(candidate.request_id, candidate.is_greedy)
         engine = self._acceptance.greedy if candidate.is_greedy else self._acceptance.sampled
@@ -145,8 +155,8 @@ class StopRules:
         return replace(ended, tokens=ended.tokens * scale)
 
     @property
-    def _are_used(self) -> bool:
-        return {"length", "gamma"} <= self._controller.chooses
+    def _ends_direct(self) -> bool:
+        return "length" in self._controller.chooses
 
     def direct(self, name: str, candidates: Sequence[Candidate], num_plain: int) -> StopRule | None:
         """Return the rule for drafts that go straight to the full pass.
@@ -155,7 +165,7 @@ class StopRules:
             candidates: whose drafts these are.
             num_plain: other requests of the batch.
         """
-        if not self._are_used:
+        if not self._ends_direct:
             return None
         longest = self._controller.config.num_speculative_tokens
         costs = self._controller.step_costs(candidates, num_plain)
@@ -170,23 +180,25 @@ class StopRules:
         ids, has_seed = [c.request_id for c in candidates], [c.has_seed for c in candidates]
         base_s, pass_s = costs.plain_s + costs.speculating_s, model.draft(len(candidates))
         rates, means = self._known(name, False, ids, has_seed)
-        return StopRule(base_s, pass_s, verify_s.tolist(), num_reqs, rates, means)
+        return StopRule(name, base_s, pass_s, verify_s.tolist(), num_reqs, rates, means)
 
     def round(
         self, name: str, request_ids: Sequence[str], has_seed: Sequence[bool]
     ) -> StopRule | None:
         """Return the rule for a round's drafts for level 2."""
-        if not self._are_used:
+        if not {"length", "gamma"} <= self._controller.chooses:
             return None
         model, num_rows = self._controller.model, len(request_ids)
         is_greedy = all(map(self._acceptance.is_greedy, request_ids))
         seconds = [
-            model.level2(num_rows, n + 1) + model.test_seconds(num_rows + n, is_greedy)
+            model.level2(num_rows, n + 1) + model.test_seconds(num_rows * (n + 1), is_greedy)
             for n in range(self._controller.config.gamma + 1)
         ]
-        verify_s = [[s - seconds[0] for s in seconds]] * num_rows
+        # In ``seconds`` all rows have as many tokens.
+        verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
         rates, means = self._known(name, True, request_ids, has_seed)
-        return StopRule(seconds[0], model.draft(num_rows), verify_s, num_rows, rates, means)
+        pass_s = model.draft(num_rows)
+        return StopRule(name, seconds[0], pass_s, verify_s, num_rows, rates, means)
 
     def _known(
         self, name: str, through_level2: bool, ids: Sequence[str], has_seed: Sequence[bool]
@@ -217,13 +229,18 @@ class StopRules:
         Args:
             num_planned: tokens of each request by ``Controller.choose()``.
         """
-        model = self._controller.model
-        tokens, seconds = 0, (num_passes - max(num_planned)) * rule.pass_s
+        model, name = self._controller.model, rule.name
+        expected = [self.expected(name, candidate) for candidate in candidates]
+        planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
+        tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
         for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
             if rule.rates[row] is None:
                 continue
-            self._classes[candidate.request_id] = rule.classes[row], num_passes
             count = len(rule.classes[row])
+            if count:
+                self._classes[candidate.request_id] = name, rule.classes[row], num_passes
+            else:
+                self._mean(name, candidate.request_id).add(0.0, 0, num_passes)
             tokens += count - planned
             seconds += rule.verify_s[row][count] - rule.verify_s[row][planned]
             seconds -= (count - planned) * model.draft_seconds(candidate.is_greedy)
@@ -246,16 +263,18 @@ class StopRules:
             Number of first tokens whose tests say how good the source is. Further tokens of a draft
             that a rule could end were drafted because they were likely.
         """
-        classes, num_passes = self._classes.pop(request_id, ([], 0))
-        if not classes:
+        drafted_by, classes, num_passes = self._classes.pop(request_id, ("", [], 0))
+        if drafted_by != name:
             return num_drafted
         self._of(name, False, request_id).add_draft(classes[:num_drafted], num_accepted)
         if num_drafted == len(classes):
             expected = float(np.cumprod(probs).sum()) if probs else num_accepted
-            key = name, self._acceptance.is_greedy(request_id)
-            ended = self._ended.setdefault(key, EndedDrafts())
-            ended.add(expected, num_drafted, num_passes)
+            self._mean(name, request_id).add(expected, num_drafted, num_passes)
         return 1
+
+    def _mean(self, name: str, request_id: str) -> EndedDrafts:
+        key = name, self._acceptance.is_greedy(request_id)
+        return self._ended.setdefault(key, EndedDrafts())
 
     def observe_round(
         self,
@@ -273,7 +292,7 @@ class StopRules:
         """
         num_fair = num_drafted
         if classes and source is not None:
-            self._of(source, True, request_id).add_draft(classes, num_accepted)
+            self._of(source, True, request_id).add_draft(classes[:num_drafted], num_accepted)
             num_fair = 1
         self._acceptance.observe_round(
             request_id, source, confidence, num_drafted, num_accepted, num_fair

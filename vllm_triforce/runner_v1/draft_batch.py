@@ -80,7 +80,7 @@ class Proposal:
     """[vocab_size], float32, per request and token, None for a one-hot distribution; of no use for
     greedy requests, and maybe empty."""
     num_planned: list[int]
-    """Planned number of tokens per request, fixed before any is drawn."""
+    """Number of tokens per request, each decided on before it is drawn."""
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Proposal":

@@ -90,7 +90,7 @@ class DraftProbsStore:
 
         Args:
             probs: [vocab_size] per token, the distribution it was drawn from; None for one-hot.
-            num_planned: planned length, fixed before the first token was drawn.
+            num_planned: tokens that were decided on, each before it was drawn.
         """
         self._proposals.pop(request_id, None)
         if all(p is None for p in probs):

@@ -16,6 +16,10 @@ from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import Verified
 
+# Tokens of a direct draft where its plan has fewer and a rule may end it. Room for more would make
+# the draft's window start anew more often.
+_LONGEST = 8
+
 
 class TriForceSpeculator:
     """Proposes by levels 1 and 2, or directly by level 1, as the controller chooses.
@@ -136,16 +140,17 @@ class TriForceSpeculator:
                 rule = self.controller.stop_rules.direct(name, drafting, num_others)
             if rule is not None:
                 max_tokens = [
-                    n if c.has_seed else c.most for c, n in zip(drafting, num_planned, strict=True)
+                    n if c.has_seed else min(c.most, max(n, _LONGEST))
+                    for c, n in zip(drafting, num_planned, strict=True)
                 ]
             draft = self.level1.draft_directly(
                 name, batch, proposal, rows, max_tokens, row_matches, self.noise, rule
             )
             if rule is not None:
                 self.controller.stop_rules.ended(drafting, num_planned, rule, draft.num_passes)
-                for row, token_ids, c in zip(rows, draft.token_ids, drafting):
+                for row, classes, c in zip(rows, rule.classes, drafting):
                     if not c.has_seed:
-                        proposal.num_planned[row] = len(token_ids)
+                        proposal.num_planned[row] = len(classes)
             self._add_direct_draft(batch, proposal, rows, draft)
         self.counters.add_time("level 1", time.perf_counter() - start)
 

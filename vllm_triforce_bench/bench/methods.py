@@ -161,13 +161,17 @@ def variants(
         is_triforce = method.name == TRIFORCE
         for budget in budgets if is_triforce else [None]:
             keys = {**method.keys, **user_keys.get(method.name or "", {})}
+            if "draft_sources" in method.keys:
+                keys["draft_sources"] = method.keys["draft_sources"]
             label = method.title
             if is_triforce:
                 if budget is not None:
                     keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
-            if draft and (method.needs_draft or (is_triforce and "draft_sources" not in keys)):
+            if draft and (
+                method.needs_draft or (is_triforce and "draft_sources" not in method.keys)
+            ):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants

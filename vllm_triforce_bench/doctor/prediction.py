@@ -77,7 +77,8 @@ def _predictor(
         draft_config = vllm_config.speculative_config.draft_model_config
         draft = _geometry(draft_config)
         if is_head(draft_config.hf_config):
-            draft = draft.as_head(getattr(draft_config.hf_config, "draft_vocab_size", None))
+            sizes = ("draft_vocab_size", "target_hidden_size")
+            draft = draft.as_head(*(getattr(draft_config.hf_config, name, None) for name in sizes))
     copy_bytes_each = None
     if copy_bytes:
         copy_bytes_each = target.bytes_each * copy_bytes / layers.weight_bytes

@@ -143,18 +143,19 @@ class Geometry:
         except KeyError as error:
             raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error
 
-    def as_head(self, draft_vocab: int | None) -> "Geometry":
+    def as_head(self, draft_vocab: int | None, target_hidden: int | None = None) -> "Geometry":
         """Return the sizes of an EAGLE-3 head whose layer has these.
 
         It reads three of the target's states, and the target's embedding, which is not its own.
 
         Args:
             draft_vocab: tokens that it can draft; None for all.
+            target_hidden: width of the target's states; None for the head's own.
         """
         projected = self.head_dim * (self.heads + 2 * self.kv_heads)
         return replace(
             self,
             vocab=draft_vocab or self.vocab,
             is_tied=True,
-            more_weights=self.hidden * (3 * self.hidden + projected),
+            more_weights=self.hidden * (3 * (target_hidden or self.hidden) + projected),
         )

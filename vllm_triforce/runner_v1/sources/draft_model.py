@@ -244,6 +244,7 @@ def _confidences(
     sampling,
 ) -> list[float]:
     """Return the largest probability of each row's distribution, of greedy rows before argmax."""
+    logits = logits.float()
     if probs is None:
         return (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
     confidences = probs.amax(-1)
