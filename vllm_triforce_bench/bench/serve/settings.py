@@ -33,6 +33,7 @@ _WITHOUT_SERVE = {
     "--dataset-args": "give a text by --prompts",
     "--draft-model": "stock vLLM runs without speculation",
     "--ngram": "stock vLLM runs without speculation",
+    "--eagle3": "stock vLLM runs without speculation",
     "--suffix": "stock vLLM runs without speculation",
     "--engines-at-once": "two servers run at a time",
     "--pass-times": "a server's models are in processes of its own",
