@@ -411,7 +411,8 @@ class Controller:
 
     def reads_window(self, num_tokens: int) -> None:
         """Add the draft model's reading of ``num_tokens`` to the present plan."""
-        self.add_to_plan(0, self.model.reading_window(num_tokens))
+        if self.planned is not None:
+            self.add_to_plan(0, self.model.reading_window(num_tokens))
 
     def forget_plan(self) -> None:
         """Compare the present proposals with no plan: they take longer for once."""
