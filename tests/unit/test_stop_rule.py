@@ -97,7 +97,7 @@ def test_only_the_first_token_of_an_ended_draft_says_how_good_the_source_is(chos
         found.observe_full_pass("a", 3, 0)
     rates = found.acceptance.sampled
     assert rates.of(DRAFT, False, 0).value < 0.1
-    classes = found.stop_rules._of(DRAFT, False, "a").values()
+    classes = found.stop_rules._rates_of(DRAFT, False, "a").values()
     assert classes[3] < 0.2 and classes[7] > 0.9, "tokens behind a rejected one are not tested"
 
 

@@ -49,6 +49,7 @@ class EndedDrafts:
     count: int = 0
 
     def add(self, tokens: float, drafts: int, passes: int) -> None:
+        """Add a draft."""
         self.count = min(self.count + 1, _ENDED_MEMORY)
         for name, new in (("tokens", tokens), ("drafts", drafts), ("passes", passes)):
             old = getattr(self, name)

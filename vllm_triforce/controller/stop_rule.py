@@ -29,6 +29,7 @@ class ConfidenceRates:
         self._rates = [Rate(prior, _WEIGHT, _MEMORY) for prior in priors]
 
     def values(self) -> list[float]:
+        """Return the acceptance of each class."""
         return [rate.value for rate in self._rates]
 
     def add_draft(self, classes: Sequence[int], num_accepted: int) -> None:
@@ -207,12 +208,13 @@ class StopRules:
         rates: list[list[float] | None] = []
         for request_id, seeded in zip(ids, has_seed):
             # A seeded request's samples depend on its lengths, which must not depend on costs.
-            by_class = self._of(name, through_level2, request_id).values()
+            by_class = self._rates_of(name, through_level2, request_id).values()
             rates.append(None if seeded else by_class)
         means = [self._acceptance.of(i).of(name, through_level2, 0).value for i in ids]
         return rates, means
 
-    def _of(self, name: str, through_level2: bool, request_id: str) -> ConfidenceRates:
+    def _rates_of(self, name: str, through_level2: bool, request_id: str) -> ConfidenceRates:
+        """Return the rates of requests like this one."""
         is_greedy = self._acceptance.is_greedy(request_id)
         key = name, through_level2, is_greedy
         return self._rates.setdefault(key, ConfidenceRates(is_greedy))
@@ -224,7 +226,7 @@ class StopRules:
         rule: StopRule,
         num_passes: int,
     ) -> None:
-        """Keep the classes of direct drafts, and correct the present plan.
+        """Keep the classes of direct drafts that have ended, and correct the present plan.
 
         Args:
             num_planned: tokens of each request by ``Controller.choose()``.
@@ -240,7 +242,7 @@ class StopRules:
             if count:
                 self._classes[candidate.request_id] = name, rule.classes[row], num_passes
             else:
-                self._mean(name, candidate.request_id).add(0.0, 0, num_passes)
+                self._mean_of(name, candidate.request_id).add(0.0, 0, num_passes)
             tokens += count - planned
             seconds += rule.verify_s[row][count] - rule.verify_s[row][planned]
             seconds -= (count - planned) * model.draft_seconds(candidate.is_greedy)
@@ -266,13 +268,14 @@ class StopRules:
         drafted_by, classes, num_passes = self._classes.pop(request_id, ("", [], 0))
         if drafted_by != name:
             return num_drafted
-        self._of(name, False, request_id).add_draft(classes[:num_drafted], num_accepted)
+        self._rates_of(name, False, request_id).add_draft(classes[:num_drafted], num_accepted)
         if num_drafted == len(classes):
             expected = float(np.cumprod(probs).sum()) if probs else num_accepted
-            self._mean(name, request_id).add(expected, num_drafted, num_passes)
+            self._mean_of(name, request_id).add(expected, num_drafted, num_passes)
         return 1
 
-    def _mean(self, name: str, request_id: str) -> EndedDrafts:
+    def _mean_of(self, name: str, request_id: str) -> EndedDrafts:
+        """Return the means of requests like this one."""
         key = name, self._acceptance.is_greedy(request_id)
         return self._ended.setdefault(key, EndedDrafts())
 
@@ -292,7 +295,7 @@ class StopRules:
         """
         num_fair = num_drafted
         if classes and source is not None:
-            self._of(source, True, request_id).add_draft(classes[:num_drafted], num_accepted)
+            self._rates_of(source, True, request_id).add_draft(classes[:num_drafted], num_accepted)
             num_fair = 1
         self._acceptance.observe_round(
             request_id, source, confidence, num_drafted, num_accepted, num_fair
