@@ -1,6 +1,6 @@
 """Run stock vLLM and TriForce side by side on a pretrained model and one long document.
 
-    make demo                                     # SmolLM2-135M-Instruct, 3,000 tokens
+    make demo                                     # SmolLM2-135M-Instruct, 6,000 tokens
     make demo ARGS="--variant gqa --context 7000"
     make demo ARGS=--toy                          # no download: 16,000 tokens, the embedded pair
     make demo ARGS="--target MODEL --draft MODEL --document FILE"
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
         args.document = args.document or HERE / "prompts" / "held_out.txt"
         args.keys = {"retrieval_budget": 1024} | args.keys
         args.compile = True
-    defaults = (16000, 128, 0.0) if args.toy else (3000, 32, 0.7)
+    defaults = (16000, 128, 0.0) if args.toy else (6000, 32, 0.7)
     for name, default in zip(("context", "tokens", "temperature"), defaults):
         if getattr(args, name) is None:
             setattr(args, name, default)
