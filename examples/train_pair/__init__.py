@@ -12,11 +12,11 @@ everything. Therefore the target is also run with sparse attention on sequences 
 more: the first block, recent blocks and blocks of the best mean keys, as at level 2, with budgets
 of a sixteenth to an eighth of the length. The divergence of both outputs is part of the loss.
 
-    python examples/train_pair --work build target --minutes 60    # tokenizer, then the target
-    python examples/train_pair --work build draft --minutes 10     # text, then the target's outputs
-    python examples/train_pair --work build export --out models    # LlamaForCausalLM checkpoints
-    python examples/train_pair --work build eval                   # held-out loss by context depth
-    python examples/train_pair --work build prompts --out prompts  # the held-out text itself
+    python examples/train_pair --work build/pair target --minutes 60    # tokenizer, then the target
+    python examples/train_pair --work build/pair draft --minutes 10     # text, then the target's outputs
+    python examples/train_pair --work build/pair export --out examples/models    # checkpoints
+    python examples/train_pair --work build/pair eval    # held-out loss by context depth
+    python examples/train_pair --work build/pair prompts --out examples/prompts    # held-out text
 
 On a GPU, `--device cuda --size medium --rows-factor 16 --micro-tokens 32768 --more-text FOLDER`
 trains a pair of tens of millions of parameters in minutes, in bfloat16, on more sources. Batches

@@ -151,9 +151,9 @@ class Keys:
         _LEVEL2,
         "A copy of the target with fewer bits a weight, for level 2's passes: a dtype such as "
         "`bfloat16`, for a target in 16 bits a scheme of vLLM's online quantization such as "
-        "`fp8_per_tensor`, or a quantized checkpoint of the target. It reads and writes the "
-        "target's KV cache, and takes memory of its own. A request with an adapter is drafted "
-        "without it",
+        "`fp8_per_tensor` (in short `fp8`), or a quantized checkpoint of the target. It reads and "
+        "writes the target's KV cache, and takes memory of its own. A request with an adapter is "
+        "drafted without it",
         default_text="none: the target's weights",
         change="where level 2's passes read more weights than KV cache; measure it first "
         "([when](choosing.md#a-copy-for-level-2))",
@@ -162,7 +162,7 @@ class Keys:
         None,
         _LEVEL1,
         "First tokens of the context that a draft model's window keeps (StreamingLLM's sinks). "
-        "An EAGLE-3 head's has none",
+        "With an EAGLE-3 head, whose window has none, the key is refused",
         unit="tokens",
         low=1,
         default_text="16",
@@ -181,7 +181,7 @@ class Keys:
         None,
         _LEVEL1,
         "Sources of drafts, the preferred one first. The controller chooses between several, so "
-        "without it one is used. "
+        "without it, or with `gamma` or `levels` given, one is used. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",
         unit="names, separated by commas",
         default_text="`draft_model,prompt_lookup` with a draft model, `eagle3,prompt_lookup` with "
