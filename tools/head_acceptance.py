@@ -5,8 +5,8 @@
 
 Each engine drafts three tokens in every step, straight to the full pass. `windowed` is stock vLLM
 with a sliding window of 512 tokens in a copy of the head's config. All contexts of a stretch end at
-the same place of the text, so greedy answers differ only by what lies far back. On a CPU vLLM's test
-of sampled drafts is wrong (patches/README.md); it is mended here for all engines.
+the same place of the text, so greedy answers differ only by what lies far back. On a CPU vLLM's
+test of sampled drafts is wrong (patches/README.md); it is mended here for all engines.
 """
 
 import argparse
