@@ -13,7 +13,7 @@ more: the first block, recent blocks and blocks of the best mean keys, as at lev
 of a sixteenth to an eighth of the length. The divergence of both outputs is part of the loss.
 
     python examples/train_pair --work build/pair target --minutes 60    # tokenizer, then the target
-    python examples/train_pair --work build/pair draft --minutes 10     # text, then the target's outputs
+    python examples/train_pair --work build/pair draft --minutes 10    # then the target's outputs
     python examples/train_pair --work build/pair export --out examples/models    # checkpoints
     python examples/train_pair --work build/pair eval    # held-out loss by context depth
     python examples/train_pair --work build/pair prompts --out examples/prompts    # held-out text
