@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -88,8 +89,9 @@ def main() -> None:
         head = windowed_copy(args.head, folder) if args.engine == "windowed" else args.head
         llm = start_engine(args, head, max(contexts) + args.tokens + 64)
     text = llm.get_tokenizer()(args.text.read_text(), add_special_tokens=False)["input_ids"]
-    step = (len(text) - max(contexts)) // args.stretches
-    ends = [max(contexts) + step * (k + 1) for k in range(args.stretches)]
+    ends = [len(text) * (2 * k + 3) // (2 * args.stretches + 2) for k in range(args.stretches)]
+    if ends[0] < max(contexts):
+        sys.exit(f"{args.text} is too short: its first stretch ends after {ends[0]} tokens")
     print("context  T  drafts  accepted after all before it, by place  tokens a full pass")
     for context in contexts:
         for temperature in map(float, args.temperatures.split(",")):
