@@ -305,9 +305,9 @@ class Calibration:
         sorted, take ten times as long; the controller learns the real time from the steps.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
-        generator = torch.Generator(self._device).manual_seed(0)
-        logits = torch.randn(num_rows, vocab_size, device=self._device, generator=generator)
-        logits *= _LOGITS_DEVIATION
+        logits = _LOGITS_DEVIATION * torch.randn(
+            num_rows, vocab_size, device=self._device, generator=torch.Generator(self._device)
+        )
         rows = torch.full((num_rows,), 0.9, device=self._device)
         sampling = SamplingRows(temperature=rows, top_p=rows)
         return self._timed(lambda: token_distribution(logits, sampling), repeats) / num_rows
