@@ -22,7 +22,7 @@ from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
-from vllm_triforce_bench.lab.policies import H2O, POLICIES, LabPolicy, Sizes
+from vllm_triforce_bench.lab.policies import H2O, POLICIES, LabPolicy, SecondLook, Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.target import Target
 from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
@@ -283,6 +283,31 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
                 assert found == sorted(reads)
 
 
+def test_a_second_look_reads_the_short_listed_chunks_with_the_most_attention():
+    """Oracle: chunk by chunk. The recent and the first chunk come on top."""
+    size, recent, count = 8, 3, 8  # of SMALL: 64 tokens, of which 24 are recent
+    layer, sizes = layer_trace(4, 2), dataclasses.replace(SMALL, recent_tokens=24)
+    changed = 0
+    for kv_head in range(2):
+        mask = kept(layer, SecondLook(sizes), kv_head)
+        assert bool((mask == mask[:1]).all())
+        for row in range(COUNT):
+            query = layer.queries[layer.heads(kv_head), 1 + row] * DIM**-0.5
+            tail = (START + row) // size - recent
+            chunks = {i: layer.keys[kv_head, i * size : (i + 1) * size] for i in range(1, tail)}
+            means = torch.stack([query @ keys.mean(0) for keys in chunks.values()])
+            votes = dict(zip(chunks, means.softmax(0).sum(1).tolist()))
+            wanted = count - recent - 1
+            short = sorted(chunks, key=votes.__getitem__)[-2 * wanted :]
+            keys = torch.cat([chunks[i] for i in short])
+            attention = (query @ keys.T).softmax(-1).sum(0).view(len(short), size).sum(1)
+            best = {short[int(i)] for i in attention.topk(wanted).indices}
+            changed += best != set(short[-wanted:])
+            found = mask[0, row].nonzero().flatten() // size
+            assert set(found.tolist()) == best | {0} | set(range(tail, (START + row) // size + 1))
+    assert changed > COUNT / 2
+
+
 def test_h2o_keeps_the_heavy_hitters_of_all_earlier_queries():
     """Oracle: the column sums of one plain softmax over the whole context."""
     layer = layer_trace(4, 2)
@@ -402,7 +427,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     assert len(lines) == 1 + 2 * (1 + 5) + 2
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
-    assert counts == dict(budget=20, depth=20, chunk=4, recent=4, refresh=4, needle=10)
+    assert counts == dict(budget=24, depth=24, chunk=4, recent=4, refresh=4, needle=12)
     shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
     assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
     at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")

@@ -6,6 +6,7 @@ from vllm_triforce import selection
 from vllm_triforce_bench.lab.policies.base import LabPolicy, Sizes
 from vllm_triforce_bench.lab.policies.chunked import chunked
 from vllm_triforce_bench.lab.policies.h2o import H2O
+from vllm_triforce_bench.lab.policies.second_look import SecondLook
 from vllm_triforce_bench.lab.policies.topk import TopK
 
 
@@ -49,6 +50,6 @@ class LabPolicies(Mapping[str, type[LabPolicy]]):
         return len(self._names)
 
 
-POLICIES = LabPolicies([TopK], [H2O])
+POLICIES = LabPolicies([TopK], [SecondLook, H2O])
 
-__all__ = ["H2O", "POLICIES", "LabPolicy", "Sizes", "TopK"]
+__all__ = ["H2O", "POLICIES", "LabPolicy", "SecondLook", "Sizes", "TopK"]
