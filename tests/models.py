@@ -117,6 +117,44 @@ def make_head(
     return str(folder)
 
 
+def make_mimo(folder: Path, **llama) -> str:
+    """Save a random MiMo with one MTP layer; return its folder.
+
+    Its class of config is that of Qwen2, from which MiMo's is derived. All biases are zero, so it
+    is a Llama as well.
+
+    Args:
+        llama: of ``make_llama()``.
+    """
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    make_llama(folder, hidden_size=128, num_heads=4, head_dim=32, **llama)  # 4 * 32 is 128
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(llama.get("seed", 0) + 1)
+    for name in [name for name in weights if name.startswith("model.layers.0.")]:
+        stem = name.removeprefix("model.layers.0.")
+        weights[f"model.mtp_layers.0.{stem}"] = weights[name].clone()
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(hidden)
+    mixed = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+    weights["model.mtp_layers.0.input_proj.weight"] = mixed
+    with_bias = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    for name in [name for name in weights if name.endswith(with_bias)]:
+        weights[name.replace("weight", "bias")] = torch.zeros(len(weights[name]))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
     """Return token ids of real text that the embedded pair has not seen."""
     text = (PROMPTS / "held_out.txt").read_text()

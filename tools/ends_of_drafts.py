@@ -120,7 +120,7 @@ def ruled(rows, is_greedy: bool, plain_s: float, pass_s: float, token_s: float) 
     for chances, confidences in rows:
         mean = float(chances.mean())
         for chance, confidence in zip(chances.tolist(), confidences.tolist()):
-            rule = StopRule("eagle3", plain_s, pass_s, verify_s, 1, [rates], [mean])
+            rule = StopRule("head", plain_s, pass_s, verify_s, 1, [rates], [mean])
             passes, survived, tokens = 0, 1.0, tokens + 1
             while passes < LONGEST and rule.goes_on(0):
                 passes += 1

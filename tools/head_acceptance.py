@@ -55,7 +55,7 @@ def start_engine(args: argparse.Namespace, head: str, max_tokens: int):
 
     config = {"model": head, "num_speculative_tokens": _NUM_DRAFTS}
     if args.engine == "triforce":
-        fixed = {"draft_sources": "eagle3", "levels": "1,3", "adaptive": False, "min_context": 0}
+        fixed = {"draft_sources": "head", "levels": "1,3", "adaptive": False, "min_context": 0}
         config |= {"method": "triforce", **fixed}
     else:
         config |= {"method": "eagle3", "draft_sample_method": "probabilistic"}

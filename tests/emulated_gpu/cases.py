@@ -106,8 +106,8 @@ _PAIRS = {
     ("draft_model", "quest", "dice"),
     ("prompt_lookup", "retrieval", "dice"),
     ("prompt_lookup", "quest", "fixed"),
-    ("eagle3", "retrieval", "dice"),
-    ("eagle3", "quest", "fixed"),
+    ("head", "retrieval", "dice"),
+    ("head", "quest", "fixed"),
 }
 # What is staged, what fills the pool and what dense layers read is the same, whoever drafts.
 _ONCE = {

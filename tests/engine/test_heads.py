@@ -1,5 +1,6 @@
-"""Promise: an EAGLE-3 head drafts what its checkpoint says, over the states of the target."""
+"""Promise: a head drafts what its checkpoint says, over the states of the target."""
 
+import copy
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tests.conftest import triforce
 from tests.generation import generate
 from tests.inside import built
-from tests.models import ROOT, make_head
+from tests.models import ROOT, make_head, make_mimo
 
 sys.path.append(str(ROOT / "examples"))
 
@@ -56,10 +57,27 @@ def test_logits_are_those_of_the_training_script(
 ):
     """Of the first drafts after a prompt that fits the window, and of the head's own states."""
     head = heads[draft_vocab]
-    keys = triforce(model=head, levels="1,3", num_speculative_tokens=STEPS)
-    llm = engines.get(pair["target"], keys)
-    source = built(llm).speculator.level1.sources["eagle3"]
+    llm = engines.get(pair["target"], direct(head))
     prompt = text[10 * num_tokens : 11 * num_tokens]  # which the prefix cache does not have
+    context, drafts, found = first_drafts(llm, prompt)
+    wanted = expected_logits(head, pair["target"], context, drafts)
+    ids = torch.arange(VOCAB)
+    if draft_vocab < VOCAB:
+        ids = 2 * ids[:draft_vocab] + 1
+    for logits, expected in zip(found, wanted, strict=True):
+        assert (logits[ids] - expected).abs().max() < 1e-3 * expected.abs().max()
+        logits = logits.clone()
+        logits[ids] = float("-inf")  # so that what is left is outside the draft vocabulary
+        assert logits.max() == float("-inf")
+
+
+def direct(head: str) -> dict:
+    return triforce(model=head, levels="1,3", num_speculative_tokens=STEPS)
+
+
+def first_drafts(llm, prompt: list[int]) -> tuple[list[int], list[int], list[torch.Tensor]]:
+    """Return a context, the head's first drafts after it, and the logits of these and one more."""
+    source = built(llm).speculator.level1.sources["head"]
     seen, forward = [], source._forward
 
     def watch(feed, slots):
@@ -76,22 +94,57 @@ def test_logits_are_those_of_the_training_script(
     context = prompt + answer[:1]
     assert seen[first][0] == context[1:], "the window begins after the first token"
     fed = seen[first : first + STEPS]
-    drafts = [tokens[0] for tokens, _ in fed[1:]]
-    wanted = expected_logits(head, pair["target"], context, drafts)
-    ids = torch.arange(VOCAB)
-    if draft_vocab < VOCAB:
-        ids = 2 * ids[:draft_vocab] + 1
-    for (_, logits), expected in zip(fed, wanted, strict=True):
-        assert (logits[ids] - expected).abs().max() < 1e-3 * expected.abs().max()
-        logits = logits.clone()
-        logits[ids] = float("-inf")  # so that what is left is outside the draft vocabulary
-        assert logits.max() == float("-inf")
+    return context, [tokens[0] for tokens, _ in fed[1:]], [logits for _, logits in fed]
+
+
+def mtp_logits(folder: str, tokens: list[int], drafts: list[int]) -> list[torch.Tensor]:
+    """Compute the logits of MiMo's MTP layer as ``expected_logits()`` does.
+
+    Its input is a projection of the last layer's output before the final norm, and of the next
+    token's embedding, zero at position 0; its own output takes the place of the former.
+    """
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    stem = "model.mtp_layers.0."
+    weights = load_file(f"{folder}/model.safetensors")
+    own = {name.removeprefix(stem): w for name, w in weights.items() if name.startswith(stem)}
+    block, norm = copy.deepcopy(model.model.layers[0]), model.model.norm
+    block.load_state_dict({name: own[name] for name in block.state_dict()})
+    states = []
+    norm.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    with torch.inference_mode():
+        model.model(torch.tensor([tokens[:-1]]))
+        (state,), logits = states, []
+        for count in range(len(drafts) + 1):
+            embeds = model.get_input_embeddings()(torch.tensor([tokens[1:] + drafts[:count]]))
+            embeds[:, 0] = 0
+            inputs = torch.cat([norm(state), norm(embeds)], -1) @ own["input_proj.weight"].T
+            length = inputs.shape[1]
+            position = torch.arange(length)[None]
+            mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+            rotary = model.model.rotary_emb(inputs, position)
+            output = block(inputs, attention_mask=mask, position_embeddings=rotary)
+            output = norm(output[0] if isinstance(output, tuple) else output)
+            logits.append(model.lm_head(output)[0, -1])
+            state = torch.cat([state, output[:, -1:]], 1)
+    return logits
+
+
+def test_mtp_logits_are_those_of_its_layer(engines, text, tmp_path):
+    """The norms of the random layer are all ones, as the target's."""
+    target = make_mimo(tmp_path / "mimo", vocab_size=4096, std=0.1)
+    llm = engines.get(target, direct(target))
+    context, drafts, found = first_drafts(llm, text[:60])
+    for logits, expected in zip(found, mtp_logits(target, context, drafts), strict=True):
+        assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_states_are_forgotten_with_their_requests(engines, pair, text, heads):
     keys = triforce(model=heads[VOCAB], levels="1,3", num_speculative_tokens=STEPS)
     llm = engines.get(pair["target"], keys)
-    source = built(llm).speculator.level1.sources["eagle3"]
+    source = built(llm).speculator.level1.sources["head"]
     generate(llm, [text[:50]], max_tokens=4)
     generate(llm, [text[:50]], max_tokens=4)
     assert source.num_requests <= 1, "the last request is forgotten with the next step"

@@ -103,7 +103,7 @@ LOOKUP = dict(retrieval_budget=128, min_context=GATE)
 
 
 def _small(source: str, **more) -> dict:
-    keys = DRAFT if source in ("draft_model", "eagle3") else LOOKUP
+    keys = DRAFT if source in ("draft_model", "head") else LOOKUP
     return dict(source=source, keys=keys, engine=SMALL) | more
 
 
@@ -642,7 +642,7 @@ def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
 
 def _heads() -> list[Case]:
     """A random EAGLE-3 head: what it drafts has next to nothing to do with the target."""
-    head = dict(source="eagle3")
+    head = dict(source="head")
     return [
         *(
             Case(
@@ -679,25 +679,48 @@ def _heads() -> list[Case]:
             **head,
             at_least={"num_direct_proposals": 40},
         ),
+        *(
+            Case(
+                name,
+                f"Of the target's own MTP layer, {way}, sampled tokens have exactly its "
+                "distribution.",
+                _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
+                ("stock", "calibrated"),
+                model="mimo",
+                keys=EIGHT | keys,
+                engine=SMALL | {"max_num_batched_tokens": 2048},
+                **head,
+                at_least=at_least,
+            )
+            for name, way, keys, at_least in (
+                ("mtp-sampled", "through level 2", {}, {"num_level1_accepted": 1}),
+                (
+                    "mtp-sampled directly",
+                    "straight to the full pass",
+                    {"levels": "1,3"},
+                    {"num_direct_proposals": 8, "num_level2_accepted": 1},
+                ),
+            )
+        ),
         Case(
             "head-few slots",
             "Requests that only keep states for the head give way to those that are planned for.",
             (requests(90, 520, 400, 300, max_tokens=16),),
-            **_small("eagle3", keys=DRAFT | {"max_speculating_seqs": 2}) | head,
+            **_small("head", keys=DRAFT | {"max_speculating_seqs": 2}) | head,
         ),
         Case(
             "head-copy",
             "The states that a head reads may come from level 2's copy of the target.",
             (requests(520, 90, 400, max_tokens=10),),
             level2_model="bfloat16",
-            **_small("eagle3") | head,
+            **_small("head") | head,
         ),
         Case(
             "head-prefix caching",
             "Where a prompt's start comes from the prefix cache, its states are unknown, and the "
             "window begins behind it.",
             tuple((Request(0, n, {"max_tokens": 24}),) for n in (500, 520, 500)),
-            **_small("eagle3", engine=SMALL | {"enable_prefix_caching": True}) | head,
+            **_small("head", engine=SMALL | {"enable_prefix_caching": True}) | head,
             at_least={"num_level1_drafted": 3},
         ),
         Case(
@@ -717,14 +740,14 @@ def _heads() -> list[Case]:
                     Request(0, 340, {"max_tokens": 10}, adapter=2),
                 ),
             ),
-            **_small("eagle3", engine=SMALL | ADAPTERS) | head,
+            **_small("head", engine=SMALL | ADAPTERS) | head,
         ),
         Case(
             "head-dice",
             "Whatever is planned for each request in each step, greedy output is stock vLLM's.",
             (requests(90, 520, 400, 300, max_tokens=16),),
             dice=1,
-            **_small("eagle3") | head,
+            **_small("head") | head,
         ),
     ]
 
@@ -1231,22 +1254,23 @@ THOROUGH = {
     "device": {
         "adapters-full-budget",
         "chosen while running-draft_model",
-        "chosen while running-eagle3",
+        "chosen while running-head",
         "copy-adapters",
         "copy-sampled-bfloat16",
         "copy-sampled-random",
         "crossing the gate-draft_model",
-        "crossing the gate-eagle3",
+        "crossing the gate-head",
         "dice-biased",
         "dice-sampled, in host memory",
         "ends-draft_model",
-        "ends-eagle3",
+        "ends-head",
         "greedy-draft_model, in host memory",
         "head-adapters",
         "head-dice",
         "head-preemption",
         "in pass-greedy",
         "joining and leaving, in host memory",
+        "mtp-sampled directly",
         "nan-sampled-1",
         "nan-sampled-2, in host memory",
         "preemption, in host memory",

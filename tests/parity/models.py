@@ -16,6 +16,7 @@ from tests.models import (
     make_head,
     make_int8,
     make_llama,
+    make_mimo,
     with_adapter,
 )
 
@@ -32,7 +33,7 @@ class Model:
     level2_models: Mapping[str, str] = field(default_factory=dict)
     """Checkpoints of the target's shape, by name."""
     head: str = ""
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head, or a model with MTP layers."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -50,6 +51,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     eight = make_llama(folder / "eight", **of_eight_shape)
     random_of_eight = make_llama(folder / "random8", **of_eight_shape, seed=5)
     draft_of_eight = make_llama(folder / "draft8", vocab_size=8, num_layers=1, std=0.1, seed=1)
+    mimo = make_mimo(folder / "mimo", **of_eight_shape)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
@@ -80,6 +82,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
             level2_models={"random": random_of_eight},
             head=head_of_eight,
         ),
+        "mimo": Model(mimo, "", _random(8, least=0), head=mimo),
         "twelve": Model(twelve["target"], twelve["draft"], joint.make_prompt()),
     }
 

@@ -118,8 +118,8 @@ def test_default_sources_follow_the_model_and_the_controller():
     assert sources("draft", draft_sources="draft_model") == ("draft_model",)
     both = "prompt_lookup, draft_model"
     assert sources("draft", draft_sources=both) == ("prompt_lookup", "draft_model")
-    assert sources("head", is_head=True) == ("eagle3", "prompt_lookup")
-    assert sources("head", is_head=True, gamma=2) == ("eagle3",)
+    assert sources("head", is_head=True) == ("head", "prompt_lookup")
+    assert sources("head", is_head=True, gamma=2) == ("head",)
 
 
 def test_a_heads_window_has_no_sinks():
@@ -141,11 +141,11 @@ def test_a_heads_window_has_no_sinks():
             ["nothing chooses", "gamma", "'draft_model'"],
         ),
         ("d", {"gamma": 2, "prompt_lookup_max": 4}, ["prompt_lookup_max=4", "draft_model"]),
-        ("d", {"draft_sources": "eagle3"}, ["'d' is no EAGLE-3 head", "'draft_model'"]),
+        ("d", {"draft_sources": "head"}, ["'d' is no head", "'draft_model'"]),
         (
             "h",
             {"draft_sources": "draft_model", "is_head": True},
-            ["'h' is an EAGLE-3 head", "Use 'eagle3'"],
+            ["'h' is a head", "Use 'head'"],
         ),
         ("h", {"num_sink_tokens": 4, "is_head": True}, ["num_sink_tokens=4", "'h'"]),
     ],

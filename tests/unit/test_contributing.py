@@ -126,7 +126,7 @@ ON_HOST, ON_DEVICE = "tests/parity/test_host.py", "tests/parity/test_device.py"
 def test_a_source_of_drafts_is_one_file_and_one_for_the_device(copy):
     """The promises of all sources are tested with it on both runners."""
     asked = "from vllm_triforce.config import TriForceConfig as C; C(draft_sources='repeat')"
-    with pytest.raises(AssertionError, match="'draft_model' or 'eagle3' or 'prompt_lookup'"):
+    with pytest.raises(AssertionError, match="'draft_model' or 'head' or 'prompt_lookup'"):
         run(copy, "-c", asked)
     package = copy / "vllm_triforce"
     (package / "runner_v1" / "sources" / "repeat.py").write_text(SOURCE.lstrip())

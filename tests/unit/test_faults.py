@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import triforce
-from tests.models import make_architecture, make_head, make_llama
+from tests.models import make_architecture, make_head, make_llama, make_mimo
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import loading_draft
@@ -107,6 +107,34 @@ def test_a_heads_path_does_not_change_what_it_is(gqa_pair, tmp_path, name):
     assert hf_config.eagle_aux_hidden_state_layer_ids == [0, 1]
     assert hf_config.num_aux_hidden_states == 2
     assert config.draft_model_config.architectures == ["LlamaForCausalLMEagle3"]
+
+
+def test_mtp_layers_of_the_target(tmp_path):
+    """Named by the target's own path."""
+    target = make_mimo(tmp_path / "mimo")
+    own = engine_config(target, triforce(model=target))
+    config = own.speculative_config
+    assert config.method == "draft_model"
+    assert config.draft_model_config.architectures == ["MiMoMTPModel"]
+    keys = own.additional_config["triforce"]
+    assert (keys["draft_sources"], keys["num_sink_tokens"]) == ("head", 0)
+
+
+def test_mtp_layers_that_do_not_fit(gqa_pair, tmp_path):
+    mimo = make_mimo(tmp_path / "mimo", vocab_size=4096)
+    with pytest.raises(ValueError, match=r"MiMoMTPModel.*MiMoForCausalLM.*Name the target itself"):
+        engine_config(gqa_pair["target"], triforce(model=mimo))
+    file = tmp_path / "mimo" / "config.json"
+    file.write_text(file.read_text().replace('"num_nextn_predict_layers": 1', '"unused": 1'))
+    with pytest.raises(ValueError, match=r"no MTP layers \(num_nextn_predict_layers"):
+        engine_config(mimo, triforce(model=mimo))
+
+
+def test_a_draft_whose_path_is_that_of_a_head(gqa_pair, tmp_path):
+    draft = tmp_path / "eagle-mine"
+    shutil.copytree(gqa_pair["draft"], draft)
+    with pytest.raises(ValueError, match=r"takes it for a head of 'eagle'.*Rename its folder"):
+        engine_config(gqa_pair["target"], triforce(model=str(draft)))
 
 
 def test_a_head_for_a_target_that_returns_no_states(gqa_pair, tmp_path):

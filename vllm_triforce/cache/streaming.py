@@ -61,7 +61,7 @@ class StreamingWindow:
 
 
 class StateWindow(StreamingWindow):
-    """Window of an EAGLE-3 head, which reads each token with the target's state before it.
+    """Window of a head, which reads each token with the target's state before it.
 
     It has no sinks, as heads are trained (vllm-project/speculators): the target's states know the
     start of the text. After the first drafted token the head's own output stands in for the state.

@@ -69,7 +69,7 @@ def read_draft_config(
     revision: str | None = None,
     code_revision: str | None = None,
 ):
-    """Read the draft's Hugging Face config.
+    """Read the draft's Hugging Face config as vLLM does, which turns some targets into MTP layers.
 
     Args:
         revision, code_revision: pinned by the user; reading a config may run the draft's code.
@@ -87,15 +87,17 @@ def read_draft_config(
         )
     if os.path.isdir(draft_model):
         check_draft_files(draft_model)
+    from vllm.config import SpeculativeConfig
     from vllm.transformers_utils.config import get_config
 
     try:
-        return get_config(
+        config = get_config(
             draft_model,
             trust_remote_code=trust_remote_code,
             revision=revision,
             code_revision=code_revision,
         )
+        return SpeculativeConfig.hf_config_override(config)
     except Exception as error:
         pinned = f" at revision {revision!r}" if revision is not None else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Check EAGLE-3 heads by their configs, before the target loads."""
+"""Check heads, EAGLE-3 and MTP layers, by their configs, before the target loads."""
 
 _REMEDY = "Use a head trained for this target, or leave 'model' out for prompt lookup."
 
@@ -6,9 +6,32 @@ _REMEDY = "Use a head trained for this target, or leave 'model' out for prompt l
 _OTHER_KINDS = ("eagle", "mtp", "medusa", "dflash", "dspark")
 
 
+# Targets whose MTP layers level 1 runs, by vLLM's class of the layer: it has plain attention, is
+# used for every token of a draft, and returns one tensor, for logits and as its next input.
+_MTP_TARGETS = {
+    "MiMoMTPModel": "MiMoForCausalLM",
+    "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
+    "ErnieMTPModel": "Ernie4_5_MoeForCausalLM",
+}
+
+
 def is_head(hf_config) -> bool:
-    """True if a draft's config is that of an EAGLE-3 head, in its own form or of speculators."""
+    """True if a draft's config is that of a head that level 1 may run.
+
+    Args:
+        hf_config: as vLLM reads a draft's, which turns some targets into their MTP layers.
+    """
+    return is_mtp(hf_config) or _is_eagle3(hf_config)
+
+
+def _is_eagle3(hf_config) -> bool:
+    """True for an EAGLE-3 head, in its own form or of speculators."""
     return any("eagle3" in name.lower() for name in _architectures(hf_config))
+
+
+def is_mtp(hf_config) -> bool:
+    """True for MTP layers that level 1 may run."""
+    return any(name in _MTP_TARGETS for name in _architectures(hf_config))
 
 
 def _architectures(hf_config) -> list[str]:
@@ -36,6 +59,9 @@ def check_head(head: str, hf_config, target_config) -> None:
         ValueError: the target gives no hidden states, or others than the head reads; or the head
             reads the last state alone, or has multi-head latent attention.
     """
+    if is_mtp(hf_config):
+        _check_mtp(head, hf_config, target_config)
+        return
     from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -69,6 +95,26 @@ def check_head(head: str, hf_config, target_config) -> None:
             f"{where} reads the states before the layers {layers}, and the target has "
             f"{num_layers} layers. Name distinct layers with eagle_aux_hidden_state_layer_ids in "
             "its config.json."
+        )
+
+
+def _check_mtp(model: str, hf_config, target_config) -> None:
+    """Refuse MTP layers of a model that is not the target or has none."""
+    (layer,) = (name for name in _architectures(hf_config) if name in _MTP_TARGETS)
+    (architecture,) = target_config.architectures[:1]
+    wanted, size = hf_config.hidden_size, target_config.get_hidden_size()
+    if _MTP_TARGETS[layer] != architecture or wanted != size:
+        raise ValueError(
+            f"draft model {model!r}: vLLM would load its MTP layers ({layer}), which read hidden "
+            f"states of a {_MTP_TARGETS[layer]} with {wanted} numbers, and the target "
+            f"{target_config.model!r} is a {architecture} with {size}. Name the target itself, or "
+            "another draft model."
+        )
+    if not getattr(hf_config, "num_nextn_predict_layers", None):
+        raise ValueError(
+            f"draft model {model!r} has no MTP layers (num_nextn_predict_layers in its config.json)"
+            ", and vLLM runs models of its kind as a draft by these alone. Use another draft, or "
+            "leave 'model' out for prompt lookup."
         )
 
 

@@ -13,8 +13,8 @@ SOURCES_V2 = Registry(
     group="vllm_triforce.draft_sources_v2",
 )
 
-# Sources that run the draft model, if it is an EAGLE-3 head and if not.
-HEAD_SOURCE, MODEL_SOURCE = "eagle3", "draft_model"
+# Sources that run the draft model, if it is a head and if not.
+HEAD_SOURCE, MODEL_SOURCE = "head", "draft_model"
 # Used beside them, and without a draft model.
 _LOOKUP = "prompt_lookup"
 
@@ -45,7 +45,7 @@ def choose_sources(
         draft_sources: the key ``draft_sources``.
         model: the key ``model``, a draft model.
         can_choose: True if the controller chooses between sources; else one source is used.
-        is_head: True if the draft model is an EAGLE-3 head.
+        is_head: True if the draft model is an EAGLE-3 head or an MTP layer.
 
     Raises:
         ValueError: a source needs a draft model and none is given, or one of the other kind; no
@@ -78,7 +78,7 @@ def choose_sources(
             f"{own!r}, or leave 'model' out."
         )
     if other in with_model:
-        kind = "an EAGLE-3 head" if is_head else "no EAGLE-3 head"
+        kind = "a head" if is_head else "no head"
         raise ValueError(f"{setting}: {model!r} is {kind}. Use {own!r} instead of {other!r}.")
     if len(names) > 1 and not can_choose:
         raise ValueError(

@@ -162,7 +162,7 @@ class Keys:
         None,
         _LEVEL1,
         "First tokens of the context that a draft model's window keeps (StreamingLLM's sinks). "
-        "With an EAGLE-3 head, whose window has none, the key is refused",
+        "With a head, whose window has none, the key is refused",
         unit="tokens",
         low=1,
         default_text="16",
@@ -184,8 +184,8 @@ class Keys:
         "without it, or with `gamma` or `levels` given, one is used. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",
         unit="names, separated by commas",
-        default_text="`draft_model,prompt_lookup` with a draft model, `eagle3,prompt_lookup` with "
-        "an EAGLE-3 head, `prompt_lookup` without",
+        default_text="`draft_model,prompt_lookup` with a draft model, `head,prompt_lookup` with a "
+        "head, `prompt_lookup` without",
         change="to leave prompt lookup out, or for a source of your own",
     )
     prompt_lookup_max: int = _key(

@@ -81,7 +81,7 @@ class ResolvedConfig(Keys):
 
     @property
     def has_head(self) -> bool:
-        """True if the draft is an EAGLE-3 head."""
+        """True if the draft is an EAGLE-3 head or an MTP layer."""
         return HEAD_SOURCE in self.sources
 
     @property
@@ -220,7 +220,7 @@ class TriForceConfig(Keys):
             model: the draft model, or None.
             has_fixed_shapes: True on Model Runner V2, where gamma is fixed at start.
             max_num_seqs: vLLM's; None if not given.
-            is_head: True if ``model`` is an EAGLE-3 head.
+            is_head: True if ``model`` is an EAGLE-3 head or has MTP layers.
 
         Raises:
             ValueError: the given sources of drafts do not fit these.
@@ -241,7 +241,7 @@ class TriForceConfig(Keys):
             )
         if is_head and self.num_sink_tokens is not None:
             raise ValueError(
-                f"num_sink_tokens={self.num_sink_tokens} is not used: the EAGLE-3 head {model!r} "
+                f"num_sink_tokens={self.num_sink_tokens} is not used: the head {model!r} "
                 "has a window of recent tokens alone. Leave it out."
             )
         num_sinks = None if is_head else self.num_sink_tokens or _NUM_SINKS

@@ -1,24 +1,59 @@
-"""EAGLE-3 heads as level 1's draft: loading, and the states of the target that they read."""
+"""Heads as level 1's draft: loading, and the states of the target that they read.
 
+A head reads the target's hidden states beside the tokens. EAGLE-3 heads read those before some
+layers, which they fuse; MTP layers read what the target's last layer returns.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
+from vllm_triforce.config import check_head
+
 
 def is_head(model: torch.nn.Module) -> bool:
     """True if a loaded draft reads the target's hidden states."""
-    return hasattr(model, "combine_hidden_states")
+    return "hidden_states" in inspect.signature(model.forward).parameters
 
 
 def aux_layers(vllm_config) -> list[int]:
-    """Return the target's layers whose states the head reads."""
+    """Return the target's layers before which the head reads states; none for an MTP layer."""
     hf_config = vllm_config.speculative_config.draft_model_config.hf_config
-    return hf_config.eagle_aux_hidden_state_layer_ids
+    return [] if check_head.is_mtp(hf_config) else hf_config.eagle_aux_hidden_state_layer_ids
+
+
+def num_states(vllm_config) -> int:
+    """Return the number of states that the head reads of a token."""
+    return len(aux_layers(vllm_config)) or 1
+
+
+def states_read(
+    hidden: torch.Tensor,  # [num_tokens, hidden_size]
+    aux: Sequence[torch.Tensor] | None,
+) -> Sequence[torch.Tensor]:
+    """Return the states of a pass of the target that a head reads.
+
+    Args:
+        hidden: what the target returns.
+        aux: states of the auxiliary layers; none if the head reads none.
+    """
+    return aux or [hidden]
+
+
+def fusion_of(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the projection of a token's states, one after the other, to what the head reads."""
+    return getattr(head, "combine_hidden_states", _unchanged)
+
+
+def _unchanged(states: torch.Tensor) -> torch.Tensor:
+    return states
 
 
 def load_head(target: torch.nn.Module, vllm_config) -> torch.nn.Module:
-    """Load the head as vLLM's speculator for EAGLE does; it may share the target's embeddings."""
+    """Load the head as vLLM's speculators do; it may share the target's embeddings."""
     return load_eagle_model(target, vllm_config)
 
 
@@ -28,5 +63,6 @@ def emit_states(target: Any, copy: Any, vllm_config) -> None:
     Args:
         copy: the target itself if level 2 has no copy.
     """
-    for model in {id(target): target, id(copy): copy}.values():
-        model.set_aux_hidden_state_layers(tuple(aux_layers(vllm_config)))
+    if layers := aux_layers(vllm_config):
+        for model in {id(target): target, id(copy): copy}.values():
+            model.set_aux_hidden_state_layers(tuple(layers))

@@ -1,6 +1,6 @@
-"""The target's hidden states that an EAGLE-3 head reads, for each request."""
+"""The target's hidden states that a head reads, for each request."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -55,7 +55,7 @@ class HiddenStates:
     over a position replaces its state, so states of rejected drafts need no bookkeeping.
 
     Args:
-        fuse: the head's projection of auxiliary states to its hidden size.
+        fuse: projects a token's states to what the head reads (``core/head.py``).
         capacity: positions that a window may need, and those of a proposal.
     """
 
@@ -81,7 +81,7 @@ class HiddenStates:
         request_ids: list[str],
         first_positions: list[int],
         lengths: list[int],
-        aux: list[torch.Tensor],  # [num_tokens, hidden_size] of each auxiliary layer
+        aux: Sequence[torch.Tensor],  # [num_tokens, hidden_size] of each layer
     ) -> None:
         """Add the states of a full pass, whose tokens are those of the requests in turn."""
         for request_id, first in zip(request_ids, first_positions):
@@ -94,11 +94,11 @@ class HiddenStates:
         request_ids: list[str],
         first_positions: list[int],
         lengths: list[int],
-        aux: list[torch.Tensor],  # as of ``add()``
+        aux: Sequence[torch.Tensor],  # as of ``add()``
     ) -> None:
         """Add the states of a pass of requests that were added before; others are left out."""
         is_small = sum(lengths) <= self._capacity
-        joined = torch.cat(aux, -1) if is_small else None
+        joined = torch.cat(list(aux), -1) if is_small else None
         begin = 0
         for request_id, first, length in zip(request_ids, first_positions, lengths):
             num_kept = min(length, self._capacity)
@@ -146,11 +146,11 @@ class StatesOfSteps:
         self._runner = runner
         self._states = states
 
-    def __call__(self, scheduler_output, aux: list[torch.Tensor]) -> None:
+    def __call__(self, scheduler_output, aux: Sequence[torch.Tensor]) -> None:
         """Add the states of a step.
 
         Args:
-            aux: [num_tokens, hidden_size] of each auxiliary layer.
+            aux: [num_tokens, hidden_size] of each layer.
         """
         for request in scheduler_output.scheduled_new_reqs:
             self._states.release(request.req_id)

@@ -8,13 +8,14 @@ steps for the controller.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.core.eligibility import sampling_seed
+from vllm_triforce.core.head import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
@@ -42,8 +43,8 @@ class PlainSteps:
         finds_match: takes a step's ``SchedulerOutput``; True if a request has a match that pays.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
         on_finished: called after the runner has removed finished requests.
-        on_states: takes a step's ``SchedulerOutput`` and the states of the target's auxiliary
-            layers, if a head reads them.
+        on_states: takes a step's ``SchedulerOutput`` and the target's states that a head reads,
+            if there is one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PlainSteps:
         finds_match: Callable[[Any], bool],
         on_new_blocks: Callable[[tuple[list[int], ...]], None],
         on_finished: Callable[[], None],
-        on_states: Callable[[Any, list], None] | None = None,
+        on_states: Callable[[Any, Sequence], None] | None = None,
     ) -> None:
         self._runner = runner
         self._controller = controller
@@ -119,7 +120,9 @@ class PlainSteps:
         if output is not None:  # no tokens will be sampled
             self._restore()
         elif self._on_states is not None:
-            self._on_states(scheduler_output, self._runner.execute_model_state.aux_hidden_states)
+            state = self._runner.execute_model_state
+            states = states_read(state.hidden_states, state.aux_hidden_states)
+            self._on_states(scheduler_output, states)
         return output
 
     def sample(self, logits, spec_decode_metadata):

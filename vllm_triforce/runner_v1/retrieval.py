@@ -8,6 +8,7 @@ import torch
 from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.core.head import states_read
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.core.model_pass import PassInput, run_model
@@ -122,7 +123,8 @@ class RetrievalLevel:
         hidden, aux = run_model(self.model, self._vllm_config, inputs, metadata, slots)
         if self.after_pass is not None:
             ids = [batch.request_ids[row] for row in rows]
-            self.after_pass(ids, first_positions, list(map(len, feed)), aux)
+            states = states_read(hidden, aux)
+            self.after_pass(ids, first_positions, list(map(len, feed)), states)
         if selection is not None and len(rows) < len(batch):
             self._sparse_tables[:, rows] = sparse_tables  # a copy, in which the layers selected
         return self.model.compute_logits(hidden)

@@ -17,7 +17,7 @@ from vllm_triforce.config.draft_sources import HEAD_SOURCE
 from vllm_triforce.controller import CostModel, Measurements
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
-from vllm_triforce.core.head import emit_states, load_head
+from vllm_triforce.core.head import aux_layers, emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
@@ -31,7 +31,7 @@ from vllm_triforce.runner_v1.hidden_states import StatesOfSteps
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
 from vllm_triforce.runner_v1.resting_matches import RestingMatches
-from vllm_triforce.runner_v1.sources.eagle3 import Eagle3
+from vllm_triforce.runner_v1.sources.head import Head
 from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.vllm_patches import swaps
 
@@ -52,7 +52,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._draft_model = draft_model
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.draft_layer_names: set[str] = set()
-        if config.has_head:
+        if config.has_head and aux_layers(vllm_config):
             swaps.AUX_STATES.set(runner, True)
         self._requests: dict[str, object] = {}
         """Requests with state in the speculator, by id."""
@@ -122,7 +122,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             speculator.level2.before_pass = self._adapters.before_pass
         self._states: StatesOfSteps | None = None
         head = speculator.level1.sources.get(HEAD_SOURCE)
-        if isinstance(head, Eagle3):
+        if isinstance(head, Head):
             self._states = StatesOfSteps(self._runner, head.states)
             speculator.level2.after_pass = head.states.replace
         self._num_blocks = kv_cache_config.num_blocks

@@ -9,7 +9,7 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.core.head import aux_layers
+from vllm_triforce.core.head import fusion_of, num_states
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
@@ -140,12 +140,10 @@ class SpeculatorBuild:
                 self.rows,
             )
         self.hidden_states: HiddenStatesV2 | None = None
-        num_states = 0
         if config.has_head:
             draft_config = vllm_config.speculative_config.draft_model_config
-            num_states = len(aux_layers(vllm_config))
             self.hidden_states = HiddenStatesV2(
-                draft.model.combine_hidden_states,
+                fusion_of(draft.model),
                 self.rows,
                 config.state_capacity,
                 draft_config.get_hidden_size(),
@@ -162,7 +160,7 @@ class SpeculatorBuild:
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
-            num_states,
+            num_states(vllm_config) if config.has_head else 0,
         )
         parts = SourcePartsV2(
             self.context,

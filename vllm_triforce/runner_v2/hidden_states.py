@@ -1,4 +1,4 @@
-"""The target's hidden states that an EAGLE-3 head reads, for each slot."""
+"""The target's hidden states that a head reads, for each slot."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ class HiddenStatesV2:
     over a position replaces its state, so states of rejected drafts need no bookkeeping.
 
     Args:
-        fuse: the head's projection of auxiliary states to its hidden size.
+        fuse: projects a token's states to what the head reads (``core/head.py``).
         capacity: positions that a window may need, and those of a proposal.
     """
 

@@ -96,8 +96,8 @@ class ModelPass:
             buffers with fixed addresses if the pass is captured.
         slots: from a number of rows to slot mappings by layer, under the same condition.
         adapters: None without LoRA.
-        num_states: further hidden states that the model returns: of a target's auxiliary layers, or
-            those that a head feeds back.
+        num_states: states of each token that are kept: those of the target that a head reads, or
+            those that a head feeds back. One may be what the model returns.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ModelPass:
             None if inputs.hidden is None else inputs.hidden[:num_tokens],
         )
         self._hidden[:num_tokens].copy_(hidden)
-        for buffer, further in zip(self.states, states):
+        for buffer, further in zip(self.states, states or [hidden]):
             buffer[:num_tokens].copy_(further)
 
 

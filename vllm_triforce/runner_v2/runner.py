@@ -16,6 +16,7 @@ from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.core.draft_cache import warm_up
 from vllm_triforce.core.eligibility import DisabledRequests
+from vllm_triforce.core.head import states_read
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.plan import RequestPlan, StepPlan, fixed_plan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
@@ -264,7 +265,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
         if self.built.hidden_states is not None:
-            self._keep_states(self.built.hidden_states, input_batch, aux_hidden_states)
+            read = states_read(last_hidden_states, aux_hidden_states)
+            self._keep_states(self.built.hidden_states, input_batch, read)
         self._count_full_pass(input_batch, states, num_sampled)
 
         max_tokens = self.num_speculative_steps

@@ -19,7 +19,7 @@ class Slot:
     window_start: int = 0
     """Index of the first recent token in level 1's window."""
     first_known: int = 0
-    """First position whose hidden state an EAGLE-3 head may read."""
+    """First position whose hidden state a head may read."""
     has_proposed: bool = False
     """False while it only keeps hidden states for the head."""
     num_read: int = -1

@@ -14,7 +14,7 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.draft_cache import loading_draft
-from vllm_triforce.core.head import emit_states, load_head
+from vllm_triforce.core.head import aux_layers, emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.runner_adapter import RunnerAdapter
@@ -49,7 +49,7 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         self._draft_model = draft_model
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
-        if config.has_head:
+        if config.has_head and aux_layers(vllm_config):
             swaps.AUX_STATES.set(runner, True)
 
     # Start-up, in the order of vLLM's calls.

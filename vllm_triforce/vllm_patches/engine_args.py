@@ -45,8 +45,8 @@ _DRAFT_KEYS = (
 # Key of a stock SpeculativeConfig about level 3's rejection sampling, passed on unchanged.
 _REJECTION_KEY = "rejection_sample_method"
 
-# vLLM's method while it reads a head's config: by "draft_model" it would guess one from the path.
-HEAD_METHOD = "eagle3"
+# vLLM's methods while it reads a head's config. By another it would guess one from the path.
+_EAGLE3, _MTP = "eagle3", "mtp"
 
 # By their names, as the workers: they build on this package.
 _PLATFORMS = "vllm_triforce.attention.platforms"
@@ -188,20 +188,31 @@ def _wrap_create_speculative_config(original):
         speculative_config = original(self, target_model_config, target_parallel_config)
         if has_draft:  # else vLLM got the target in the draft's place
             with refusing():
+                _check_not_guessed(speculative_config, self.speculative_config["method"])
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
-            if speculative_config.method == HEAD_METHOD:
+            if speculative_config.method == _EAGLE3:
                 hf_config = speculative_config.draft_model_config.hf_config
                 layers = check_head.aux_layers(hf_config, target_model_config)
                 swaps.HEAD_LAYERS.set(hf_config, layers)
                 swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
-                # Its blocks and steps are those of a draft with a cache of its own.
-                speculative_config.method = "draft_model"
+            # A head's blocks and steps are those of a draft with a cache of its own.
+            speculative_config.method = "draft_model"
         # Level 1 runs over a window, so the draft's context length is no limit.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
         mark(speculative_config)
         return speculative_config
 
     return create_speculative_config
+
+
+def _check_not_guessed(speculative_config, method: str) -> None:
+    """Refuse a draft that vLLM takes for one of another method, mostly because of its path."""
+    if speculative_config.method != method:
+        raise ValueError(
+            f"draft model {speculative_config.model!r}: vLLM takes it for a head of "
+            f"{speculative_config.method!r}, by its path or its config. Rename its folder, or "
+            "leave 'model' out of speculative_config for prompt lookup."
+        )
 
 
 def _check_not_replaced(engine_args) -> None:
@@ -228,7 +239,10 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
         if check_head.is_head(hf_config):
             check_head.check_head(draft["model"], hf_config, target_model_config)
-            method = HEAD_METHOD
+            is_mtp = check_head.is_mtp(hf_config)
+            method = _MTP if is_mtp else _EAGLE3
+            if is_mtp:  # of the target's checkpoint, so quantized as it is
+                draft.setdefault("quantization", target_model_config.quantization)
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model

@@ -197,6 +197,8 @@ class DraftModel(DraftSource):
             dict.fromkeys(self._layers, mapping),
             **({"hidden_states": torch.cat(states)} if states else {}),
         )
+        if states and feedback is None:  # an MTP layer has one output for both
+            feedback = hidden
         last = inputs.query_start_loc[1:] - 1
         outputs = [None] * len(feed) if feedback is None else feedback[last].split(1)
         return self.model.compute_logits(hidden[last]), outputs

@@ -39,7 +39,7 @@ class WindowRebuild:
         build_metadata: from (query_start_loc, seq_lens, block_table, max_seq_len) to attention
             metadata by layer.
         max_tokens: tokens of one pass, unless a single window has more.
-        hidden_states: states for an EAGLE-3 head; None for other drafts.
+        hidden_states: states for a head; None for other drafts.
     """
 
     model: Any

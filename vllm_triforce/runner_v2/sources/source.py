@@ -22,7 +22,7 @@ class SourcePartsV2:
         draft_layers: attention layers of the draft by name.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
         all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
-        hidden_states: states for an EAGLE-3 head; None without one.
+        hidden_states: states for a head; None without one.
     """
 
     context: ProposalContext

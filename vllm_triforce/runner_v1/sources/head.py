@@ -1,8 +1,8 @@
-"""EAGLE-3 head over a window of recent tokens (arXiv 2503.01840)."""
+"""EAGLE-3 head (arXiv 2503.01840) or MTP layer over a window of recent tokens."""
 
 from vllm_triforce.cache.streaming import StateWindow
 from vllm_triforce.config import read_config
-from vllm_triforce.core.head import aux_layers
+from vllm_triforce.core.head import fusion_of, num_states
 from vllm_triforce.runner_v1.hidden_states import HiddenStates
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel, Feed
 from vllm_triforce.runner_v1.sources.source import Match
@@ -10,21 +10,21 @@ from vllm_triforce.runner_v1.sources.source import Match
 _ALWAYS = Match()
 
 
-class Eagle3(DraftModel):
+class Head(DraftModel):
     """Drafts with a head that reads the target's hidden states beside the tokens.
 
     Where a prompt's start was found in the prefix cache, its states are unknown, and the window
     begins behind it.
     """
 
-    name = "eagle3"
+    name = "head"
     prior_acceptance = (0.5,)
 
     def __init__(self, model, vllm_config, *args, **kwargs) -> None:
         super().__init__(model, vllm_config, *args, **kwargs)
         config, _ = read_config(vllm_config)
         self.states = HiddenStates(
-            model.combine_hidden_states, vllm_config.model_config.dtype, config.state_capacity
+            fusion_of(model), vllm_config.model_config.dtype, config.state_capacity
         )
         """Filled by the runner, from full passes and from those of level 2."""
 
@@ -62,8 +62,8 @@ class Eagle3(DraftModel):
         config = self.model.config
         for request_id, num_computed in zip(batch.request_ids, batch.num_computed_tokens):
             width = getattr(config, "target_hidden_size", None) or config.hidden_size
-            num_aux = len(aux_layers(self._vllm_config))
-            self.states.add_zeros(request_id, num_computed, num_aux, width)
+            count = num_states(self._vllm_config)
+            self.states.add_zeros(request_id, num_computed, count, width)
 
     @property
     def num_requests(self) -> int:
