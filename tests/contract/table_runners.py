@@ -111,8 +111,17 @@ HEADS: list[Surface] = [
     has(EAGLE3, "Eagle3LlamaForCausalLM", "combine_hidden_states compute_logits", HEAD),
     overrides(EAGLE3, "Eagle3LlamaForCausalLM.forward", "self, input_ids, positions, hidden_states, inputs_embeds=", HEAD),
     calls("model_executor/model_loader/utils.py", "get_model_cls", "model_config", "vllm_triforce/config/check_head.py"),
+    *(
+        surface
+        for kind, name in (("mimo", "MiMoMTP"), ("glm4_moe", "Glm4MoeMTP"), ("ernie", "ErnieMTP"))
+        for surface in (
+            overrides(f"model_executor/models/{kind}_mtp.py", f"{name}.forward", "self, input_ids, positions, hidden_states, intermediate_tensors=, inputs_embeds=, spec_step_idx=", HEAD),
+            calls(f"model_executor/models/{kind}_mtp.py", f"{name}.compute_logits", "hidden_states", HEAD),
+        )
+    ),
+    calls("config/speculative.py", "SpeculativeConfig.hf_config_override", "hf_config", "vllm_triforce/config/check_draft.py"),
     has(RUNNER, "GPUModelRunner", "use_aux_hidden_state_outputs execute_model_state", V1),
-    has(RUNNER, "ExecuteModelState", "aux_hidden_states", OFF),
+    has(RUNNER, "ExecuteModelState", "hidden_states aux_hidden_states", OFF),
     does(RUNNER, "GPUModelRunner.execute_model", "self.execute_model_state =", OFF),
     has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu num_reqs", "vllm_triforce/runner_v1/hidden_states.py"),
     has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs", OURS2),

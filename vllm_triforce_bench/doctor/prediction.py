@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_triforce.config import read_config
-from vllm_triforce.config.check_head import is_head
+from vllm_triforce.config.check_head import is_head, is_mtp
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.doctor.memory import kv_bytes_each
@@ -75,6 +75,8 @@ def _predictor(
     draft = None
     if keys["draft_model"]:
         draft_config = vllm_config.speculative_config.draft_model_config
+        if is_mtp(draft_config.hf_config):
+            raise ValueError("an MTP layer is not counted yet")
         draft = _geometry(draft_config)
         if is_head(draft_config.hf_config):
             sizes = ("draft_vocab_size", "target_hidden_size")
