@@ -122,11 +122,17 @@ def test_mtp_layers_of_the_target(tmp_path):
 
 def test_mtp_layers_that_do_not_fit(gqa_pair, tmp_path):
     mimo = make_mimo(tmp_path / "mimo", vocab_size=4096)
-    with pytest.raises(ValueError, match=r"MiMoMTPModel.*MiMoForCausalLM.*Name the target itself"):
+    with pytest.raises(ValueError, match=r"MiMoMTPModel.*LlamaForCausalLM.*Name the target itself"):
         engine_config(gqa_pair["target"], triforce(model=mimo))
+    other = make_mimo(tmp_path / "other", vocab_size=4096)
+    with pytest.raises(ValueError, match=r"fit the model itself alone.*Name the target itself"):
+        engine_config(mimo, triforce(model=other))
     file = tmp_path / "mimo" / "config.json"
     file.write_text(file.read_text().replace('"num_nextn_predict_layers": 1', '"unused": 1'))
     with pytest.raises(ValueError, match=r"no MTP layers \(num_nextn_predict_layers"):
+        engine_config(mimo, triforce(model=mimo))
+    file.write_text(file.read_text().replace('"unused": 1', '"num_nextn_predict_layers": 3'))
+    with pytest.raises(ValueError, match=r"has 3 MTP layers.*level 1 runs models with one"):
         engine_config(mimo, triforce(model=mimo))
 
 

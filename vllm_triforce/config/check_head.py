@@ -1,5 +1,7 @@
 """Check heads, EAGLE-3 and MTP layers, by their configs, before the target loads."""
 
+import os
+
 _REMEDY = "Use a head trained for this target, or leave 'model' out for prompt lookup."
 
 # Parts of the names of other kinds of heads, which level 1 cannot run.
@@ -99,18 +101,27 @@ def check_head(head: str, hf_config, target_config) -> None:
 
 
 def _check_mtp(model: str, hf_config, target_config) -> None:
-    """Refuse MTP layers of a model that is not the target or has none."""
+    """Refuse MTP layers of a model that is not the target, and other numbers than one.
+
+    vLLM builds the layers by the target's config.
+    """
     (layer,) = (name for name in _architectures(hf_config) if name in _MTP_TARGETS)
     (architecture,) = target_config.architectures[:1]
-    wanted, size = hf_config.hidden_size, target_config.get_hidden_size()
-    if _MTP_TARGETS[layer] != architecture or wanted != size:
+    is_target = os.path.realpath(model) == os.path.realpath(target_config.model)
+    if _MTP_TARGETS[layer] != architecture or not is_target:
         raise ValueError(
-            f"draft model {model!r}: vLLM would load its MTP layers ({layer}), which read hidden "
-            f"states of a {_MTP_TARGETS[layer]} with {wanted} numbers, and the target "
-            f"{target_config.model!r} is a {architecture} with {size}. Name the target itself, or "
-            "another draft model."
+            f"draft model {model!r}: vLLM would load its MTP layers ({layer}), which fit the model "
+            f"itself alone, and the target is {target_config.model!r}, a {architecture}. Name the "
+            "target itself, or another draft model."
         )
-    if not getattr(hf_config, "num_nextn_predict_layers", None):
+    num_layers = getattr(target_config.hf_config, "num_nextn_predict_layers", None)
+    if num_layers and num_layers > 1:
+        raise ValueError(
+            f"draft model {model!r} has {num_layers} MTP layers (num_nextn_predict_layers), and "
+            "level 1 runs models with one. Use another draft, or leave 'model' out for prompt "
+            "lookup."
+        )
+    if not num_layers:
         raise ValueError(
             f"draft model {model!r} has no MTP layers (num_nextn_predict_layers in its config.json)"
             ", and vLLM runs models of its kind as a draft by these alone. Use another draft, or "

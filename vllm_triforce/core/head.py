@@ -1,7 +1,7 @@
 """Heads as level 1's draft: loading, and the states of the target that they read.
 
 A head reads the target's hidden states beside the tokens. EAGLE-3 heads read those before some
-layers, which they fuse; MTP layers read what the target's last layer returns.
+layers, which they fuse; MTP layers read those that the target returns.
 """
 
 import inspect

@@ -207,7 +207,8 @@ def _wrap_create_speculative_config(original):
 
 def _check_not_guessed(speculative_config, method: str) -> None:
     """Refuse a draft that vLLM takes for one of another method, mostly because of its path."""
-    if speculative_config.method != method:
+    hf_config = speculative_config.draft_model_config.hf_config
+    if speculative_config.method != method or (method == _MTP and not check_head.is_mtp(hf_config)):
         raise ValueError(
             f"draft model {speculative_config.model!r}: vLLM takes it for a head of "
             f"{speculative_config.method!r}, by its path or its config. Rename its folder, or "
@@ -241,8 +242,9 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
             check_head.check_head(draft["model"], hf_config, target_model_config)
             is_mtp = check_head.is_mtp(hf_config)
             method = _MTP if is_mtp else _EAGLE3
-            if is_mtp:  # of the target's checkpoint, so quantized as it is
-                draft.setdefault("quantization", target_model_config.quantization)
+            if is_mtp:  # of the target's checkpoint
+                for key in ("quantization", "revision", "code_revision"):
+                    draft.setdefault(key, getattr(target_model_config, key))
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model
