@@ -130,7 +130,7 @@ def make_mimo(folder: Path, **llama) -> str:
 
     from safetensors.torch import load_file, save_file
 
-    make_llama(folder, hidden_size=128, num_heads=4, head_dim=32, **llama)  # 4 * 32 is 128
+    make_llama(folder, hidden_size=128, num_heads=4, head_dim=32, **llama)  # Qwen2: 128 / 4
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     hidden = config["hidden_size"]

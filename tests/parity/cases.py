@@ -641,26 +641,30 @@ def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
 
 
 def _heads() -> list[Case]:
-    """A random EAGLE-3 head: what it drafts has next to nothing to do with the target."""
+    """Random heads: what they draft has next to nothing to do with the target."""
     head = dict(source="head")
+    kinds = (
+        ("head", "eight", "a head that drafts half of the vocabulary"),
+        ("mtp", "mimo", "the target's own MTP layer"),
+    )
     return [
         *(
             Case(
-                name,
-                f"Of a head that drafts half of the vocabulary, {way}, sampled tokens have exactly "
-                "the target's distribution.",
+                f"{kind}-{name}",
+                f"Of {drafts}, {way}, sampled tokens have exactly the target's distribution.",
                 _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
                 ("stock", "calibrated"),
-                model="eight",
+                model=model,
                 keys=EIGHT | keys,
                 engine=SMALL | {"max_num_batched_tokens": 2048},
                 **head,
                 at_least=at_least,
             )
+            for kind, model, drafts in kinds
             for name, way, keys, at_least in (
-                ("head-sampled", "through level 2", {}, {"num_level1_accepted": 1}),
+                ("sampled", "through level 2", {}, {"num_level1_accepted": 1}),
                 (
-                    "head-sampled directly",
+                    "sampled directly",
                     "straight to the full pass",
                     {"levels": "1,3"},
                     {"num_direct_proposals": 8, "num_level2_accepted": 1},
@@ -678,29 +682,6 @@ def _heads() -> list[Case]:
             engine=SMALL | {"max_num_batched_tokens": 2048},
             **head,
             at_least={"num_direct_proposals": 40},
-        ),
-        *(
-            Case(
-                name,
-                f"Of the target's own MTP layer, {way}, sampled tokens have exactly its "
-                "distribution.",
-                _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
-                ("stock", "calibrated"),
-                model="mimo",
-                keys=EIGHT | keys,
-                engine=SMALL | {"max_num_batched_tokens": 2048},
-                **head,
-                at_least=at_least,
-            )
-            for name, way, keys, at_least in (
-                ("mtp-sampled", "through level 2", {}, {"num_level1_accepted": 1}),
-                (
-                    "mtp-sampled directly",
-                    "straight to the full pass",
-                    {"levels": "1,3"},
-                    {"num_direct_proposals": 8, "num_level2_accepted": 1},
-                ),
-            )
         ),
         Case(
             "head-few slots",

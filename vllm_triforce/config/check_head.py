@@ -58,8 +58,9 @@ def check_head(head: str, hf_config, target_config) -> None:
     """Refuse a head that does not fit the target, or a kind that level 1 cannot run.
 
     Raises:
-        ValueError: the target gives no hidden states, or others than the head reads; or the head
-            reads the last state alone, or has multi-head latent attention.
+        ValueError: the target gives no hidden states, or others than the head reads; the head
+            reads the last state alone, or has multi-head latent attention; or MTP layers are not
+            the target's own, or not one.
     """
     if is_mtp(hf_config):
         _check_mtp(head, hf_config, target_config)
@@ -101,7 +102,7 @@ def check_head(head: str, hf_config, target_config) -> None:
 
 
 def _check_mtp(model: str, hf_config, target_config) -> None:
-    """Refuse MTP layers of a model that is not the target, and other numbers than one.
+    """Refuse a model that is not the target, or that has no MTP layer or several.
 
     vLLM builds the layers by the target's config.
     """

@@ -34,11 +34,11 @@ def states_read(
     hidden: torch.Tensor,  # [num_tokens, hidden_size]
     aux: Sequence[torch.Tensor] | None,
 ) -> Sequence[torch.Tensor]:
-    """Return the states of a pass of the target that a head reads.
+    """Return the states of a pass that a head reads next.
 
     Args:
-        hidden: what the target returns.
-        aux: states of the auxiliary layers; none if the head reads none.
+        hidden: what the model returns, the target or the head.
+        aux: further states that it returns; none with an MTP layer.
     """
     return aux or [hidden]
 

@@ -11,6 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_triforce.core.head import states_read
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
@@ -209,7 +210,7 @@ class ModelPass:
             None if inputs.hidden is None else inputs.hidden[:num_tokens],
         )
         self._hidden[:num_tokens].copy_(hidden)
-        for buffer, further in zip(self.states, states or [hidden]):
+        for buffer, further in zip(self.states, states_read(hidden, states)):
             buffer[:num_tokens].copy_(further)
 
 

@@ -12,9 +12,9 @@ class SecondLook(LabPolicy):
     """Exact second look.
 
     Mechanism: every token short-lists ``SHORTLIST`` times as many chunks as it reads, by mean key,
-    and reads those whose own keys get the most attention. The keys of the short list are as many
-    bytes again as the keys and values that are read. It never beat ``retrieval`` with all these
-    bytes as its budget (docs/results.md), so it does not serve.
+    and reads those whose own keys get the most attention. The keys of the short list are nearly as
+    many bytes again as the keys and values that are read. ``retrieval`` with all these bytes as its
+    budget was no worse (docs/results.md), so this policy does not serve.
     Parameters: ``budget``, ``chunk_size``, ``recent_tokens``.
     """
 
