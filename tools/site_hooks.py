@@ -18,12 +18,13 @@ ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "project/security.md",
     "patches/README.md": "project/patches.md",
     "examples/README.md": "project/examples.md",
     "examples/models/README.md": "project/models.md",
     "examples/prompts/README.md": "project/prompts.md",
     "examples/custom_policy/README.md": "project/custom-policy.md",
-    "examples/monitoring/README.md": "project/monitoring.md",
+    "examples/deployment/README.md": "project/deployment.md",
     # The site has another home page.
     "README.md": "index.md",
 }

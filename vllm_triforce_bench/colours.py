@@ -7,11 +7,13 @@ and Ito); markers differ, too.
 _ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
 _INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
 _TEAL, _NAVY, _ROSE, _BROWN = "#2aa198", "#3b6fb5", "#d46a9f", "#9a6324"
+_MOSS = "#6a8f3c"
 
 METHODS = {
     "stock": _GREY,
     "draft_model": _ORANGE,
     "eagle3": _BROWN,
+    "mtp": _MOSS,
     "ngram": _PINK,
     "suffix": _OLIVE,
     "triforce": _BLUE,

@@ -48,7 +48,7 @@ def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperat
 def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
     assert [grid.rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
     names = ["stock", "ngram", "draft_model", "triforce"]
-    variants = methods.variants(names, [1024, 2048], "DRAFT", {})
+    variants = methods.variants(names, [1024, 2048], "TARGET", "DRAFT", {})
     groups = grid.groups(variants, engines_at_once=3)
     assert [[v.label for v in group] for group in groups] == [
         ["stock vLLM", "stock ngram", "stock draft_model"],

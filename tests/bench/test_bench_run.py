@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.models import PROMPTS, ROOT
+from tests.models import PAIR, PROMPTS, ROOT
 from vllm_triforce import cli
 from vllm_triforce_bench.bench import store
 
@@ -38,6 +38,7 @@ MISTAKES = [
     (["--triforce", '{"gama": 3}'], "did you mean 'gamma'"),
     (["--triforce", '{"retrieval_budget": 64}'], "use --methods, --draft and --budgets"),
     (["--methods", "draft_model", "--draft", ""], "needs a draft model"),
+    (["--methods", "draft_model", "--draft", str(PAIR / "target")], "by the method 'mtp'"),
     (["--prompts", "/no/such/file"], "there is no such file"),
     (["--prompts", "/dev/null"], "holds no text"),
     (["--target", "./nowhere"], "not a folder with a config.json"),

@@ -1,5 +1,6 @@
 """Promise: the lab measures what it says: shipped selection, stock attention, true agreement."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelecti
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
+from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
@@ -28,6 +30,7 @@ from vllm_triforce_bench.lab.target import Target
 from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
 
 START, COUNT, DIM = 301, 37, 16
+SPARSE = {name: policy for name, policy in POLICIES.items() if name != "full"}
 SMALL = Sizes(budget=64, chunk_size=8, refresh_interval=2, tokens_per_pass=7)
 
 
@@ -197,7 +200,7 @@ def test_recording_in_pieces_sums_up_the_same_mass():
 # ------------------------------------------------------------------------------- the policies
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("policy", SPARSE.values(), ids=SPARSE.keys())
 def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     target, _ = gqa
     ids = tokens(150)
@@ -213,7 +216,7 @@ def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     assert not torch.equal(sparse, full)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("policy", SPARSE.values(), ids=SPARSE.keys())
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
 @pytest.mark.parametrize("budget", [64, 208])
 def test_policies_keep_what_they_may(policy, heads, budget):
@@ -359,6 +362,79 @@ def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
         torch.testing.assert_close(mass, (weights * mask).sum(-1))
 
 
+# -------------------------------------------------------------------------------- the copies
+
+
+def test_a_copy_reads_the_targets_cache_with_its_own_weights(gqa):
+    """Oracle: transformers' model with weights that torch has quantized, one token at a time after
+    the cache of the model as it is."""
+    from transformers import DynamicCache
+
+    target, stock = gqa
+    ids = tokens(120, seed=5)
+    trace = target.record(ids[:100], ids[100:])
+    found, _ = target.replay(trace, None, "int8-weights")
+    again, _ = target.replay(trace, None)
+    rounded = copy.deepcopy(stock)
+    for name, layer in rounded.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            scales = layer.weight.detach().abs().amax(1) / 127
+            quantized = torch.quantize_per_channel(
+                layer.weight.detach(), scales.double(), torch.zeros(len(scales)), 0, torch.qint8
+            )
+            layer.weight.data = quantized.dequantize()
+    for row in (0, 7, 19):
+        with torch.inference_mode():
+            cache = DynamicCache(config=stock.config)
+            stock(torch.tensor([ids[: 100 + row]]), past_key_values=cache)
+            fed = torch.tensor([[ids[100 + row]]])
+            wanted = rounded(fed, past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-3)
+        assert float((found[row] - again[row]).abs().max()) > 1e-3  # it is another model
+
+
+def test_rounded_inputs_multiply_as_integers(gqa):
+    """W8A8 by integers: int8 rows of inputs times int8 rows of weights, scaled afterwards."""
+    target, _ = gqa
+    rounded = target._copy("int8").model.layers[1].mlp.down_proj
+    weight = target.model.model.layers[1].mlp.down_proj.weight.detach()
+    inputs = torch.randn(5, weight.shape[1])
+    scales = [part.abs().amax(-1, keepdim=True) / 127 for part in (inputs, weight)]
+    whole = [(p / s).round().int() for p, s in zip((inputs, weight), scales, strict=True)]
+    wanted = (whole[0] @ whole[1].T) * (scales[0] * scales[1].T)
+    with torch.inference_mode():
+        torch.testing.assert_close(rounded(inputs), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_rounding_keeps_few_bits():
+    weight = torch.randn(6, 576)
+    groups = round_to_int4(weight).unflatten(1, (-1, 64))
+    assert all(len(group.unique()) <= 15 for row in groups for group in row)
+    assert float((groups.flatten(1) - weight).abs().max()) < 0.5 * float(weight.abs().max()) / 7
+    error = (round_to_fp8(weight) - weight).abs() / weight.abs().clamp_min(0.05)
+    assert 0 < float(error.max()) <= 2**-4 + 1e-6  # three bits of mantissa
+
+
+def test_fewer_bits_agree_less(gqa):
+    """Without a selection, by scheme: nothing is lost without a copy, most with four bits."""
+    target, _ = gqa
+    ids = tokens(200, seed=6)
+    trace = target.record(ids[:150], ids[150:])
+    full = next_token_probs(target.replay(trace, None)[0], 1.0, 1.0)
+    shares = {
+        name: float(
+            acceptance(
+                full,
+                next_token_probs(target.replay(trace, POLICIES["full"](SMALL), name)[0], 1.0, 1.0),
+            ).mean()
+        )
+        for name in SCHEMES
+    }
+    assert shares["none"] == 1
+    assert shares["int4"] < shares["int8"] < shares["int8-weights"] < 1
+    assert shares["int4"] < shares["fp8"] < shares["bfloat16"] < 1
+
+
 # ------------------------------------------------------------------------------ the measures
 
 
@@ -450,6 +526,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--text", __file__, "--context", "40000"], "fewer than"),
         (["--text", "no-such-file"], "'no-such-file' is not a file"),
         (["--policies", "best"], "best"),
+        (["--copies", "int3"], "int3"),
         (["--top-p", "0"], "top_p=0.0"),
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--temperature", "nan"], "temperature=nan"),
@@ -514,10 +591,27 @@ def test_a_model_that_is_none_is_refused(capsys, tmp_path):
         assert named in capsys.readouterr().err
 
 
+def test_a_copy_by_tables_is_named_beside_its_policy(tmp_path, capsys):
+    few = ["--experiments", "budget", "--budgets", "128", "--stretches", "1"]
+    copies = ["--policies", "full", "retrieval", "--copies", "none", "bfloat16"]
+    assert cli.main([*RUN, *few, *copies, "--output", str(tmp_path)]) == 0
+    shown = [
+        line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line
+    ]
+    names = ["full", "retrieval", "full, bfloat16", "retrieval, bfloat16"]
+    assert [name for name in shown if name in names][::3] == names
+
+
+def test_copies_of_experts_are_refused(tmp_path, capsys):
+    """Their matrices are not linear layers, and would stay as they are without a word."""
+    path = make_architecture(tmp_path, "mixtral")
+    with pytest.raises(SystemExit):
+        cli.main(["lab", str(path), *RUN[2:], "--copies", "fp8"])
+    assert "whose weights alone the lab rounds; use bfloat16 or none" in capsys.readouterr().err
+
+
 def test_attention_that_the_lab_does_not_know_is_noticed(gqa):
     """A model whose own attention does something else is refused, not measured wrongly."""
-    import copy
-
     _, stock = gqa
     model = copy.deepcopy(stock)
     forward = type(model.model.layers[0].self_attn).forward

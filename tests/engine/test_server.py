@@ -19,6 +19,7 @@ import pytest
 from tests import soak
 from tests.generation import assert_same_tokens, generate
 from tests.serving import MODEL, change, serve
+from vllm_triforce import cli
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 MAX_MODEL_LEN = int(soak.SERVER[soak.SERVER.index("--max-model-len") + 1])
@@ -47,6 +48,18 @@ def check(stock, prompts, found, max_tokens=40) -> None:
     wanted = generate(stock, prompts, max_tokens=max_tokens)
     for prompt, w, f in zip(prompts, wanted, found, strict=True):
         assert_same_tokens(stock, prompt, w, f)
+
+
+def test_the_doctor_reads_the_server(server, client, text, capsys):
+    """Between two readings, while requests run: this server's counters, and its own URL's forms."""
+    client.completions.create(prompt=[text[:2000]] * 2, extra_body=IDS, **GREEDY)
+    assert cli.main(["doctor", "--url", f"{server.address}/v1", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert model["model"] == MODEL and model["generated_tokens"] >= 80
+    assert model["levels"]["num_proposals"] > 0 < model["levels"]["time_seconds"]["level 2"]
+    assert 0 < model["accepted_share"] < 1 < model["tokens_per_full_pass"]
+    assert cli.main(["doctor", "--url", server.address, "--seconds", "0.1"]) == 0
+    assert "generated           0 tokens" in capsys.readouterr().out
 
 
 def test_completions(server, client, stock, text):

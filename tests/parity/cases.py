@@ -199,7 +199,8 @@ def _dice() -> list[Case]:
         ),
         Case(
             "dice-biased",
-            "The same, where requests have biases and penalties, of which both levels know.",
+            "Whatever is planned for each request in each step, sampled tokens have exactly the "
+            "target's distribution, with biases and penalties, of which both levels know.",
             _eight(BIASED, 45),
             ("calibrated",),
             model="eight",
@@ -792,7 +793,7 @@ def _calibrated() -> list[Case]:
         ),
         Case(
             "a wrong distribution is noticed",
-            "The tests above must be able to fail: level 2's tokens are said to be drawn from a "
+            "The tests of distributions can fail: level 2's tokens are said to be drawn from a "
             "sharper distribution than they are. The largest p of 20 choices of requests was 0.01 "
             "with 4 requests, 6e-9 with 8.",
             _eight((dict(temperature=1.0),) * 8, 44),
@@ -1161,7 +1162,7 @@ def _joint() -> list[Case]:
         ),
         Case(
             "joint, the reference's mistake",
-            "The same test fails where the recovered token is drawn as in the published code.",
+            "The joint test fails where the recovered token is drawn as in the published code.",
             completions(3000, [dict(temperature=1.0)]),
             ("not joint",),
             **shape,

@@ -52,4 +52,5 @@ def test_one_place_says_the_version():
     setup = (ROOT / "setup.cfg").read_text()
     assert "version = attr: vllm_triforce.__version__" in setup
     assert f"## {release.package_version()}," in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {release.package_version()}" in (ROOT / "CITATION.cff").read_text()
     assert release.vllm_pin() == "vllm>=0.32.0,<0.34"

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import triforce
 from tests.models import make_architecture, make_head, make_llama, make_mimo
@@ -134,6 +135,18 @@ def test_mtp_layers_that_do_not_fit(gqa_pair, tmp_path):
     file.write_text(file.read_text().replace('"unused": 1', '"num_nextn_predict_layers": 3'))
     with pytest.raises(ValueError, match=r"has 3 MTP layers.*level 1 runs models with one"):
         engine_config(mimo, triforce(model=mimo))
+
+
+def test_an_mtp_layer_without_weights(tmp_path):
+    """As checkpoints that a quantizer left it out of; a folder without safetensors is not read."""
+    mimo = make_mimo(tmp_path / "mimo")
+    file = tmp_path / "mimo" / "model.safetensors"
+    weights = {name: w for name, w in load_file(file).items() if "mtp" not in name}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no weights of the MTP layer.*\*\.mtp_layers\.\*"):
+        engine_config(mimo, triforce(model=mimo))
+    file.unlink()
+    engine_config(mimo, triforce(model=mimo), load_format="dummy")
 
 
 def test_a_draft_whose_path_is_that_of_a_head(gqa_pair, tmp_path):

@@ -9,11 +9,12 @@ _OTHER_KINDS = ("eagle", "mtp", "medusa", "dflash", "dspark")
 
 
 # Targets whose MTP layers level 1 runs, by vLLM's class of the layer: it has plain attention, is
-# used for every token of a draft, and returns one tensor, for logits and as its next input.
+# used for every token of a draft, and returns one tensor, for logits and as its next input. With
+# each the target's class, and a part of the names of the layer's weights in a checkpoint.
 _MTP_TARGETS = {
-    "MiMoMTPModel": "MiMoForCausalLM",
-    "Glm4MoeMTPModel": "Glm4MoeForCausalLM",
-    "ErnieMTPModel": "Ernie4_5_MoeForCausalLM",
+    "MiMoMTPModel": ("MiMoForCausalLM", ".mtp_layers."),
+    "Glm4MoeMTPModel": ("Glm4MoeForCausalLM", ".layers.{num_hidden_layers}."),
+    "ErnieMTPModel": ("Ernie4_5_MoeForCausalLM", ".mtp_block."),
 }
 
 
@@ -102,14 +103,17 @@ def check_head(head: str, hf_config, target_config) -> None:
 
 
 def _check_mtp(model: str, hf_config, target_config) -> None:
-    """Refuse a model that is not the target, or that has no MTP layer or several.
+    """Refuse a model that is not the target, or that has no MTP layer or weights of it, or several.
 
     vLLM builds the layers by the target's config.
     """
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
     (layer,) = (name for name in _architectures(hf_config) if name in _MTP_TARGETS)
     (architecture,) = target_config.architectures[:1]
     is_target = os.path.realpath(model) == os.path.realpath(target_config.model)
-    if _MTP_TARGETS[layer] != architecture or not is_target:
+    wanted, part = _MTP_TARGETS[layer]
+    if wanted != architecture or not is_target:
         raise ValueError(
             f"draft model {model!r}: vLLM would load its MTP layers ({layer}), which fit the model "
             f"itself alone, and the target is {target_config.model!r}, a {architecture}. Name the "
@@ -127,6 +131,15 @@ def _check_mtp(model: str, hf_config, target_config) -> None:
             f"draft model {model!r} has no MTP layers (num_nextn_predict_layers in its config.json)"
             ", and vLLM runs models of its kind as a draft by these alone. Use another draft, or "
             "leave 'model' out for prompt lookup."
+        )
+    part = part.format(num_hidden_layers=target_config.get_total_num_hidden_layers())
+    # Empty for formats other than safetensors.
+    weights = get_safetensors_params_metadata(model, revision=target_config.revision)
+    if weights and not any(part in name for name in weights):
+        raise ValueError(
+            f"draft model {model!r} has no weights of the MTP layer that its config.json names "
+            f"(none called *{part}*). Use a checkpoint that kept them, or leave 'model' out for "
+            "prompt lookup."
         )
 
 

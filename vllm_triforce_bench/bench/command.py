@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
             return _serve(serve_settings.read(args), folder, args.argv)
         settings = batch_settings.read(args)
         names, left_out = methods.available(settings.methods)
-        variants = methods.variants(names, settings.budgets, settings.draft, settings.method_keys)
+        variants = methods.variants(
+            names, settings.budgets, settings.target, settings.draft, settings.method_keys
+        )
         from vllm_triforce_bench import preload
 
         preload.restart_if_needed(args.argv)

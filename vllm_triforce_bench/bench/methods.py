@@ -49,6 +49,7 @@ METHODS: dict[str, Method] = {
     "eagle3": Method(
         "stock eagle3", {"method": "eagle3", "num_speculative_tokens": 3}, needs_draft=True
     ),
+    "mtp": Method("stock mtp", {"method": "mtp", "num_speculative_tokens": 1}),
     "ngram": Method(
         "stock ngram",
         {
@@ -140,7 +141,11 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def variants(
-    names: list[str], budgets: list[int | None], draft: str | None, user_keys: Mapping[str, dict]
+    names: list[str],
+    budgets: list[int | None],
+    target: str,
+    draft: str | None,
+    user_keys: Mapping[str, dict],
 ) -> list[Variant]:
     """List the engines of a dtype: one for each method, and for TriForce one for each budget.
 
@@ -148,13 +153,18 @@ def variants(
         user_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
 
     Raises:
-        BadInput: TriForce refuses its keys, or a draft model is missing.
+        BadInput: TriForce refuses its keys, or a draft model is missing, or the target itself.
     """
     variants = []
     for name in names:
         method = METHODS[name]
         if method.needs_draft and not draft:
             raise BadInput(f"method {name!r} needs a draft model; give --draft MODEL or drop it")
+        if method.needs_draft and draft == target:
+            raise BadInput(
+                f"method {name!r} cannot have the target itself as --draft; stock vLLM runs a "
+                "target's own MTP layers by the method 'mtp'"
+            )
         if method.keys is None:
             variants.append(Variant(name, None, None, method.title))
             continue

@@ -1,7 +1,8 @@
-"""Arguments of ``vllm-triforce doctor [MODEL]``, and the checks in order."""
+"""Arguments of ``vllm-triforce doctor``, and the checks in order."""
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,10 @@ from vllm_triforce_bench.predict.settings import Acceptance, shares
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "vllm-triforce doctor [MODEL] [--json] [--machine NAME] [options of vllm serve]"
+    parser.usage = (
+        "vllm-triforce doctor [MODEL] [--json] [--machine NAME] [options of vllm serve]\n"
+        "       vllm-triforce doctor --url URL [--seconds N] [--json]"
+    )
     parser.epilog = (
         "All options of 'vllm serve' that describe the engine are understood, behind MODEL; "
         "--speculative-config takes TriForce's keys. Exit code: 0 where TriForce would run, 1 "
@@ -27,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the GPU of this machine if it is one of them, or this CPU, measured",
     )
     add("--acceptances", default="0.7,0.9", help="of level 2, for the prediction")
+    add("--url", help="a running server: what speculation does there, and what to change")
+    add("--seconds", type=float, default=0, help="of that server's traffic; 0: since its start")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     # Keep vLLM's log out of the report; its errors are part of the results.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    if args.url is not None:
+        return _run_server(args)
     try:
         acceptances = [Acceptance(a) for a in shares("--acceptances", args.acceptances)]
         machine = named_machine(args.machine) if args.machine else None
@@ -51,6 +59,23 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n".join(lines(results)))
     return {True: 0, False: 1, None: 3}[results["runs"]]
+
+
+def _run_server(args: argparse.Namespace) -> int:
+    """Return 0 if TriForce runs on the server, else 1."""
+    from vllm_triforce_bench.doctor.server import BadServer, examine_server
+    from vllm_triforce_bench.doctor.server_text import lines
+
+    if args.model is not None or args.more:
+        args.fail("--url is of a running server; leave out MODEL and the engine's options")
+    if not 0 <= args.seconds < math.inf:
+        args.fail(f"--seconds {args.seconds:g} must be a number of seconds, or 0")
+    try:
+        results = examine_server(args.url, args.seconds)
+    except BadServer as error:
+        args.fail(str(error))
+    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
+    return 0 if results["runs"] else 1
 
 
 def examine(

@@ -30,7 +30,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield _verdict(results)
 
 
-def _line(name: str, value: str) -> str:
+def line(name: str, value: str) -> str:
     """Format a name and its value, a long value wrapped below itself."""
     return textwrap.fill(
         f"{name:<{_INDENT}}{value}",
@@ -42,48 +42,48 @@ def _line(name: str, value: str) -> str:
 
 
 def _installation(results: dict[str, Any], lists_wraps: bool) -> Iterator[str]:
-    yield _line("vllm-triforce", results["vllm_triforce"])
+    yield line("vllm-triforce", results["vllm_triforce"])
     if results["vllm"] is None:
         return
     support = "supported" if results["is_supported"] else "not supported"
-    yield _line("vLLM", f"{results['vllm']} ({support}: {results['supported_vllm']})")
+    yield line("vLLM", f"{results['vllm']} ({support}: {results['supported_vllm']})")
     libraries = ", ".join(f"{name} {results[name]}" for name in LIBRARIES if name in results)
-    yield _line("Python", f"{results['python']}; {libraries}")
+    yield line("Python", f"{results['python']}; {libraries}")
     if "platform" in results:
         device = f", {results['device']}" if "device" in results else ""
-        yield _line("platform", f"{results['platform']}{device}")
+        yield line("platform", f"{results['platform']}{device}")
     if "wraps" in results:
         names = [patch["what"] for patch in results["wraps"]]
-        yield _line("wraps of vLLM", f"{len(names)} functions, inert unless TriForce is asked for")
+        yield line("wraps of vLLM", f"{len(names)} functions, inert unless TriForce is asked for")
         for patch in results["wraps"] if lists_wraps else ():
-            yield _line("", f"{patch['what']}: {patch['why']}")
+            yield line("", f"{patch['what']}: {patch['why']}")
 
 
 def _engine(results: dict[str, Any]) -> Iterator[str]:
-    yield _line("model", results["model"])
+    yield line("model", results["model"])
     if results["refusal"] is not None:
-        yield _line("refused by", results["refused_by"])
-        yield _line("because", results["refusal"])
+        yield line("refused by", results["refused_by"])
+        yield line("because", results["refusal"])
         return
     scheduling = "asynchronous" if results["asynchronous"] else "synchronous"
-    yield _line("model runner", f"{results['runner']}, {scheduling} scheduling")
+    yield line("model runner", f"{results['runner']}, {scheduling} scheduling")
     settings = results["settings"]
     if results["is_plain"]:
-        yield _line("levels", "3: plain decoding over host memory")
+        yield line("levels", "3: plain decoding over host memory")
     else:
         yield from _speculation(results, settings)
     if settings["kv_offload_gib"] is not None:
-        yield _line("KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank")
+        yield line("KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank")
     for warning in results["warnings"]:
-        yield _line("warning", warning)
+        yield line("warning", warning)
 
 
 def _speculation(results: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
     draft = results["draft"] or "no draft model"
-    yield _line("level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})")
+    yield line("level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})")
     policy, block = settings["selection"], settings["block_size"]
     budget = ResolvedConfig.from_dict(settings).budget_text
-    yield _line("level 2", f"{policy}, {budget} in chunks of {block}")
+    yield line("level 2", f"{policy}, {budget} in chunks of {block}")
     lengths = []
     for name, choice in _LENGTHS.items():
         if choice not in results["chosen_while_running"]:
@@ -92,33 +92,33 @@ def _speculation(results: dict[str, Any], settings: dict[str, Any]) -> Iterator[
             lengths.append(f"{name} chosen while running")
         else:
             lengths.append(f"{name} chosen while running, at most {settings[name]}")
-    yield _line("lengths", "; ".join(lengths))
+    yield line("lengths", "; ".join(lengths))
 
 
 def _layers(results: dict[str, Any]) -> Iterator[str]:
     if "error" in results:
-        yield _line("layers", f"cannot be told without weights: {results['error']}")
+        yield line("layers", f"cannot be told without weights: {results['error']}")
         return
     retrieve, dense = results["retrieve"], results["dense"]
-    yield _line("attention backend", results["attention_backend"])
-    yield _line("layers", f"{len(retrieve)} of {len(retrieve) + len(dense)} retrieve")
+    yield line("attention backend", results["attention_backend"])
+    yield line("layers", f"{len(retrieve)} of {len(retrieve) + len(dense)} retrieve")
     for reason, count in Counter(dense.values()).items():
-        yield _line("", f"{count} stay dense: {reason}")
+        yield line("", f"{count} stay dense: {reason}")
 
 
 def _memory(results: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
     of = " of each rank" if results["ranks"] > 1 else ""
-    yield _line("weights", f"{_size(results['weight_bytes'])}{of}")
+    yield line("weights", f"{_size(results['weight_bytes'])}{of}")
     if num_bytes := results["level2_model_bytes"]:
-        yield _line("level 2's model", f"{_size(num_bytes)}{of}, beside the weights")
+        yield line("level 2's model", f"{_size(num_bytes)}{of}, beside the weights")
     kv, longest = results["kv_bytes_per_token"], engine["max_model_len"]
     total = _size(kv * longest)
-    yield _line("KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}")
+    yield line("KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}")
     share = f"{results['triforce_share_of_kv']:.1%} of the KV cache"
-    yield _line("beside them", f"{_size(results['triforce_bytes'])} and {share}{of}, for TriForce")
+    yield line("beside them", f"{_size(results['triforce_bytes'])} and {share}{of}, for TriForce")
     if "device_bytes" in results:
         room = f"room for about {results['device_kv_tokens']:,} tokens of KV cache"
-        yield _line("device", f"{_size(results['device_bytes'])}, {room}{of}")
+        yield line("device", f"{_size(results['device_bytes'])}, {room}{of}")
 
 
 def _size(num_bytes: float) -> str:
@@ -129,7 +129,7 @@ def _size(num_bytes: float) -> str:
 
 def _prediction(results: dict[str, Any]) -> Iterator[str]:
     if "not_predicted" in results:
-        yield _line("prediction", f"none: {results['not_predicted']}")
+        yield line("prediction", f"none: {results['not_predicted']}")
         return
     assumed = results["assumed"]
     yield ""
@@ -148,12 +148,12 @@ def _prediction(results: dict[str, Any]) -> Iterator[str]:
 def _cell(cell: dict[str, Any]) -> str:
     name = f"{cell['batch']} x, at {cell['acceptance']:g}"
     if not cell["contexts"]:
-        return _line(name, "does not fit this machine's memory")
+        return line(name, "does not fit this machine's memory")
     pays_from = cell["pays_from"]
     start = "plain at every length" if pays_from is None else f"pays from {pays_from:,} tokens"
     gains = [at for at in cell["contexts"] if at["setting"] != "plain"]
     longest = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in gains[-3:])
-    return _line(name, f"{start}{': ' if longest else ''}{longest}")
+    return line(name, f"{start}{': ' if longest else ''}{longest}")
 
 
 def _verdict(results: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 from itertools import groupby
 from pathlib import Path
 
+from vllm_triforce_bench.lab.copies import SCHEMES
 from vllm_triforce_bench.lab.needle import PRESETS, NeedleText
 from vllm_triforce_bench.lab.policies import POLICIES
 from vllm_triforce_bench.lab.settings import DTYPES, EXPERIMENTS, REPLAYS, LabSettings
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("lab-results"), help="folder")
     add("experiments", str, "what to vary", choices=EXPERIMENTS)
     add("policies", str, "policies to compare", choices=tuple(POLICIES))
+    add("copies", str, "weights of the sparse pass, by each policy", choices=tuple(SCHEMES))
     add("context", int, "tokens of context, but for the depth experiment")
     add("contexts", int, "tokens of context, in the depth experiment")
     add("budgets", int, "tokens that a policy reads, in the budget experiment")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vllm_triforce_bench.lab.copies import NO_COPY
 from vllm_triforce_bench.lab.needle import NeedleText, plant
 from vllm_triforce_bench.lab.policies import Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
@@ -10,11 +11,17 @@ from vllm_triforce_bench.lab.settings import LabSettings
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay of a recorded context, for an experiment and by a policy."""
+    """A replay of a recorded context, for an experiment, by a policy and a copy of the target."""
 
     experiment: str
     policy: str
     sizes: Sizes
+    copy: str = NO_COPY
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return self.policy if self.copy == NO_COPY else f"{self.policy}, {self.copy}"
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,21 @@ class Texts:
         replays: dict[int, list[Replayed]] = {}
         for experiment in settings.experiments:
             if experiment != "needle":
-                for policy, sizes, length in settings.points(experiment):
-                    replays.setdefault(length, []).append(Replayed(experiment, policy, sizes))
+                for replayed, length in self._replays(experiment):
+                    replays.setdefault(length, []).append(replayed)
         for length in sorted(replays):
             for stretch in range(settings.stretches):
                 yield self._stretch(length, replays[length], stretch)
         if "needle" in settings.experiments and settings.needle is not None:
             yield from self._needles(settings.needle)
+
+    def _replays(self, experiment: str) -> list[tuple[Replayed, int]]:
+        """List an experiment's replays, each with the length of its context."""
+        return [
+            (Replayed(experiment, policy, sizes, copy), length)
+            for copy in self.settings.copies
+            for policy, sizes, length in self.settings.points(experiment)
+        ]
 
     def _end(self, stretch: int) -> tuple[Sequence[int], int]:
         """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
@@ -96,7 +111,7 @@ class Texts:
 
     def _needles(self, text: NeedleText) -> Iterator[Context]:
         settings = self.settings
-        replays = [Replayed("needle", p, sizes) for p, sizes, _ in settings.points("needle")]
+        replays = [replayed for replayed, _ in self._replays("needle")]
         for repeat in range(settings.needle_repeats):
             ids, end = self._end(repeat % settings.stretches)
             filler = ids[end - settings.context : end]

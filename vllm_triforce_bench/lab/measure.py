@@ -15,7 +15,7 @@ def query_key_pairs(context: Context) -> int:
     """Work on a context, for a progress bar."""
     length = len(context.prompt)
     count = context.replayed if isinstance(context.replayed, int) else len(context.replayed)
-    replays = 1 + len({(r.policy, r.sizes) for r in context.replays})
+    replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
     return length * length // 2 + replays * count * length
 
 
@@ -46,10 +46,10 @@ def measure_context(
     advance(pairs)
     measured: dict[tuple, dict] = {}
     for replay in context.replays:
-        key = (replay.policy, replay.sizes)
+        key = (replay.copy, replay.policy, replay.sizes)
         if key not in measured:
             policy = POLICIES[replay.policy](replay.sizes)
-            logits, sparse = target.replay(trace, policy)
+            logits, sparse = target.replay(trace, policy, replay.copy)
             probs = next_token_probs(logits, settings.temperature, settings.top_p)
             measured[key] = dict(
                 greedy_agreement=float(same_argmax(full_logits, logits).float().mean()),
@@ -61,7 +61,7 @@ def measure_context(
             advance(pairs)
         yield dict(
             experiment=replay.experiment,
-            policy=replay.policy,
+            policy=replay.label,
             budget=replay.sizes.budget,
             chunk_size=replay.sizes.chunk_size,
             recent_tokens=replay.sizes.recent_tokens,

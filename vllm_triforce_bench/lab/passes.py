@@ -120,7 +120,7 @@ class Replay:
 
     All replayed tokens go through the model at once, hidden from each other. Keys and values of
     earlier tokens are the full pass's (level 3 has overwritten level 2's); a token's come from its
-    sparse hidden state.
+    sparse hidden state. A copy of another dtype attends in the target's (``SharedAttention``).
 
     Args:
         layers: the recorded context.
@@ -143,6 +143,8 @@ class Replay:
     ) -> torch.Tensor:  # [num_heads, num_replayed, value_dim]
         layer = self._layers[layer_index]
         visible = causal_mask(layer.positions(), layer.num_tokens, options.window)
+        dtype, stored = query.dtype, layer.keys.dtype
+        query, keys, values = query.to(stored), keys.to(stored), values.to(stored)
         output = values.new_empty(*query.shape[:2], values.shape[-1])
         for head in range(keys.shape[0]):
             heads = layer.heads(head)
@@ -161,7 +163,7 @@ class Replay:
             weights.diagonal(layer.start, 1, 2).zero_()
             attended = weights.to(values.dtype) @ layer.values[head]
             output[heads] = attended + new_weights[..., None].to(values.dtype) * values[head]
-        return output
+        return output.to(dtype)
 
     @property
     def kept_mass(self) -> float:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vllm_triforce_bench.lab.copies import NO_COPY, SCHEMES
 from vllm_triforce_bench.lab.needle import NeedleText
-from vllm_triforce_bench.lab.policies import POLICIES, Sizes
+from vllm_triforce_bench.lab.policies import POLICIES, Full, Sizes
 
 EXPERIMENTS = ("budget", "depth", "chunk", "recent", "refresh", "needle")
 REPLAYS = ("text", "greedy", "sample")
@@ -21,7 +22,8 @@ class LabSettings:
     text: tuple[Path, ...]
     output: Path
     experiments: tuple[str, ...] = EXPERIMENTS
-    policies: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = tuple(name for name in POLICIES if name != Full.name)
+    copies: tuple[str, ...] = (NO_COPY,)
     context: int = 16384
     contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
     budgets: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
@@ -51,6 +53,7 @@ class LabSettings:
         self._check_choice("experiments", EXPERIMENTS)
         self._check_choice("policies", tuple(POLICIES))
         self._check_policies()
+        self._check_choice("copies", tuple(SCHEMES))
         self._check_choice("replay", REPLAYS)
         self._check_choice("dtype", DTYPES)
         for name in ("context", "replay_tokens", "stretches", "needle_repeats"):

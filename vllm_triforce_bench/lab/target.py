@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_triforce.cache.allocation import checked_allocation
+from vllm_triforce_bench.lab.copies import NO_COPY, check_copies, make_copy
 from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies.base import LabPolicy
 from vllm_triforce_bench.lab.settings import LabSettings
@@ -57,6 +58,7 @@ class Target:
 
         AttentionInterface.register(ATTENTION, lab_attention)
         self.model = model.eval()
+        self._last_copy: tuple[str, Any] = NO_COPY, None
         self.config = model.config.get_text_config()
         self.device = model.device
         self._last_only = (
@@ -112,25 +114,37 @@ class Target:
 
     @torch.inference_mode()
     def replay(
-        self, trace: Trace, policy: LabPolicy | None
+        self, trace: Trace, policy: LabPolicy | None, copy: str = NO_COPY
     ) -> tuple[torch.Tensor, Replay]:  # [num_replayed, vocab_size]
         """Return the logits after each replayed token, which reads the tokens that a policy keeps.
 
         Without a policy it reads all: the reference, by the same operations.
+
+        Args:
+            copy: weights of the pass, by name in ``SCHEMES``; the context is the target's.
         """
         sparse = Replay(trace.layers, policy)
         with _standing_in(sparse):
-            return self._logits(trace.replayed, trace.start), sparse
+            return self._logits(trace.replayed, trace.start, self._copy(copy)), sparse
+
+    def _copy(self, name: str):
+        """Return the model by a scheme; the last copy is kept."""
+        if name == NO_COPY:
+            return self.model
+        if name != self._last_copy[0]:
+            self._last_copy = NO_COPY, None  # frees its memory
+            self._last_copy = name, make_copy(self.model, name)
+        return self._last_copy[1]
 
     def _feed(self, recording: Recording, tokens: Sequence[int]) -> torch.Tensor:
-        logits = self._logits(tokens, recording.position, **self._last_only)
+        logits = self._logits(tokens, recording.position, self.model, **self._last_only)
         recording.position += len(tokens)
         return logits
 
-    def _logits(self, tokens: Sequence[int], position: int, **kwargs) -> torch.Tensor:
+    def _logits(self, tokens: Sequence[int], position: int, model, **kwargs) -> torch.Tensor:
         ids = torch.tensor([tokens], device=self.device)
         positions = torch.arange(position, position + len(tokens), device=self.device)[None]
-        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+        output = model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
         return output.logits[0]
 
     def _cache_bytes(self, num_tokens: int) -> int:
@@ -149,7 +163,7 @@ class Target:
 
     @torch.inference_mode()
     def _probe_logits(self) -> torch.Tensor:
-        return self._logits(self._probe(), 0).float()
+        return self._logits(self._probe(), 0, self.model).float()
 
     @torch.inference_mode()
     def _check(self, expected: torch.Tensor) -> None:
@@ -191,6 +205,7 @@ def load_config_and_tokenizer(settings: LabSettings) -> tuple:
     try:
         config = AutoConfig.from_pretrained(settings.model, **keys)
         check_config(config, settings)
+        check_copies(config, settings.copies)
         return config, AutoTokenizer.from_pretrained(settings.model, **keys)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--triforce", method_keys, "{}", "speculative_config keys of TriForce"),
         ("--draft-model", method_keys, "{}", "those of stock's draft_model"),
         ("--eagle3", method_keys, "{}", "those of stock's eagle3"),
+        ("--mtp", method_keys, "{}", "those of stock's mtp"),
         ("--ngram", method_keys, "{}", "those of stock's ngram"),
         ("--suffix", method_keys, "{}", "those of stock's suffix"),
         ("--engine", json_object, "{}", "engine arguments of every method alike"),
@@ -120,7 +121,7 @@ class BatchSettings(Settings):
 
 def read(args: argparse.Namespace) -> BatchSettings:
     """Raise BadInput if a value is out of range, or options exclude each other."""
-    names = ("triforce", "draft_model", "eagle3", "ngram", "suffix")
+    names = ("triforce", "draft_model", "eagle3", "mtp", "ngram", "suffix")
     method_keys = {name: keys for name in names if (keys := getattr(args, name))}
     settings = settings_of(BatchSettings, args, method_keys=method_keys)
     methods.check_names(settings.methods)

@@ -113,7 +113,11 @@ def make(settings: ServeSettings) -> dict[str, Contender]:
         BadInput: TriForce refuses its keys, or a checkout cannot be loaded.
     """
     (variant,) = methods.variants(
-        [TRIFORCE], [settings.budget], settings.draft, {TRIFORCE: settings.triforce_keys}
+        [TRIFORCE],
+        [settings.budget],
+        settings.target,
+        settings.draft,
+        {TRIFORCE: settings.triforce_keys},
     )
     here = str(Path(vllm_triforce.__file__).resolve().parents[1])
     contenders = {

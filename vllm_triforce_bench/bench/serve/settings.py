@@ -34,6 +34,7 @@ _WITHOUT_SERVE = {
     "--draft-model": "stock vLLM runs without speculation",
     "--ngram": "stock vLLM runs without speculation",
     "--eagle3": "stock vLLM runs without speculation",
+    "--mtp": "stock vLLM runs without speculation",
     "--suffix": "stock vLLM runs without speculation",
     "--engines-at-once": "two servers run at a time",
     "--pass-times": "a server's models are in processes of its own",

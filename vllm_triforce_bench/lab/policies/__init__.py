@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from vllm_triforce import selection
 from vllm_triforce_bench.lab.policies.base import LabPolicy, Sizes
 from vllm_triforce_bench.lab.policies.chunked import chunked
+from vllm_triforce_bench.lab.policies.full import Full
 from vllm_triforce_bench.lab.policies.h2o import H2O
 from vllm_triforce_bench.lab.policies.second_look import SecondLook
 from vllm_triforce_bench.lab.policies.topk import TopK
@@ -50,6 +51,6 @@ class LabPolicies(Mapping[str, type[LabPolicy]]):
         return len(self._names)
 
 
-POLICIES = LabPolicies([TopK], [SecondLook, H2O])
+POLICIES = LabPolicies([Full, TopK], [SecondLook, H2O])
 
-__all__ = ["H2O", "POLICIES", "LabPolicy", "SecondLook", "Sizes", "TopK"]
+__all__ = ["H2O", "POLICIES", "Full", "LabPolicy", "SecondLook", "Sizes", "TopK"]

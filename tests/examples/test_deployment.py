@@ -1,5 +1,5 @@
-"""Promise: the dashboard asks for metrics that a server has, all of ours among them, and the
-container files fit what is supported and what is in the folder."""
+"""Promise: dashboard and alerts ask for metrics that a server has, all of ours among them, and the
+files for containers and Kubernetes fit what is supported and what is in the folder."""
 
 import json
 import re
@@ -12,9 +12,10 @@ import yaml
 from tests.models import ROOT
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.supported import is_supported
+from vllm_triforce.metrics.counters import COUNTERS
 from vllm_triforce.metrics.prometheus import TriForcePrometheus
 
-FOLDER = ROOT / "examples" / "monitoring"
+FOLDER = ROOT / "examples" / "deployment"
 DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "triforce.json").read_text())
 
 
@@ -44,6 +45,28 @@ def metrics_of_vllm() -> set[str]:
     return {name + suffix for name in names for suffix in ("", "_total", "_bucket")}
 
 
+def alerts() -> list[dict]:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    return group["rules"]
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+def test_an_alert_queries_existing_metrics(alert):
+    metrics = set(re.findall(r"\bvllm:\w+", alert["expr"]))
+    assert metrics <= metrics_of_ours() | metrics_of_vllm()
+    assert metrics or alert["expr"].startswith('up{job="vllm"}')
+    assert alert["expr"].count("(") == alert["expr"].count(")")
+
+
+def test_alerts_are_on_all_counters_of_health():
+    asked = " ".join(alert["expr"] for alert in alerts())
+    assert all(
+        f"vllm:triforce_{c.metric}_total" in asked
+        for c in COUNTERS.values()
+        if c.section == "Health"
+    )
+
+
 @pytest.mark.parametrize("title, metrics", list(queries()))
 def test_a_panel_queries_existing_metrics(title, metrics):
     assert metrics and metrics <= metrics_of_ours() | metrics_of_vllm(), title
@@ -55,7 +78,7 @@ def test_every_metric_of_ours_is_shown():
     assert metrics_of_ours() - shown == left_out
 
 
-def test_compose_mounts_existing_files():
+def test_compose_mounts_existing_files_and_volumes():
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     assert set(services) == {"vllm", "prometheus", "grafana"}
     for service in services.values():
@@ -67,6 +90,9 @@ def test_compose_mounts_existing_files():
     assert (ROOT / build["dockerfile"]).is_file()
     scraped = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     assert scraped[0]["static_configs"][0]["targets"] == ["vllm:8000"]
+    assert scraped[0]["job_name"] == "vllm"  # the alerts' job
+    (rules,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"]
+    assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
 
 
 def test_provisioning_finds_the_dashboard():
@@ -80,11 +106,15 @@ def test_provisioning_finds_the_dashboard():
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
-def test_keys_of_the_compose_file_and_the_image_are_supported():
-    command = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["vllm"]["command"]
-    keys = json.loads(command[command.index("--speculative-config") + 1])
-    assert keys.pop("method") == "triforce"
-    TriForceConfig.from_speculative_config(keys)
+def test_keys_and_image_are_supported():
+    service = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["vllm"]
+    stack = yaml.safe_load((FOLDER / "production-stack.yaml").read_text())
+    (model,) = stack["servingEngineSpec"]["modelSpec"]
+    for command in (service["command"], model["vllmConfig"]["extraArgs"]):
+        keys = json.loads(command[command.index("--speculative-config") + 1])
+        assert keys.pop("method") == "triforce"
+        TriForceConfig.from_speculative_config(keys)
+    assert is_supported(model["tag"].removeprefix("v"))
     dockerfile = (FOLDER / "Dockerfile").read_text()
     assert is_supported(re.search(r"^FROM vllm/vllm-openai:v(\S+)$", dockerfile, re.M)[1])
     for copied in re.findall(r"^COPY (.+) \S+$", dockerfile, re.M):

@@ -1,0 +1,66 @@
+"""Advice for a running server, by what its counters say."""
+
+from collections.abc import Iterator
+from typing import Any
+
+_FEW_TOKENS = 500
+"""Generated or tested tokens below which a share says little."""
+_PLAIN_SHARE = 0.05
+_SHORT_PROMPT = 2000
+_LOW_LEVEL1, _LOW_LEVEL2 = 0.25, 0.85
+
+
+def advice(figures: dict[str, Any]) -> list[str]:
+    """List what the figures of ``server.figures()`` suggest, each with the key to change."""
+    if figures["levels"] is None:
+        if figures["has_other_method"]:
+            return ["another speculative method runs here, not TriForce"]
+        return ["TriForce does not run here; start the server with --speculative-model triforce"]
+    if figures["generated_tokens"] < _FEW_TOKENS:
+        return [f"fewer than {_FEW_TOKENS} tokens were generated; ask again after more traffic"]
+    return [*_of_levels(figures), *_of_memory(figures)]
+
+
+def _of_levels(figures: dict[str, Any]) -> Iterator[str]:
+    levels = figures["levels"]
+    if levels["num_boundary_faults"]:
+        yield "boundary_faults is above 0: see docs/troubleshooting.md; the output is exact"
+    if levels["num_nan_requests"]:
+        yield "nan_requests is above 0: see docs/troubleshooting.md; the output is not affected"
+    if figures["accepted_share"] < _PLAIN_SHARE:
+        yield _why_plain(figures)
+        return
+    tested = levels["num_level2_accepted"] + levels["num_level3_rejections"]
+    if tested >= _FEW_TOKENS and levels["level2_acceptance_per_test"] < _LOW_LEVEL2:
+        yield (
+            "the full pass rejects many tokens: raise retrieval_budget (each doubling has added "
+            "0.02 to 0.03 of acceptance); vllm-triforce lab measures it on your text"
+        )
+    drafted = levels["num_level1_drafted"]
+    if drafted >= _FEW_TOKENS and levels["level1_acceptance_rate"] < _LOW_LEVEL1:
+        yield (
+            "level 2 rejects most tokens of level 1: name a draft model or an EAGLE-3 head by "
+            "'model', or a better one"
+        )
+
+
+def _why_plain(figures: dict[str, Any]) -> str:
+    length = figures["mean_prompt_tokens"]
+    if length is not None and length < _SHORT_PROMPT:
+        return (
+            f"nearly all tokens are decoded plainly: with prompts of {length:,.0f} tokens the KV "
+            "cache is a small part of what a step reads. TriForce is for longer ones"
+        )
+    return (
+        "nearly all tokens are decoded plainly: by the controller's measurements speculation does "
+        "not pay for this text and batch. A draft model or an EAGLE-3 head ('model') may change "
+        "that, or smaller batches; vllm-triforce bench compares them"
+    )
+
+
+def _of_memory(figures: dict[str, Any]) -> Iterator[str]:
+    if figures["preemptions"]:
+        yield (
+            f"{figures['preemptions']:,.0f} requests were preempted for want of KV cache: lower "
+            "max_num_seqs, raise gpu_memory_utilization, or use kv_offload_gib"
+        )

@@ -1,0 +1,145 @@
+"""What speculation does on a running server, from its ``/metrics``."""
+
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, LevelCounters
+from vllm_triforce_bench.doctor.advice import advice
+
+_TIMEOUT_S = 10
+_TRIFORCE = "vllm:triforce_"
+_OTHER_METHOD = "vllm:spec_decode_num_drafts_total"
+_KV_USAGE = "vllm:kv_cache_usage_perc"
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", _KV_USAGE)
+
+Values = Mapping[str, float]
+"""Sums over a model's engines, by name of the sample, but the use of the KV cache that is fullest;
+times of proposing by name and part."""
+
+
+class BadServer(ValueError):
+    """There is no vLLM server at a URL, or its metrics cannot be read."""
+
+
+def examine_server(url: str, seconds: float) -> dict[str, Any]:
+    """Read a server's counters, and judge them.
+
+    Args:
+        url: address of the server, with or without ``/metrics``.
+        seconds: time between two readings that are compared; 0 for all since the server's start.
+
+    Returns:
+        The content of ``--json``: ``runs`` is True if TriForce runs there.
+
+    Raises:
+        BadServer: it cannot be read, or was started again between the readings.
+    """
+    base = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    now = _read(base)
+    if seconds:
+        before = now
+        time.sleep(seconds)
+        now = {
+            model: _since(values, before.get(model, {})) for model, values in _read(base).items()
+        }
+    models = [{"model": model, **figures(values)} for model, values in now.items()]
+    return {
+        "url": base,
+        "seconds": seconds or None,
+        "models": models,
+        "runs": any(model["levels"] is not None for model in models),
+    }
+
+
+def figures(values: Values) -> dict[str, Any]:
+    """Return a model's figures, and what may be done about them."""
+    levels = _levels(values)
+    generated = values["vllm:generation_tokens_total"]
+    prompts = values["vllm:request_prompt_tokens_count"]
+    results = {
+        "running": values["vllm:num_requests_running"],
+        "waiting": values["vllm:num_requests_waiting"],
+        "kv_cache_usage": values[_KV_USAGE],
+        "generated_tokens": generated,
+        "mean_prompt_tokens": (
+            values["vllm:request_prompt_tokens_sum"] / prompts if prompts else None
+        ),
+        "preemptions": values["vllm:num_preemptions_total"],
+        "has_other_method": levels is None and _OTHER_METHOD in values,
+        "levels": None,
+    }
+    if levels is not None:
+        accepted = min(levels.num_level2_accepted, generated)
+        results["levels"] = levels.to_dict()
+        results["accepted_share"] = accepted / generated if generated else 0.0
+        # Each token that no proposal brought is of a full pass.
+        results["tokens_per_full_pass"] = generated / max(1, generated - accepted)
+    return {**results, "advice": advice(results)}
+
+
+def _levels(values: Values) -> LevelCounters | None:
+    """Return TriForce's counters, or None if the server has none."""
+    if not any(name.startswith(_TRIFORCE) for name in values):
+        return None
+    counts = {
+        name: round(values[f"{_TRIFORCE}{row.metric}_total"]) for name, row in COUNTERS.items()
+    }
+    times = f"{_TRIFORCE}{PROPOSE_SECONDS.metric}_total "
+    parts = {
+        name.removeprefix(times).replace("_", " "): seconds
+        for name, seconds in values.items()
+        if name.startswith(times)
+    }
+    return LevelCounters(**counts, time_seconds=parts)
+
+
+def _read(base: str) -> dict[str, Values]:
+    """Return the samples of each model."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    if not base.startswith(("http://", "https://")):
+        raise BadServer(f"--url {base!r} has no http:// or https://; give the server's address")
+    url = f"{base}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    except urllib.error.HTTPError as error:
+        raise BadServer(f"{url} answers {error.code}; give the address of a vLLM server") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise BadServer(
+            f"{url} cannot be read ({reason}); give the address of a vLLM server"
+        ) from error
+    models: dict[str, defaultdict[str, float]] = {}
+    for sample in samples:
+        model = sample.labels.get("model_name")
+        if model is not None and sample.name.startswith("vllm:"):
+            part = sample.labels.get("part")
+            name = sample.name if part is None else f"{sample.name} {part}"
+            values = models.setdefault(model, defaultdict(float))
+            if name == _KV_USAGE:
+                values[name] = max(values[name], sample.value)
+            else:
+                values[name] += sample.value
+    if not models:
+        raise BadServer(f"{url} has no metrics of vLLM; does it run with --disable-log-stats?")
+    return models
+
+
+def _since(values: Values, before: Values) -> Values:
+    """Return the increments of the counters, and the gauges as they are.
+
+    Raises:
+        BadServer: a counter fell.
+    """
+    added: defaultdict[str, float] = defaultdict(float)
+    for name, value in values.items():
+        added[name] = value if name in _GAUGES else value - before.get(name, 0.0)
+        if name.endswith("_total") and added[name] < 0:
+            raise BadServer("the server was started again between the two readings; try again")
+    return added

@@ -1,0 +1,130 @@
+"""Copies of the target with fewer bits a weight, for level 2's passes (the key ``level2_model``).
+
+Linear layers round their weights, and by some schemes their inputs, to the numbers that a kernel of
+few bits would multiply; the products are computed in the target's dtype. The output layer and the
+embeddings stay as they are, as in checkpoints of vLLM's formats.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+NO_COPY = "none"
+_INT4_GROUP = 128
+
+
+def round_to_integers(
+    values: torch.Tensor,  # [..., n]
+    largest: int,
+) -> torch.Tensor:  # as values
+    """Round to integers of at most ``largest``, with a scale for each row."""
+    scale = _scale(values, largest)
+    return (values / scale).round() * scale
+
+
+def round_to_int4(
+    weight: torch.Tensor,  # [num_outputs, num_inputs]
+) -> torch.Tensor:  # as weight
+    """Round to integers of -7 to 7, with a scale for each group of inputs.
+
+    Groups have 128 inputs, or the largest power of two that divides the layer's.
+    """
+    group = math.gcd(weight.shape[1], _INT4_GROUP)
+    return round_to_integers(weight.unflatten(1, (-1, group)), 7).flatten(1)
+
+
+def round_to_fp8(
+    values: torch.Tensor,  # [..., n]
+) -> torch.Tensor:  # as values
+    """Round to ``float8_e4m3fn``, with a scale for each row."""
+    dtype = torch.float8_e4m3fn
+    scale = _scale(values, torch.finfo(dtype).max)
+    return (values / scale).to(dtype).to(values.dtype) * scale
+
+
+def _scale(values: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return each row's scale, by which its largest value becomes ``largest``."""
+    return values.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+
+
+def _round_to_int8(values: torch.Tensor) -> torch.Tensor:
+    return round_to_integers(values, 127)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A scheme of few bits.
+
+    Args:
+        weights: rounds weights [num_outputs, num_inputs]; None leaves them.
+        inputs: rounds inputs [..., num_inputs] token by token; None leaves them.
+        dtype: of the whole copy; None is the target's.
+    """
+
+    weights: Callable[[torch.Tensor], torch.Tensor] | None = None
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    dtype: torch.dtype | None = None
+
+
+SCHEMES = {
+    NO_COPY: Scheme(),
+    "bfloat16": Scheme(dtype=torch.bfloat16),
+    "fp8": Scheme(round_to_fp8, round_to_fp8),
+    "int8": Scheme(_round_to_int8, _round_to_int8),
+    "int8-weights": Scheme(_round_to_int8),
+    "int4": Scheme(round_to_int4),
+}
+"""By name of ``--copies``. ``fp8`` is vLLM's ``fp8_per_channel``, ``int8`` its W8A8 with dynamic
+scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ or GPTQ."""
+
+
+@torch.inference_mode()
+def make_copy(model: Any, name: str) -> Any:
+    """Return a copy of transformers' model by a scheme, or the model itself for ``NO_COPY``."""
+    if name == NO_COPY:
+        return model
+    scheme = SCHEMES[name]
+    made = copy.deepcopy(model)
+    if scheme.dtype is not None:
+        return made.to(scheme.dtype)
+    for layer in _linear_layers(made):
+        if scheme.weights is not None:
+            layer.weight.copy_(scheme.weights(layer.weight))
+        if scheme.inputs is not None:
+            layer.register_forward_pre_hook(_rounded_inputs(scheme.inputs))
+    return made
+
+
+def check_copies(config, names: tuple[str, ...]) -> None:
+    """Raise ValueError if a scheme cannot round all matrices of transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    if not any(SCHEMES[name].weights for name in names):
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rounded = {id(layer.weight) for layer in _linear_layers(model)}
+    kept = (model.get_input_embeddings(), model.get_output_embeddings())
+    rounded |= {id(layer.weight) for layer in kept if layer is not None}
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and id(weight) not in rounded:
+            raise ValueError(
+                f"copies: {name} of {type(model).__name__} is not a torch.nn.Linear, whose weights "
+                "alone the lab rounds; use bfloat16 or none"
+            )
+
+
+def _linear_layers(model: Any) -> list[nn.Linear]:
+    """List the linear layers but the output layer."""
+    output = model.get_output_embeddings()
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    return [layer for layer in layers if layer is not output]
+
+
+def _rounded_inputs(round_inputs: Callable[[torch.Tensor], torch.Tensor]):
+    return lambda _, args: (round_inputs(args[0]), *args[1:])
