@@ -406,6 +406,20 @@ def test_rounded_inputs_multiply_as_integers(gqa):
         torch.testing.assert_close(rounded(inputs), wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_copy_in_bfloat16_knows_its_positions(gqa):
+    """RoPE's angles are the target's, rounded as numbers of bfloat16 are. Frequencies in bfloat16,
+    as ``model.to()`` makes them, are wrong by more with every position."""
+    target, _ = gqa
+    positions = torch.tensor([[60_000]])
+    copy, own = target._copy("bfloat16").model.rotary_emb, target.model.model.rotary_emb
+    angles, wanted = (
+        copy(torch.ones(1, dtype=torch.bfloat16), positions),
+        own(torch.ones(1), positions),
+    )
+    for found, right in zip(angles, wanted, strict=True):
+        torch.testing.assert_close(found.float(), right, atol=2**-8, rtol=0)
+
+
 def test_rounding_keeps_few_bits():
     weight = torch.randn(6, 576)
     groups = round_to_int4(weight).unflatten(1, (-1, 64))

@@ -91,7 +91,10 @@ def make_copy(model: Any, name: str) -> Any:
     scheme = SCHEMES[name]
     made = copy.deepcopy(model)
     if scheme.dtype is not None:
-        return made.to(scheme.dtype)
+        # Parameters alone: RoPE's frequencies are a buffer, and stay exact.
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(scheme.dtype)
+        return made
     for layer in _linear_layers(made):
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
