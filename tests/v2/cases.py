@@ -12,6 +12,7 @@ import sys
 import torch
 
 from tests.generation import generate
+from tests.head_oracle import STEPS
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import DRAFT, EIGHT
 from tests.parity.disturbing import replaced, watch
@@ -45,6 +46,7 @@ def run(asked: dict) -> dict:
     results["measured"] = {"at start": at_start, "anew": anew, "counts": [before, _counts(llm)]}
     del llm
     gc.collect()
+    results["head"] = _first_drafts(asked)
     if torch.cpu._is_avx512_supported():  # without, vLLM's CPU build has no fp8 KV cache
         results["quantized"] = {where: _quantized(asked, where) for where in ("device", "host")}
     return results
@@ -61,6 +63,30 @@ def _quantized(asked: dict, where: str) -> dict:
     del llm
     gc.collect()
     return {"tokens": tokens, "counters": counters}
+
+
+def _first_drafts(asked: dict) -> dict:
+    """A context, and the logits of the head's first drafts after it."""
+    keys = {
+        "model": asked["head"],
+        "levels": "1,3",
+        "gamma": STEPS,
+        "num_speculative_tokens": STEPS,
+    }
+    llm = make_engine(asked["target"], keys)
+    source = built(llm).proposer.sources["head"]
+    logits = []
+
+    def draw(sampling, hidden, step):
+        logits.append(source._model.compute_logits(hidden)[0].tolist())
+        return original(sampling, hidden, step)
+
+    prompt = asked["third"][0][:120]
+    with replaced(source, "_draw", draw) as original:
+        (answer,) = generate(llm, [prompt], max_tokens=STEPS + 1)
+    del llm
+    gc.collect()
+    return {"context": prompt + answer[:1], "logits": logits[:STEPS]}
 
 
 def _verified(llm, prompts) -> dict:

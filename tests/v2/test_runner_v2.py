@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.generation import generate
-from tests.models import PAIR, ROOT, held_out_tokens, make_llama
+from tests.head_oracle import LAYERS, STEPS, VOCAB, expected_logits
+from tests.models import PAIR, ROOT, held_out_tokens, make_head, make_llama
 from tests.parity.checks import LEAST_P_VALUE, p_values
 from tests.parity.models import Exact
 from tests.v2.cases import MARKER, NUM_TOKENS
@@ -35,6 +36,7 @@ def asked(pair, tmp_path_factory) -> dict:
         **pair,
         "mixed": [text[:520], text[:90], text[:400]],
         "third": [text[:400], text[100:370], text[300:618]],
+        "head": make_head(folder / "head", pair["target"], draft_vocab=VOCAB // 2, layers=LAYERS),
         "eight": make_llama(folder / "target", vocab_size=8, **shape),
         "draft of eight": make_llama(folder / "draft", vocab_size=8, num_layers=1, std=0.1, seed=1),
         "prompts of eight": [torch.randint(8, (n,), generator=draw).tolist() for n in lengths],
@@ -98,6 +100,17 @@ def test_what_a_grammar_may_cut_is_handed_up_as_certain(found):
     assert any(p < 0.999 for p in free), "level 2's own distribution"
     for row in (0, 2):
         assert set(found["grammar"]["texts"][row]) <= set(" abcdefghijklm")
+
+
+def test_a_heads_logits_are_those_of_the_training_script(asked, found):
+    """Of the first draft after a prompt: by the target's states, then by the head's own. The head
+    drafts half of the vocabulary, tokens 1, 3, 5, ..."""
+    drafted = torch.tensor(found["head"]["logits"])
+    assert len(drafted) == STEPS
+    drafts = drafted.argmax(-1)[:-1].tolist()
+    wanted = expected_logits(asked["head"], asked["target"], found["head"]["context"], drafts)
+    for logits, expected in zip(drafted, wanted, strict=True):
+        assert (logits[1::2] - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_what_is_kept_is_what_is_reserved(found):
