@@ -83,7 +83,9 @@ def doctor(capsys, url: str, *more: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def counters(accepted=900, rejections=50, level1=(400, 300), proposals=300) -> LevelCounters:
+def counters(
+    accepted=900, rejections=50, level1=(400, 300), proposals=300, direct=75
+) -> LevelCounters:
     drafted, kept = level1
     return LevelCounters(
         num_level1_drafted=drafted,
@@ -93,7 +95,7 @@ def counters(accepted=900, rejections=50, level1=(400, 300), proposals=300) -> L
         num_level3_steps=proposals,
         num_level3_rejections=rejections,
         num_proposals=proposals,
-        num_direct_proposals=proposals // 4,
+        num_direct_proposals=direct,
         num_proposed=1200,
         time_seconds={"level 2": 1.5, "verification": 0.5},
     )
@@ -148,7 +150,14 @@ def test_seconds_compares_two_readings(serve, capsys):
     [
         (300, 6000, counters(), "fewer than 500 tokens were generated"),
         (1500, 6000, counters(rejections=300), "raise retrieval_budget"),
+        (
+            1500,
+            6000,
+            counters(rejections=1000, direct=300),
+            "full passes reject most tokens of level 1",
+        ),
         (1500, 6000, counters(level1=(600, 60)), "name a draft model or an EAGLE-3 head"),
+        (300, 6000, LevelCounters(num_nan_requests=2), "nan_requests is above 0"),
         (90_000, 700, counters(), "with prompts of 700 tokens the KV"),
         (90_000, 6000, counters(), "speculation does not pay for this text and batch"),
         (1500, 6000, LevelCounters(num_nan_requests=2), "nan_requests is above 0"),
@@ -166,7 +175,7 @@ def test_preemptions_are_named(serve, capsys):
     metrics = Metrics()
     metrics.add(0, 1500, 6000, counters())
     metrics.vllm["num_preemptions"].labels("m", "0").inc(12)
-    assert "12 requests were preempted" in doctor(capsys, serve(metrics))[1]
+    assert "lost their KV cache to others 12 times" in doctor(capsys, serve(metrics))[1]
 
 
 def test_a_server_without_triforce(serve, capsys):
@@ -189,13 +198,18 @@ def test_what_is_no_server_is_said(serve, capsys):
     for given, says in {
         "localhost:8000": "has no http://",
         "http://127.0.0.1:9": "cannot be read (",
+        "http://127.0.0.1:port": "cannot be read (",
         f"{url}/other": "answers 404",
         url: "has no metrics of vLLM",
     }.items():
         with pytest.raises(SystemExit) as ended:
             cli.main(["doctor", "--url", given])
         assert ended.value.code == 2 and says in capsys.readouterr().err
-    for more, says in ((["--seconds", "-1"], "--seconds -1"), (["MODEL"], "leave out MODEL")):
+    for more, says in (
+        (["--seconds", "-1"], "--seconds -1"),
+        (["MODEL"], "leave out MODEL"),
+        (["--machine", "H200"], "--machine"),
+    ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["doctor", "--url", url, *more])
         assert ended.value.code == 2 and says in capsys.readouterr().err

@@ -420,12 +420,20 @@ def test_a_copy_in_bfloat16_knows_its_positions(gqa):
         torch.testing.assert_close(found.float(), right, atol=2**-8, rtol=0)
 
 
-def test_rounding_keeps_few_bits():
-    weight = torch.randn(6, 576)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_keeps_few_bits(dtype):
+    weight = torch.randn(6, 576).mul(torch.logspace(-3, 0, 576)).to(dtype)  # groups unlike
+    weight[0] = 0
     groups = round_to_int4(weight).unflatten(1, (-1, 64))
+    assert bool(groups.isfinite().all())
     assert all(len(group.unique()) <= 15 for row in groups for group in row)
-    assert float((groups.flatten(1) - weight).abs().max()) < 0.5 * float(weight.abs().max()) / 7
-    error = (round_to_fp8(weight) - weight).abs() / weight.abs().clamp_min(0.05)
+    limit = weight.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True) * (0.5 / 7 + 2**-8)
+    assert bool(((groups - weight.unflatten(1, (-1, 64))).abs() <= limit).all())
+    assert bool(round_to_fp8(weight).isfinite().all())
+    weight = torch.randn(6, 576) * torch.logspace(-3, 3, 6)[:, None]  # rows unlike
+    error = (round_to_fp8(weight) - weight).abs() / weight.abs().clamp_min(
+        0.05 * weight.std(1, keepdim=True)
+    )
     assert 0 < float(error.max()) <= 2**-4 + 1e-6  # three bits of mantissa
 
 

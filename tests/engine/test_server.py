@@ -51,7 +51,7 @@ def check(stock, prompts, found, max_tokens=40) -> None:
 
 
 def test_the_doctor_reads_the_server(server, client, text, capsys):
-    """Between two readings, while requests run: this server's counters, and its own URL's forms."""
+    """All since the start, and between two readings; the address with and without ``/v1``."""
     client.completions.create(prompt=[text[:2000]] * 2, extra_body=IDS, **GREEDY)
     assert cli.main(["doctor", "--url", f"{server.address}/v1", "--json"]) == 0
     (model,) = json.loads(capsys.readouterr().out)["models"]

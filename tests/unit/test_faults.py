@@ -5,11 +5,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.transformers_utils import config as vllm_config
 
 from tests.conftest import triforce
 from tests.models import make_architecture, make_head, make_llama, make_mimo
 from tests.unit.test_plugin import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
+from vllm_triforce.config.check_head import check_head
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import SamplingRows
@@ -135,6 +137,26 @@ def test_mtp_layers_that_do_not_fit(gqa_pair, tmp_path):
     file.write_text(file.read_text().replace('"unused": 1', '"num_nextn_predict_layers": 3'))
     with pytest.raises(ValueError, match=r"has 3 MTP layers.*level 1 runs models with one"):
         engine_config(mimo, triforce(model=mimo))
+
+
+def test_an_offline_target_is_itself(tmp_path, monkeypatch):
+    """With HF_HUB_OFFLINE vLLM puts the folder in the place of the target's name alone."""
+    from huggingface_hub import constants
+    from vllm.transformers_utils import repo_utils
+
+    folder = make_mimo(tmp_path / "mimo")
+    config = engine_config(folder, triforce(model=folder))
+    hf_config = config.speculative_config.draft_model_config.hf_config
+    with pytest.raises(ValueError, match="Name the target itself"):
+        check_head("someone/mimo", hf_config, config.model_config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folders = {"someone/mimo": folder, "someone/other": str(tmp_path)}
+    monkeypatch.setattr(repo_utils, "get_model_path", folders.get)
+    with pytest.raises(ValueError, match="Name the target itself"):
+        check_head("someone/other", hf_config, config.model_config)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_config, "get_safetensors_params_metadata", lambda *args, **keys: {})
+        check_head("someone/mimo", hf_config, config.model_config)
 
 
 def test_an_mtp_layer_without_weights(tmp_path):

@@ -103,7 +103,7 @@ def check_head(head: str, hf_config, target_config) -> None:
 
 
 def _check_mtp(model: str, hf_config, target_config) -> None:
-    """Refuse a model that is not the target, or that has no MTP layer or weights of it, or several.
+    """Refuse a model that is not the target, or without exactly one MTP layer and its weights.
 
     vLLM builds the layers by the target's config.
     """
@@ -111,7 +111,7 @@ def _check_mtp(model: str, hf_config, target_config) -> None:
 
     (layer,) = (name for name in _architectures(hf_config) if name in _MTP_TARGETS)
     (architecture,) = target_config.architectures[:1]
-    is_target = os.path.realpath(model) == os.path.realpath(target_config.model)
+    is_target = os.path.realpath(_offline(model)) == os.path.realpath(target_config.model)
     wanted, part = _MTP_TARGETS[layer]
     if wanted != architecture or not is_target:
         raise ValueError(
@@ -141,6 +141,21 @@ def _check_mtp(model: str, hf_config, target_config) -> None:
             f"(none called *{part}*). Use a checkpoint that kept them, or leave 'model' out for "
             "prompt lookup."
         )
+
+
+def _offline(model: str) -> str:
+    """Return the folder that ``EngineArgs`` puts in the place of a hub name where HF_HUB_OFFLINE is
+    set, else the name."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from vllm.transformers_utils.repo_utils import get_model_path
+
+    if not constants.HF_HUB_OFFLINE:
+        return model
+    try:
+        return str(get_model_path(model))
+    except (LocalEntryNotFoundError, ValueError):
+        return model
 
 
 def aux_layers(hf_config, target_config) -> list[int]:

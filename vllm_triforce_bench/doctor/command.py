@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     if args.url is not None:
         return _run_server(args)
+    if args.seconds:
+        args.fail("--seconds is of a running server's traffic; give --url")
     try:
         acceptances = [Acceptance(a) for a in shares("--acceptances", args.acceptances)]
         machine = named_machine(args.machine) if args.machine else None
@@ -66,8 +68,8 @@ def _run_server(args: argparse.Namespace) -> int:
     from vllm_triforce_bench.doctor.server import BadServer, examine_server
     from vllm_triforce_bench.doctor.server_text import lines
 
-    if args.model is not None or args.more:
-        args.fail("--url is of a running server; leave out MODEL and the engine's options")
+    if args.model is not None or args.more or args.machine is not None:
+        args.fail("--url is of a running server; leave out MODEL, --machine and engine options")
     if not 0 <= args.seconds < math.inf:
         args.fail(f"--seconds {args.seconds:g} must be a number of seconds, or 0")
     try:

@@ -1,5 +1,6 @@
 """What speculation does on a running server, from its ``/metrics``."""
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -110,7 +111,7 @@ def _read(base: str) -> dict[str, Values]:
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     except urllib.error.HTTPError as error:
         raise BadServer(f"{url} answers {error.code}; give the address of a vLLM server") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise BadServer(
             f"{url} cannot be read ({reason}); give the address of a vLLM server"
@@ -127,7 +128,10 @@ def _read(base: str) -> dict[str, Values]:
             else:
                 values[name] += sample.value
     if not models:
-        raise BadServer(f"{url} has no metrics of vLLM; does it run with --disable-log-stats?")
+        raise BadServer(
+            f"{url} has no metrics of vLLM; another service answers there, "
+            "the server runs with --disable-log-stats, or its metrics go through Ray"
+        )
     return models
 
 

@@ -79,6 +79,8 @@ class Texts:
                 for replayed, length in self._replays(experiment):
                     replays.setdefault(length, []).append(replayed)
         for length in sorted(replays):
+            # One copy of the target at a time is in memory.
+            replays[length].sort(key=lambda replayed: settings.copies.index(replayed.copy))
             for stretch in range(settings.stretches):
                 yield self._stretch(length, replays[length], stretch)
         if "needle" in settings.experiments and settings.needle is not None:

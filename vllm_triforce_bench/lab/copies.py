@@ -1,8 +1,8 @@
 """Copies of the target with fewer bits a weight, for level 2's passes (the key ``level2_model``).
 
 Linear layers round their weights, and by some schemes their inputs, to the numbers that a kernel of
-few bits would multiply; the products are computed in the target's dtype. The output layer and the
-embeddings stay as they are, as in checkpoints of vLLM's formats.
+few bits would multiply, with scales in float32; the products are computed in the target's dtype.
+The output layer and the embeddings stay as they are, as in checkpoints of vLLM's formats.
 """
 
 import copy
@@ -24,7 +24,7 @@ def round_to_integers(
 ) -> torch.Tensor:  # as values
     """Round to integers of at most ``largest``, with a scale for each row."""
     scale = _scale(values, largest)
-    return (values / scale).round() * scale
+    return ((values / scale).round() * scale).to(values.dtype)
 
 
 def round_to_int4(
@@ -44,12 +44,12 @@ def round_to_fp8(
     """Round to ``float8_e4m3fn``, with a scale for each row."""
     dtype = torch.float8_e4m3fn
     scale = _scale(values, torch.finfo(dtype).max)
-    return (values / scale).to(dtype).to(values.dtype) * scale
+    return ((values / scale).to(dtype).float() * scale).to(values.dtype)
 
 
 def _scale(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return each row's scale, by which its largest value becomes ``largest``."""
-    return values.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+    """Return each row's scale in float32, by which its largest value becomes ``largest``."""
+    return values.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
 
 
 def _round_to_int8(values: torch.Tensor) -> torch.Tensor:
@@ -103,19 +103,18 @@ def make_copy(model: Any, name: str) -> Any:
     return made
 
 
-def check_copies(config, names: tuple[str, ...]) -> None:
+def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False) -> None:
     """Raise ValueError if a scheme cannot round all matrices of transformers' model."""
     from transformers import AutoModelForCausalLM
 
     if not any(SCHEMES[name].weights for name in names):
         return
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    rounded = {id(layer.weight) for layer in _linear_layers(model)}
-    kept = (model.get_input_embeddings(), model.get_output_embeddings())
-    rounded |= {id(layer.weight) for layer in kept if layer is not None}
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    known = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+    weights = {id(layer.weight) for layer in known}
     for name, weight in model.named_parameters():
-        if weight.dim() > 1 and id(weight) not in rounded:
+        if weight.dim() > 1 and id(weight) not in weights:
             raise ValueError(
                 f"copies: {name} of {type(model).__name__} is not a torch.nn.Linear, whose weights "
                 "alone the lab rounds; use bfloat16 or none"

@@ -205,7 +205,7 @@ def load_config_and_tokenizer(settings: LabSettings) -> tuple:
     try:
         config = AutoConfig.from_pretrained(settings.model, **keys)
         check_config(config, settings)
-        check_copies(config, settings.copies)
+        check_copies(config, settings.copies, settings.trust_remote_code)
         return config, AutoTokenizer.from_pretrained(settings.model, **keys)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
