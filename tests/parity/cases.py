@@ -135,14 +135,14 @@ def _by_source(source: str) -> list[Case]:
         ),
         Case(
             f"straight to the full pass-{source}",
-            "Level 1's tokens may go straight to the full pass; it makes no difference.",
+            "Level 1's tokens may go straight to the full pass; output does not change.",
             (requests(90, 700, 400, max_tokens=32),),
             **{**small, "keys": {"retrieval_budget": 128, "levels": "1,3"}},
             at_least={"num_direct_proposals": 2},
         ),
         Case(
             f"chosen while running-{source}",
-            "Whatever the controller chooses from what it measured, greedy output is stock vLLM's.",
+            "Greedy output is stock vLLM's for all choices of the controller.",
             (requests(90, 700, 400, max_tokens=32),),
             **{**small, "keys": {"retrieval_budget": 128, "adaptive": True}},
             at_least={},
@@ -162,8 +162,8 @@ def _level2_alone() -> list[Case]:
     return [
         Case(
             "level 2 by itself",
-            "Level 2 may propose without level 1, a token in each of its passes; it makes no "
-            "difference.",
+            "Level 2 may propose without level 1, a token in each of its passes; output does not "
+            "change.",
             (requests(520, 400, max_tokens=9),),
             **_small("prompt_lookup", keys=LOOKUP | {"levels": "2,3"}),
             at_least={"num_level2_passes": 5, "num_level2_accepted": 1},
@@ -180,15 +180,15 @@ def _dice() -> list[Case]:
     return [
         Case(
             "dice-greedy",
-            "Whatever is planned for each request in each step, greedy output is stock vLLM's.",
+            "Greedy output is stock vLLM's for any plan of each request in each step.",
             (requests(90, 520, 400, 300, max_tokens=16),),
             dice=1,
             **_small("draft_model") | shape,
         ),
         Case(
             "dice-sampled",
-            "Whatever is planned for each request in each step, sampled tokens have exactly the "
-            "target's distribution.",
+            "Sampled tokens have exactly the target's distribution for any plan of each request "
+            "in each step.",
             _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
@@ -199,8 +199,8 @@ def _dice() -> list[Case]:
         ),
         Case(
             "dice-biased",
-            "Whatever is planned for each request in each step, sampled tokens have exactly the "
-            "target's distribution, with biases and penalties, of which both levels know.",
+            "Sampled tokens have exactly the target's distribution for any plan of each request "
+            "in each step, with biases and penalties.",
             _eight(BIASED, 45),
             ("calibrated",),
             model="eight",
@@ -218,14 +218,16 @@ def _in_pass() -> list[Case]:
     return [
         Case(
             "in pass-greedy",
-            "Whatever the passes select, greedy output is stock vLLM's, in a batch that changes.",
+            "Greedy output is stock vLLM's with selection inside level 2's passes, in a batch "
+            "that changes.",
             (requests(90, 520, 400, max_tokens=10),),
             **_small("draft_model", keys=DRAFT | {"refresh_interval": 0, "min_context": 0}),
             skip=skip,
         ),
         Case(
             "in pass-sampled",
-            "Whatever the passes select, sampled tokens have exactly the target's distribution.",
+            "Sampled tokens have exactly the target's distribution with selection inside level "
+            "2's passes.",
             _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
             ("stock", "calibrated", "both accepted and rejected"),
             model="eight",
@@ -238,8 +240,8 @@ def _in_pass() -> list[Case]:
 
 def _copies() -> list[Case]:
     """Level 2 by a copy of the target, over the target's KV cache."""
-    greedy = "Whatever model level 2 is, greedy output is stock vLLM's."
-    sampled = "Whatever model level 2 is, sampled tokens have exactly the target's distribution."
+    greedy = "Greedy output is stock vLLM's with any copy of the target as level 2."
+    sampled = "Sampled tokens have exactly the target's distribution with any copy as level 2."
     return [
         *(
             Case(
@@ -285,7 +287,7 @@ def _policies() -> list[Case]:
     return [
         Case(
             f"policy-{policy}",
-            "Whatever a policy selects, greedy output is stock vLLM's.",
+            "Greedy output is stock vLLM's with every selection policy.",
             (requests(520, 400, max_tokens=14),),
             ("stock", "policy"),
             **_small("prompt_lookup", keys=LOOKUP | {"selection": policy}),
@@ -315,8 +317,8 @@ def _nan_case(name: str, kind: str, level: int, at_pass: int, prompts, max_token
     )
     return Case(
         name,
-        "A NaN in a level's logits costs the request its speculation, and nothing else: its tokens "
-        "stay stock's, and those of the requests beside it and after it.",
+        "A NaN in a level's logits ends the request's speculation and changes no output, of this "
+        "request or of those beside it and after it.",
         (batch, batch),
         ("stock", "nan"),
         disturbance=("nan", level, at_pass, len(batch)),
@@ -428,8 +430,8 @@ def _scheduling() -> list[Case]:
         # them within the tokens that the last step accepts.
         Case(
             "prefix caching",
-            "A cached prompt is answered as a cold one, and as much is accepted; of a "
-            "conversation's turn as much is found in the cache as without speculation.",
+            "A cached prompt is answered as a cold one, with as many accepted tokens; a "
+            "conversation's next turn finds as many cached tokens as without speculation.",
             (
                 (told,),
                 (told,),
@@ -452,8 +454,8 @@ def _scheduling() -> list[Case]:
         ),
         Case(
             "reset while running",
-            "Requests whose KV cache is taken from all of them at once, as for new weights, go on "
-            "in the next step as if nothing had been.",
+            "Requests that all lose their KV cache at once, as for new weights, continue in the "
+            "next step and answer as stock vLLM does.",
             ((Request(1200, 250, {"max_tokens": 24}), Request(1600, 210, {"max_tokens": 24})),),
             ("stock", "reset while running"),
             disturbance=("reset", 4, 7),
@@ -462,7 +464,7 @@ def _scheduling() -> list[Case]:
         ),
         Case(
             "session",
-            "A session whose input arrives in pieces goes on as stock vLLM's where a turn ended "
+            "A session with input in pieces continues as in stock vLLM after a turn that ended "
             "inside a run of accepted tokens.",
             (
                 # A piece that is hardly longer than what was thrown away.
@@ -477,8 +479,7 @@ def _scheduling() -> list[Case]:
         # (one is vLLM's null block), whoever proposes how much.
         Case(
             "preemption",
-            "Requests that lose their blocks and come back answer as stock vLLM does, and leave "
-            "nothing behind.",
+            "Preempted requests answer as stock vLLM does, and leave no state.",
             (
                 tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
                 (Request(0, 220, {"max_tokens": 12}),),
@@ -515,9 +516,8 @@ def _adapters() -> list[Case]:
     return [
         Case(
             "adapters",
-            "Each request's LoRA adapter is the one that it asks for, beside others and none, also "
-            "where prompts are cached that another adapter has read; and so are log-probabilities, "
-            "which may be asked for behind penalties and masks.",
+            "Each request of a batch has its own LoRA adapter or none, also where its prompt is "
+            "cached under another adapter; log-probabilities too, with penalties and masks.",
             (turn(1, 2, 0, 1), turn(2, 0, 1, 0)),
             **_small(
                 "prompt_lookup", engine=SMALL | ADAPTERS | {"logprobs_mode": "processed_logprobs"}
@@ -565,8 +565,8 @@ def _ends() -> list[Case]:
     return [
         Case(
             "several ends in one run",
-            "Whatever ends a request inside an accepted run, and whatever else would, it ends as "
-            "in stock vLLM: stop strings, stop tokens, the end of text, max_tokens, min_tokens.",
+            "A request ends inside a run of accepted tokens as in stock vLLM: by stop strings, "
+            "stop tokens, the end of text, max_tokens, min_tokens.",
             (tuple(Request(0, 700, params) for params in ends),),
             ("stock", "always right", "ended inside a run"),
             **CRAMPED,
@@ -692,7 +692,7 @@ def _heads() -> list[Case]:
         ),
         Case(
             "head-copy",
-            "The states that a head reads may come from level 2's copy of the target.",
+            "A head may read the states of level 2's copy of the target.",
             (requests(520, 90, 400, max_tokens=10),),
             level2_model="bfloat16",
             **_small("head") | head,
@@ -707,14 +707,14 @@ def _heads() -> list[Case]:
         ),
         Case(
             "head-preemption",
-            "Preempted requests come back, and their states with them.",
+            "Preempted requests and their states are restored.",
             (tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),),
             ("stock", "preempted", "nothing kept"),
             **CRAMPED | head,
         ),
         Case(
             "head-adapters",
-            "Requests with LoRA adapters are drafted for by the states of their adapters.",
+            "A head drafts for requests with LoRA adapters by the adapters' states.",
             (
                 (
                     Request(0, 300, {"max_tokens": 10}, adapter=1),
@@ -726,7 +726,7 @@ def _heads() -> list[Case]:
         ),
         Case(
             "head-dice",
-            "Whatever is planned for each request in each step, greedy output is stock vLLM's.",
+            "Greedy output is stock vLLM's for any plan of each request in each step.",
             (requests(90, 520, 400, 300, max_tokens=16),),
             dice=1,
             **_small("head") | head,
@@ -826,8 +826,8 @@ def _calibrated() -> list[Case]:
         ),
         Case(
             "shaped-full-window",
-            "What requests ask of their logits, level 1 knows too: where it is the target and its "
-            "window has room for the context, level 2 accepts all that it drafts.",
+            "Level 1 applies each request's changes of logits: where it is the target and its "
+            "window holds the context, level 2 accepts all of its tokens.",
             (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22)),
             ("level 1 always right",),
             keys=EIGHT | {"num_recent_tokens": 600, "retrieval_budget": 1024},
@@ -836,7 +836,7 @@ def _calibrated() -> list[Case]:
         ),
         Case(
             "shaped-full-budget",
-            "What requests ask of their logits, level 2 knows as level 3 does: biases, allowed "
+            "Level 2 applies each request's changes of logits as level 3 does: biases, allowed "
             "tokens, penalties, no end before min_tokens.",
             (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22)),
             ("stock", "always right"),
@@ -946,7 +946,8 @@ def _parameters() -> list[Case]:
         *alone,
         Case(
             "words-full-budget",
-            "Of bad_words, level 2 knows as level 3 does, also of words that a proposal begins.",
+            "Level 2 applies bad_words as level 3 does, including words that begin inside a "
+            "proposal.",
             (
                 (
                     Request(0, 400, lambda u: words | {"bad_words": [u.text[8:14], u.text[20:22]]}),
@@ -962,7 +963,7 @@ def _parameters() -> list[Case]:
         ),
         Case(
             "parameters together",
-            "Requests of all kinds, greedy and sampled, are answered rightly side by side.",
+            "Greedy and sampled requests with all parameters are answered correctly in one batch.",
             (
                 tuple(
                     Request((0, 2000)[i % 2], (250, 210)[i % 2], _with(make, max_tokens=10))
@@ -1153,8 +1154,8 @@ def _joint() -> list[Case]:
         *cases,
         Case(
             "joint, other parameters",
-            "Each request's tokens have the distribution that it asked for, whatever runs beside "
-            "it: min_p and logit_bias, which vLLM refuses beside any other speculation, and more.",
+            "Each request of a batch has its own distribution, also with min_p and logit_bias, "
+            "which vLLM rejects with any other speculation.",
             completions(1500, list(ASKED.values()), n=10),
             ("joint", "rejected by level 3"),
             **shape,
@@ -1204,7 +1205,7 @@ def _offloaded(cases: list[Case]) -> list[Case]:
     ] + [
         Case(
             "plain decoding, in host memory",
-            "Without speculation too; requests of one step may share what is read in that step.",
+            "Plain decoding over host memory; requests of one step may share blocks.",
             (
                 tuple(Request(2000, n, {"max_tokens": 6}) for n in (330, 330, 401)),
                 requests(520, 90, max_tokens=6),
