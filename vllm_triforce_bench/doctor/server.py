@@ -61,7 +61,7 @@ def figures(values: Values) -> dict[str, Any]:
     levels = _levels(values)
     generated = values["vllm:generation_tokens_total"]
     prompts = values["vllm:request_prompt_tokens_count"]
-    results = {
+    results: dict[str, Any] = {
         "running": values["vllm:num_requests_running"],
         "waiting": values["vllm:num_requests_waiting"],
         "kv_cache_usage": values[_KV_USAGE],
@@ -98,7 +98,7 @@ def _levels(values: Values) -> LevelCounters | None:
     return LevelCounters(**counts, time_seconds=parts)
 
 
-def _read(base: str) -> dict[str, Values]:
+def _read(base: str) -> Mapping[str, Values]:
     """Return the samples of each model."""
     from prometheus_client.parser import text_string_to_metric_families
 
