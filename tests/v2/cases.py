@@ -66,7 +66,7 @@ def _quantized(asked: dict, where: str) -> dict:
 
 
 def _first_drafts(asked: dict) -> dict:
-    """A context, and the logits of the head's first drafts after it."""
+    """Return a context, and the logits of the head's first drafts after it."""
     keys = {
         "model": asked["head"],
         "levels": "1,3",

@@ -144,8 +144,8 @@ def _check_mtp(model: str, hf_config, target_config) -> None:
 
 
 def _offline(model: str) -> str:
-    """Return the folder that ``EngineArgs`` puts in the place of a hub name where HF_HUB_OFFLINE is
-    set, else the name."""
+    """Return the folder by which ``EngineArgs`` replaces a hub name if HF_HUB_OFFLINE is set, else
+    the name."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from vllm.transformers_utils.repo_utils import get_model_path

@@ -15,7 +15,6 @@ tokens get one-hot rows: fewer are accepted, and the output stays exact.
 import os
 from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
 
 import torch
 from vllm.logger import init_logger
@@ -165,14 +164,12 @@ class DraftProbsStore:
         one_hot: list[torch.Tensor | None] = [None] * len(token_ids)
         if proposal is None:
             return one_hot
-        if (drafted := proposal.token_ids[: len(token_ids)]) != token_ids:
-            # Tokens are the user's, and have no place in a log.
-            pairs = zip_longest(drafted, token_ids)
-            place = next(
-                i for i, (drafted_id, token_id) in enumerate(pairs) if drafted_id != token_id
-            )
+        if proposal.token_ids[: len(token_ids)] != token_ids:
+            # Without the tokens, which are the user's.
             self._report(
-                request_id, f"of {len(token_ids)} tokens number {place} is not the drafted one"
+                request_id,
+                f"the {len(token_ids)} verified tokens are not the first of the "
+                f"{len(proposal.token_ids)} drafted ones",
             )
             return one_hot
         return proposal.probs[: len(token_ids)]

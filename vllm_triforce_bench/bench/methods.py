@@ -153,7 +153,7 @@ def variants(
         user_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
 
     Raises:
-        BadInput: TriForce refuses its keys, or a draft model is missing, or the target itself.
+        BadInput: TriForce refuses its keys, a draft model is missing, or it is the target.
     """
     variants = []
     for name in names:

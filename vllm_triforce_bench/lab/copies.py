@@ -22,7 +22,7 @@ def round_to_integers(
     values: torch.Tensor,  # [..., n]
     largest: int,
 ) -> torch.Tensor:  # as values
-    """Round to integers of at most ``largest``, with a scale for each row."""
+    """Round each row to multiples of a scale, at most ``largest`` of them."""
     scale = _scale(values, largest)
     return ((values / scale).round() * scale).to(values.dtype)
 
@@ -85,9 +85,7 @@ scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ
 
 @torch.inference_mode()
 def make_copy(model: Any, name: str) -> Any:
-    """Return a copy of transformers' model by a scheme, or the model itself for ``NO_COPY``."""
-    if name == NO_COPY:
-        return model
+    """Copy transformers' model by a scheme."""
     scheme = SCHEMES[name]
     made = copy.deepcopy(model)
     if scheme.dtype is not None:

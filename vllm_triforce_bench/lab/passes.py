@@ -120,7 +120,7 @@ class Replay:
 
     All replayed tokens go through the model at once, hidden from each other. Keys and values of
     earlier tokens are the full pass's (level 3 has overwritten level 2's); a token's come from its
-    sparse hidden state. A copy of another dtype attends in the target's (``SharedAttention``).
+    sparse hidden state. A copy of another dtype attends in the target's dtype, as in the engine.
 
     Args:
         layers: the recorded context.

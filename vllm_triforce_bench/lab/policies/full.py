@@ -1,4 +1,4 @@
-"""No selection: what a copy of the target alone costs."""
+"""No selection: with it the loss is the copy's alone."""
 
 from vllm_triforce_bench.lab.policies.base import LabPolicy
 
