@@ -117,6 +117,38 @@ def make_head(
     return str(folder)
 
 
+def as_speculators(folder: Path, head: str, target: str) -> str:
+    """Save a head of ``make_head`` as the library speculators does; return its folder."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((Path(head) / "config.json").read_text())
+    weights = load_file(Path(head) / "model.safetensors")
+    layer = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    vocab = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    vocab[torch.arange(config["draft_vocab_size"]) + weights.get("d2t", 0)] = True
+    folder.mkdir(parents=True)
+    save_file(layer | {"t2d": vocab}, folder / "model.safetensors")
+    top_level = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    verifier = {"name_or_path": target, "architectures": ["LlamaForCausalLM"]}
+    speculators = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": False,
+        **{name: config.pop(name) for name in top_level},
+        "transformer_layer_config": config,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(speculators))
+    return str(folder)
+
+
 def make_mimo(folder: Path, **llama) -> str:
     """Save a random MiMo with one MTP layer; return its folder.
 

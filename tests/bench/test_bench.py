@@ -1,8 +1,11 @@
 """Promise: what the benchmark says is what it measured."""
 
+import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace as Thing
 
+import numpy
 import pytest
 
 from vllm_triforce import cli
@@ -12,6 +15,7 @@ from vllm_triforce_bench.bench.batch import grid, summary
 from vllm_triforce_bench.bench.batch.page import make_page, terminal_table
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.batch.stream import Mark, Streamed, outside_passes
+from vllm_triforce_bench.bench.settings import EACH
 from vllm_triforce_bench.bench.terminal import TimeLeft
 
 
@@ -103,21 +107,47 @@ FOUR_PROMPTS = asked(batch_sizes=[1, 2], repetitions=2, contexts=[10])
 
 def test_each_request_and_repetition_has_another_stretch():
     tokens = list(range(100))
-    found = [p for turn in range(2) for p in prompts.cut(tokens, 10, 2, turn, FOUR_PROMPTS, 0)]
+    cut = prompts.Stretches(tokens, num_prompts=4, batch_size=2, bos_token_id=0)
+    found = [prompt for turn in range(2) for prompt in cut.batch(10, 2, turn)]
     assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
     assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
-    assert prompts.cut(tokens, 10, 1, 1, FOUR_PROMPTS, None) == [tokens[60:70]]
+    cut = prompts.Stretches(tokens, num_prompts=4, batch_size=2, bos_token_id=None)
+    assert cut.batch(10, 1, 1) == [tokens[60:70]]
 
 
 def test_vllms_random_dataset_without_a_network(pair):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair["target"])
-    tokens = prompts.token_stream(FOUR_PROMPTS, tokenizer)
-    assert len(tokens) >= 4 * 10 and tokens == prompts.token_stream(FOUR_PROMPTS, tokenizer)
+    tokens = prompts.source(FOUR_PROMPTS, tokenizer, None).tokens
+    assert len(tokens) >= 4 * 10 and tokens == prompts.source(FOUR_PROMPTS, tokenizer, None).tokens
     misspelt = asked(contexts=[10], dataset_args="--random-imput-len 5")
     with pytest.raises(BadInput, match="--random-imput-len"):
-        prompts.token_stream(misspelt, tokenizer)
+        prompts.source(misspelt, tokenizer, None)
+
+
+def own_prompts(texts: list[str], folder, **more):
+    """Settings of a dataset of one's own, whose prompts are taken one by one."""
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    more = dict(contexts=[EACH], dataset_name="custom", dataset_path=str(path)) | more
+    return asked(dataset_args="--skip-chat-template --disable-shuffle", **more)
+
+
+def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
+    """Those that do not fit are left out, and counted."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair["target"])
+    texts = ["one", "two words " * 300, "three more words", "four", "five"]
+    settings = own_prompts(texts, tmp_path, batch_sizes=[2, 1], repetitions=2)
+    source = prompts.source(settings, tokenizer, max_context=500)
+    wanted = [tokenizer(text)["input_ids"] for text in (texts[0], *texts[2:])]
+    assert source.batch(EACH, 2, 0) + source.batch(EACH, 2, 1) == wanted
+    assert source.batch(EACH, 1, 1) == wanted[2:3]
+    assert (source.num_too_long, source.longest) == (1, max(map(len, wanted)))
+    with pytest.raises(BadInput, match=r"has 4 prompts that fit a/model \(1 are too long\), and 6"):
+        prompts.source(replace(settings, repetitions=3), tokenizer, max_context=500)
 
 
 def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):
@@ -168,6 +198,9 @@ def test_rows_against_figures_computed_by_hand():
     rows = {row["method"]: row for row in found if not row["temperature"]}
     ours = rows["triforce"]
     assert (ours["ratio"], ours["ratio_min"], ours["ratio_max"]) == (1.5, 1.0, 2.5)
+    seconds = (1 / 100 + 1 / 200 + 1 / 50, 1 / 150 + 1 / 500 + 1 / 50)
+    assert ours["ratio_together"] == pytest.approx(seconds[0] / seconds[1])
+    assert ours["ratio_low"] is None, "three repetitions say nothing of an interval"
     assert ours["decode_tokens_per_second"] == 150
     assert rows["ngram"]["ratio"] == 3 and rows["stock"]["measurements"] == 4
     assert ours["time_to_first_token_ms"] == 500
@@ -179,6 +212,24 @@ def test_rows_against_figures_computed_by_hand():
     assert ours["level2_acceptance_per_test"] == 6 / 8
     assert ours["step_parts_ms"] == pytest.approx({"level 1": 20, "level 2": 60, summary.REST: 120})
     assert ours["memory_mib"] == 3 and rows["stock"]["mean_acceptance_length"] is None
+
+
+def test_an_interval_by_resampling_repetitions():
+    """Against resampling by hand; repetitions are drawn with their stock."""
+    draw = numpy.random.default_rng(5)
+    stock = draw.uniform(5, 20, 12)
+    ours = stock * draw.uniform(0.8, 2, 12)
+    records = []
+    for repetition, (slow, fast) in enumerate(zip(stock, ours)):
+        records.append(record(slow, repetition=repetition))
+        records.append(record(fast, method="triforce", repetition=repetition))
+    _, row = summary.summarize(records)
+    picked = draw.integers(12, size=(20000, 12))
+    ratios = (1 / stock[picked]).sum(1) / (1 / ours[picked]).sum(1)
+    low, high = numpy.percentile(ratios, [2.5, 97.5])
+    assert row["ratio_low"] == pytest.approx(low, rel=0.01)
+    assert row["ratio_high"] == pytest.approx(high, rel=0.01)
+    assert low < row["ratio_together"] < high
 
 
 class Undecided:

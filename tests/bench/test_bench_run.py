@@ -54,6 +54,7 @@ MISTAKES = [
     (["--tokens", "9" * 400], "positions"),
     (["--triforce", '{"log_interval": Infinity}'], "log_interval=inf is out of range"),
     (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
+    (["--contexts", "each"], "takes the prompts of --dataset-name"),
 ]
 
 
@@ -95,14 +96,8 @@ def test_help_loads_neither_vllm_nor_the_extra():
 # The whole way.
 
 
-@pytest.fixture(scope="module")
-def measured(pair, tmp_path_factory):
-    """One run of the command, as a user gives it."""
-    folder = tmp_path_factory.mktemp("bench")
-    more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
-    more += ["--budgets", "128", "--output", str(folder)]
-    more += ["--pass-times", "--dtypes", "float32"]
-    given = arguments(pair, *more, "--engine", '{"enforce_eager": true, "block_size": 32}')
+def run(given: list[str]) -> str:
+    """Run the command in a process of its own; return what it shows."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_triforce.cli", *given],
         capture_output=True,
@@ -116,7 +111,18 @@ def measured(pair, tmp_path_factory):
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder, given, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(pair, tmp_path_factory):
+    """One run of the command, as a user gives it."""
+    folder = tmp_path_factory.mktemp("bench")
+    more = ["--methods", "ngram,triforce:all", "--repetitions", "2", "--temperatures", "0,0.6"]
+    more += ["--budgets", "128", "--output", str(folder)]
+    more += ["--pass-times", "--dtypes", "float32"]
+    given = arguments(pair, *more, "--engine", '{"enforce_eager": true, "block_size": 32}')
+    return folder, given, run(given)
 
 
 @pytest.mark.engine
@@ -153,3 +159,28 @@ def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured,
     assert "differs from stock" in (folder / "report.html").read_text()
     with pytest.raises(SystemExit):
         cli.main([*given, "--tokens", "17"])
+
+
+@pytest.mark.engine
+def test_a_datasets_prompts_one_by_one(pair, tmp_path):
+    """Each repetition has another prompt of the dataset, as long as it is."""
+    path = tmp_path / "texts.jsonl"
+    text = (PROMPTS / "held_out.txt").read_text()
+    texts = [text[:900], text[2000:2400]]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    given = ["bench", "--target", pair["target"], "--draft", pair["draft"], "--tokens", "16"]
+    given += ["--contexts", "each", "--dataset-name", "custom", "--dataset-path", str(path)]
+    given += ["--dataset-args=--skip-chat-template", "--repetitions", "2"]
+    given += ["--methods", "triforce:all", "--budgets", "128", "--dtypes", "float32"]
+    given += ["--engine", '{"enforce_eager": true, "block_size": 32}']
+    shown = run([*given, "--output", str(tmp_path / "out")])
+    assert "1 x each prompt, T=0, float32" in shown
+    records = [
+        json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    ]
+    lengths = {record["num_prompt_tokens"] for record in records}
+    assert len(lengths) == 2 and {record["method"] for record in records} == {
+        "stock",
+        "triforce:all",
+    }
+    assert "each prompt" in (tmp_path / "out" / "report.html").read_text()

@@ -319,3 +319,33 @@ def test_as_text(pair):
     starts = {line.split("  ")[0] for line in lines}
     assert {"vLLM", "model runner", "layers", "KV cache", "beside them", "level 2"} <= starts
     assert not any("INFO" in line or "WARNING" in line for line in lines)
+
+
+def test_a_report_names_nothing_private(capsys, pair, tmp_path, monkeypatch):
+    """Of a model that runs, and of refusals, which quote what was given."""
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    path, secrets = tmp_path / "fault.json", [str(Path.home()), str(tmp_path), "s3cret"]
+
+    def report(*arguments: str) -> dict:
+        main(["doctor", *arguments, "--report", str(path)])
+        text = path.read_text()
+        for secret in (*secrets, pair["target"], pair["draft"], "acme/draft"):
+            assert secret not in text, text
+        return json.loads(text)
+
+    keys = json.dumps({"method": "triforce", "model": pair["draft"], "gamma": 3})
+    found = report(pair["target"], *OPTIONS, "--speculative-config", keys)
+    assert found["engine"]["model"] == "<name 1>" and found["engine"]["draft"] == "<name 2>"
+    assert found["engine"]["architecture"] == "LlamaForCausalLM"
+    assert found["engine"]["settings"]["gamma"] == 3 and found["layers"]["retrieve"]
+    assert "VLLM_API_KEY" in found["variables"]
+    keys = json.dumps({"method": "triforce", "model": "acme/draft"})
+    refused = report(pair["target"], *OPTIONS, "--speculative-config", keys)
+    assert "<name" in refused["engine"]["refusal"]
+
+
+def test_a_report_that_cannot_be_written_is_said(capsys, pair, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--report", str(tmp_path / "no" / "fault.json")])
+    assert ended.value.code == 2
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err

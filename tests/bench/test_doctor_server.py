@@ -101,7 +101,7 @@ def counters(
     )
 
 
-def test_figures_are_those_of_all_engines(serve, capsys):
+def test_figures_are_those_of_all_engines(serve, capsys, tmp_path):
     metrics = Metrics()
     metrics.add(0, 1000, 6000, counters())
     metrics.add(1, 500, 8000, counters(accepted=100, rejections=50))
@@ -131,6 +131,10 @@ def test_figures_are_those_of_all_engines(serve, capsys):
     _, found = doctor(capsys, url, "--json")
     (model,) = json.loads(found)["models"]
     assert model["levels"]["num_level2_accepted"] == 1000 and model["advice"] == []
+    doctor(capsys, url, "--report", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["url"] == "<address>"
+    assert report["models"] == [model | {"model": "<name 1>"}]
 
 
 def test_seconds_compares_two_readings(serve, capsys):

@@ -4,13 +4,15 @@ import dataclasses
 import json
 import math
 import random
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from benchmarks.gpu.models import MODELS, draft_of
-from tests.models import ROOT
+from tests.models import ROOT, make_mimo
 from vllm_triforce_bench.predict import steps
 from vllm_triforce_bench.predict.cpu import measure_cpu
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -213,6 +215,20 @@ def test_a_heads_weights_are_those_of_its_checkpoint():
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     assert head.weights == sum(sizes.values()) - norms - sizes["d2t"]
     assert layer.as_head(None).weights > head.weights
+
+
+def test_an_mtp_layers_weights_are_those_of_its_checkpoint(tmp_path):
+    """And the output head's, which the target has as well."""
+    folder = Path(make_mimo(tmp_path / "mimo", num_layers=3))
+    config = json.loads((folder / "config.json").read_text())
+    layer = Geometry.from_config("mimo", config, "float32").as_mtp()
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        sizes = {
+            name: math.prod(file.get_slice(name).get_shape())
+            for name in file.keys()  # noqa: SIM118
+            if name == "lm_head.weight" or re.search(r"[.]mtp_layers[.].*_proj[.]weight", name)
+        }
+    assert layer.weights == sum(sizes.values())
 
 
 def test_machines_are_read(tmp_path):

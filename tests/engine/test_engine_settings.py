@@ -72,6 +72,27 @@ def test_architecture(engines, tmp_path, name):
     assert counted.num_level2_accepted == counted.num_level2_drafted > 50
 
 
+def test_copy_with_experts(engines, tmp_path):
+    """The copy has experts of its own, and the output is the target's."""
+    engines.clear()
+    model = make_architecture(tmp_path / "mixtral", "mixtral")
+    draw = random.Random(1)
+    prompts = [[draw.randrange(2, 4096) for _ in range(n)] for n in (500, 120, 260)]
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
+    stock = engines.get(model, None, max_model_len=2048)
+    wanted = run(stock, prompts, params)
+    keys = triforce(retrieval_budget=128, level2_model="bfloat16")
+    llm = engines.get(model, keys, max_model_len=2048)
+    with speculating(llm):
+        assert assert_same_outputs(stock, wanted, run(llm, prompts, params)) == len(prompts)
+    experts = {
+        weight.dtype
+        for name, weight in built(llm).speculator.level2.model.named_parameters()
+        if "expert" in name
+    }
+    assert experts == {torch.bfloat16}
+
+
 def test_passes_are_measured_beside_adapters(engines, pair):
     """Before vLLM's layers were told of any token; level 2's copy has no adapters."""
     keys = triforce(adaptive=True, level2_model="bfloat16")

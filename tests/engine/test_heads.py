@@ -7,7 +7,7 @@ from tests.conftest import triforce
 from tests.generation import generate
 from tests.head_oracle import LAYERS, STEPS, VOCAB, expected_logits, mtp_logits
 from tests.inside import built
-from tests.models import make_head, make_mimo
+from tests.models import as_speculators, make_head, make_mimo
 
 pytestmark = pytest.mark.engine
 
@@ -22,13 +22,18 @@ def heads(pair, tmp_path_factory) -> dict[int, str]:
     }
 
 
-@pytest.mark.parametrize("num_tokens, draft_vocab", [(40, VOCAB // 2), (200, VOCAB)])
+@pytest.mark.parametrize(
+    "num_tokens, draft_vocab, form",
+    [(40, VOCAB // 2, "own"), (200, VOCAB, "own"), (50, VOCAB // 2, "speculators")],
+)
 def test_logits_are_those_of_the_training_script(
-    engines, pair, text, heads, num_tokens, draft_vocab
+    engines, pair, text, heads, tmp_path, num_tokens, draft_vocab, form
 ):
     """Of the first drafts after a prompt that fits the window, and of the head's own states."""
-    head = heads[draft_vocab]
-    llm = engines.get(pair["target"], direct(head))
+    head = checkpoint = heads[draft_vocab]
+    if form == "speculators":
+        checkpoint = as_speculators(tmp_path / form, head, pair["target"])
+    llm = engines.get(pair["target"], direct(checkpoint))
     prompt = text[10 * num_tokens : 11 * num_tokens]  # which the prefix cache does not have
     context, drafts, found = first_drafts(llm, prompt)
     wanted = expected_logits(head, pair["target"], context, drafts)

@@ -77,7 +77,11 @@ def _decode_batches(
     methods.check_copies(variants, dtypes)
     with console.status("reading the prompts"):
         tokenizer = prompts.load_tokenizer(settings.target, settings.engine_keys)
-        tokens = prompts.token_stream(settings, tokenizer)
+        source = prompts.source(settings, tokenizer, target.max_context)
+    settings = replace(settings, longest_prompt=source.longest)
+    if source.num_too_long:
+        left_out[f"{source.num_too_long} prompts"] = "longer than the model's positions allow"
+        console.print(f"[yellow]{source.num_too_long} prompts are left out: too long")
     about = {"variants": [variant.keys for variant in variants], **report.machine()}
     store = Store(folder, settings.to_dict() | about)
 
@@ -91,8 +95,7 @@ def _decode_batches(
     todo = [paired for paired in sets if paired not in done]
 
     def measure(progress) -> None:
-        bos = tokenizer.bos_token_id
-        Measurement(settings, groups, store, tokens, bos, target, draft, progress).run(todo)
+        Measurement(settings, groups, store, source, target, draft, progress).run(todo)
 
     code = _measure(console, folder, measure, "sets", len(sets), len(sets) - len(todo))
     if code:

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from vllm_triforce_bench import colours
-from vllm_triforce_bench.bench.report import tokens_text
+from vllm_triforce_bench.bench.report import batch_text, tokens_text
 
 # Stand-ins, replaced by CSS variables of the page in the written SVG.
 _INK, _FAINT, _GRID = "#010203", "#040506", "#070809"
@@ -184,7 +184,7 @@ def step_time(rows: Sequence[dict], rest: str, salt: str) -> str:
                 place = (batch, context)
                 here = [row for row in rows if (row["batch_size"], row["context"]) == place]
                 _stack(axis, here, labels, parts)
-                axis.set_title(f"{batch} x {tokens_text(context)} tokens")
+                axis.set_title(batch_text(batch, context))
         for axis in axes[-1]:
             axis.set_xlabel("milliseconds a step")
         axes[0][0].invert_yaxis()
@@ -235,7 +235,7 @@ def acceptance_by_position(rows: Sequence[dict], salt: str) -> str | None:
                             markersize=5.5,
                             linewidth=2,
                         )
-                axis.set_title(f"{batch} x {tokens_text(context)} tokens")
+                axis.set_title(batch_text(batch, context))
                 axis.set_ylim(0, 1.05)
                 axis.xaxis.set_minor_locator(NullLocator())
                 axis.xaxis.get_major_locator().set_params(integer=True)

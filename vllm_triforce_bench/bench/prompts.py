@@ -85,14 +85,71 @@ def dataset_texts(options: list[str], name: str, tokenizer) -> list[str]:
     return texts
 
 
-def token_stream(settings, tokenizer) -> list[int]:
-    """Return all tokens that the prompts of a ``BatchSettings`` are cut from.
+class Stretches:
+    """Prompts of given lengths, cut from one text.
 
-    ``random`` makes a prompt of the longest context for each prompt of the grid.
+    Args:
+        tokens: of the text; if they begin with ``bos_token_id``, so does each prompt.
+        num_prompts: different prompts of each length.
+        batch_size: the largest.
+    """
+
+    def __init__(
+        self, tokens: list[int], num_prompts: int, batch_size: int, bos_token_id: int | None
+    ) -> None:
+        self.tokens, self.num_too_long, self.longest = tokens, 0, 0
+        self._num_prompts, self._batch_size, self._bos = num_prompts, batch_size, bos_token_id
+
+    def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
+        """Cut the prompts of a batch: stretches that begin evenly spread over the text.
+
+        A smaller batch has the first prompts of a larger one of the same repetition.
+
+        Returns:
+            ``batch_size`` prompts of ``context`` tokens.
+        """
+        tokens = self.tokens
+        stride = (len(tokens) - context) // max(1, self._num_prompts - 1)
+        first = repetition * self._batch_size
+        prompts = [tokens[(first + i) * stride :][:context] for i in range(batch_size)]
+        if tokens[0] == self._bos:
+            prompts = [[tokens[0], *prompt[1:]] for prompt in prompts]
+        return prompts
+
+
+class OwnPrompts:
+    """Prompts of a dataset, each as long as it is.
+
+    Args:
+        num_too_long: prompts left out because the model has too few positions for them.
+    """
+
+    def __init__(self, prompts: list[list[int]], batch_size: int, num_too_long: int) -> None:
+        self.prompts, self._batch_size, self.num_too_long = prompts, batch_size, num_too_long
+        self.longest = max(map(len, prompts))
+
+    def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
+        """Return the prompts of a batch; ``context`` is ``EACH``."""
+        first = repetition * self._batch_size
+        return self.prompts[first : first + batch_size]
+
+
+def source(settings, tokenizer, max_context: int | None) -> Stretches | OwnPrompts:
+    """Read the prompts of a ``BatchSettings``.
+
+    Args:
+        max_context: positions of the model; a dataset's longer prompts are left out.
 
     Raises:
-        BadInput: there are too few tokens for the grid.
+        BadInput: there are too few.
     """
+    if settings.has_own_prompts:
+        return _own_prompts(settings, tokenizer, max_context)
+    return _stretches(settings, tokenizer)
+
+
+def _stretches(settings, tokenizer) -> Stretches:
+    """Read the text that prompts are cut from; ``random`` makes a longest prompt for each."""
     longest, num_prompts = max(settings.contexts), settings.num_prompts
     if settings.prompts is not None:
         source = settings.prompts
@@ -100,13 +157,10 @@ def token_stream(settings, tokenizer) -> list[int]:
     else:
         name = settings.dataset_name
         source = f"dataset {name}"
-        options = ["--dataset-name", name, "--seed", str(settings.seed), "--skip-chat-template"]
-        if settings.dataset_path:
-            options += ["--dataset-path", settings.dataset_path]
+        options = ["--skip-chat-template"]
         if name == "random":
             options += ["--num-prompts", str(num_prompts + 1), "--random-input-len", str(longest)]
-        options += shlex.split(settings.dataset_args)
-        text = "\n\n".join(dataset_texts(options, name, tokenizer))
+        text = "\n\n".join(_dataset_of(settings, options, tokenizer))
     tokens = tokenizer(text)["input_ids"]
     needed = longest + num_prompts - 1
     if len(tokens) < needed:
@@ -114,28 +168,29 @@ def token_stream(settings, tokenizer) -> list[int]:
             f"{source} has {len(tokens)} tokens; {num_prompts} different prompts of {longest} need "
             f"{needed}: use a longer text or lower --contexts"
         )
-    return tokens
+    return Stretches(tokens, num_prompts, max(settings.batch_sizes), tokenizer.bos_token_id)
 
 
-def cut(
-    tokens: list[int],
-    context: int,
-    batch_size: int,
-    repetition: int,
-    settings,
-    bos_token_id: int | None,
-) -> list[list[int]]:
-    """Cut the prompts of a batch: stretches that begin evenly spread over the text.
+def _own_prompts(settings, tokenizer, max_context: int | None) -> OwnPrompts:
+    """Read a dataset's prompts as ``vllm bench serve`` sends them, as many as the grid needs."""
+    texts = _dataset_of(settings, ["--no-oversample"], tokenizer)
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    room = float("inf") if max_context is None else max_context - settings.max_model_len
+    fitting = [prompt for prompt in prompts if len(prompt) <= room]
+    num_too_long = len(prompts) - len(fitting)
+    if len(fitting) < settings.num_prompts:
+        raise BadInput(
+            f"dataset {settings.dataset_name} has {len(fitting)} prompts that fit {settings.target}"
+            f" ({num_too_long} are too long), and {settings.num_prompts} are needed: lower "
+            "--repetitions, --batch-sizes or --tokens"
+        )
+    prompts = fitting[: settings.num_prompts]
+    return OwnPrompts(prompts, max(settings.batch_sizes), num_too_long)
 
-    A smaller batch has the first prompts of a larger one of the same repetition. If the tokenizer
-    put a beginning-of-sequence token first, each prompt begins with it.
 
-    Returns:
-        ``batch_size`` prompts of ``context`` tokens.
-    """
-    stride = (len(tokens) - context) // max(1, settings.num_prompts - 1)
-    first = repetition * max(settings.batch_sizes)
-    prompts = [tokens[(first + i) * stride :][:context] for i in range(batch_size)]
-    if tokens[0] == bos_token_id:
-        prompts = [[tokens[0], *prompt[1:]] for prompt in prompts]
-    return prompts
+def _dataset_of(settings, options: list[str], tokenizer) -> list[str]:
+    name = settings.dataset_name
+    options = ["--dataset-name", name, "--seed", str(settings.seed), *options]
+    if settings.dataset_path:
+        options += ["--dataset-path", settings.dataset_path]
+    return dataset_texts(options + shlex.split(settings.dataset_args), name, tokenizer)

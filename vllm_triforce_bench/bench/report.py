@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pandas
 
+from vllm_triforce_bench.bench.settings import EACH
 from vllm_triforce_bench.page import Page, short_name
 
 
@@ -104,5 +105,16 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def batch_text(batch_size: int, context: int) -> str:
+    """Name a batch by its size and the tokens of its prompts."""
+    return (
+        f"{batch_size} x each prompt"
+        if context == EACH
+        else f"{batch_size} x {tokens_text(context)} tokens"
+    )
+
+
 def tokens_text(tokens: int) -> str:
+    if tokens == EACH:
+        return "each prompt"
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"

@@ -14,6 +14,8 @@ AUTO = "auto"
 """The dtype in which vLLM serves the model (``model_facts.served_dtypes``)."""
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 GIB = 1 << 30
+EACH = 0
+"""The context of a dataset's own prompts, each as long as it is."""
 # Positions beyond the longest output, for proposals.
 PROPOSAL_ROOM = 64
 
@@ -117,6 +119,11 @@ def num_tokens(low: float = -math.inf) -> Callable[[str], int]:
             ) from None
 
     return at_least(low, parse)
+
+
+def context(text: str) -> int:
+    """Parse the tokens of a prompt; ``EACH`` for a dataset's own prompts."""
+    return EACH if text == "each" else num_tokens(2)(text)
 
 
 def budget(text: str) -> int | None:

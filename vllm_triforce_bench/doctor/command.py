@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
@@ -14,8 +15,9 @@ from vllm_triforce_bench.predict.settings import Acceptance, shares
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "vllm-triforce doctor [MODEL] [--json] [--machine NAME] [options of vllm serve]\n"
-        "       vllm-triforce doctor --url URL [--seconds N] [--json]"
+        "vllm-triforce doctor [MODEL] [--json] [--report FILE] [--machine NAME] [options of "
+        "vllm serve]\n"
+        "       vllm-triforce doctor --url URL [--seconds N] [--json] [--report FILE]"
     )
     parser.epilog = (
         "All options of 'vllm serve' that describe the engine are understood, behind MODEL; "
@@ -25,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="path or hub name of the target; without, the installation alone")
     add("--json", action="store_true", help="print all results as JSON")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write the results without names of models, paths and addresses, to report a fault",
+    )
     add(
         "--machine",
         help=f"for the prediction: {', '.join(MACHINES)} or a JSON file (docs/doctor.md); default: "
@@ -54,12 +62,9 @@ def run(args: argparse.Namespace) -> int:
     ):
         args.fail(f"{args.more[0]} comes before MODEL; give the model, then the engine's options")
     results = examine(args.model, args.more, machine, acceptances, args.fail)
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        from vllm_triforce_bench.doctor.text import lines
+    from vllm_triforce_bench.doctor.text import lines
 
-        print("\n".join(lines(results)))
+    _show(args, results, lines)
     return {True: 0, False: 1, None: 3}[results["runs"]]
 
 
@@ -76,8 +81,20 @@ def _run_server(args: argparse.Namespace) -> int:
         results = examine_server(args.url, args.seconds)
     except BadServer as error:
         args.fail(str(error))
-    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
+    _show(args, results, lines)
     return 0 if results["runs"] else 1
+
+
+def _show(args: argparse.Namespace, results: dict[str, Any], lines: Callable) -> None:
+    """Print the results, and write the file of ``--report``."""
+    if args.report is not None:
+        from vllm_triforce_bench.doctor.report import write_report
+
+        try:
+            write_report(args.report, results, args.argv)
+        except OSError as error:
+            args.fail(f"--report {args.report} cannot be written ({error.strerror})")
+    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
 
 
 def examine(

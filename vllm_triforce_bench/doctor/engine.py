@@ -101,6 +101,7 @@ def _settings_of(vllm_config) -> dict[str, Any]:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     return {
         "model": vllm_config.model_config.model,
+        "architecture": vllm_config.model_config.architecture,
         "refusal": None,
         "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "worker": parallel.worker_cls,

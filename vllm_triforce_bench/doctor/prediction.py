@@ -75,10 +75,10 @@ def _predictor(
     draft = None
     if keys["draft_model"]:
         draft_config = vllm_config.speculative_config.draft_model_config
-        if is_mtp(draft_config.hf_config):
-            raise ValueError("an MTP layer is not counted yet")
         draft = _geometry(draft_config)
-        if is_head(draft_config.hf_config):
+        if is_mtp(draft_config.hf_config):
+            draft = draft.as_mtp()
+        elif is_head(draft_config.hf_config):
             sizes = ("draft_vocab_size", "target_hidden_size")
             draft = draft.as_head(*(getattr(draft_config.hf_config, name, None) for name in sizes))
     copy_bytes_each = None

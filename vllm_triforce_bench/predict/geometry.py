@@ -22,8 +22,8 @@ class Geometry:
         active_experts: experts of each token.
         shared_inner: width of the experts that every token passes.
         is_tied: True if the output head is the embedding.
-        more_weights: numbers that a pass reads beside the layers and the output head: an EAGLE-3
-            head's first projection, and what its layer reads of the next token's embedding.
+        more_weights: numbers that a pass reads beside the layers and the output head: a head's
+            first projection, and what an EAGLE-3 layer reads of the next token's embedding.
         bytes_each: bytes of a weight.
         kv_bytes_each: bytes of a number of the KV cache.
     """
@@ -159,3 +159,11 @@ class Geometry:
             is_tied=True,
             more_weights=self.hidden * (3 * (target_hidden or self.hidden) + projected),
         )
+
+    def as_mtp(self) -> "Geometry":
+        """Return the sizes of the MTP layer of a target with these.
+
+        It projects a state and an embedding to the layer's input, and shares the embedding and the
+        output head with the target.
+        """
+        return replace(self, layers=1, is_tied=True, more_weights=2 * self.hidden * self.hidden)

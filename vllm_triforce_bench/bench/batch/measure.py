@@ -15,7 +15,8 @@ from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.batch.stream import Streamed, outside_passes, stream
 from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts
-from vllm_triforce_bench.bench.prompts import cut
+from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
+from vllm_triforce_bench.bench.report import batch_text
 from vllm_triforce_bench.bench.store import Store
 from vllm_triforce_bench.bench.terminal import Progress, TimeLeft
 
@@ -27,7 +28,7 @@ class Measurement:
     """Measures sets and stores their records.
 
     Args:
-        tokens: all tokens that prompts are cut from.
+        prompts: source of the prompts.
     """
 
     def __init__(
@@ -35,14 +36,13 @@ class Measurement:
         settings: BatchSettings,
         groups: list[list[Variant]],
         store: Store,
-        tokens: list[int],
-        bos_token_id: int | None,
+        prompts: Stretches | OwnPrompts,
         target: ModelFacts,
         draft: ModelFacts | None,
         progress: Progress,
     ) -> None:
         self._settings, self._groups, self._store = settings, groups, store
-        self._tokens, self._bos = tokens, bos_token_id
+        self._prompts = prompts
         self._target, self._draft = target, draft
         self._progress = progress
         self._engines: list[Engine] = []
@@ -58,7 +58,7 @@ class Measurement:
                 engines_of = (first.dtype, first.group)
                 self._start_engines(*engines_of)
             begin = time.perf_counter()
-            texts = self._cut(first.context, first.batch_size, first.repetition)
+            texts = self._prompts.batch(first.context, first.batch_size, first.repetition)
             cold = self._read_cold(texts, first.repetition)
             for paired in run:
                 self._store.append(self._measure(paired, texts, cold))
@@ -70,7 +70,8 @@ class Measurement:
         end(self._engines)
 
     def _weight(self, paired: PairedSet) -> float:
-        return TimeLeft.weight(paired.batch_size, paired.context, self._settings.tokens)
+        context = paired.context or self._settings.longest_prompt
+        return TimeLeft.weight(paired.batch_size, context, self._settings.tokens)
 
     def _start_engines(self, dtype: str, group: int) -> None:
         # Before the next engines: two groups would not fit.
@@ -81,21 +82,18 @@ class Measurement:
             self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
             # vLLM registers its kernel again with every engine.
             fix_expand_kernel()
-        longest = self._cut(max(self._settings.contexts), 1, 0)
+        longest = self._prompts.batch(max(self._settings.contexts), 1, 0)
         for engine in self._engines:
             self._progress.say(f"warming up {engine.variant.label}, {dtype}")
             for temperature in sorted({0.0, max(self._settings.temperatures)}):
                 self._warm_up(engine, longest, temperature)
 
-    def _cut(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
-        return cut(self._tokens, context, batch_size, repetition, self._settings, self._bos)
-
     def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Streamed]:
         """Let every engine read the prompts without its prefix cache."""
-        size = f"{len(texts)} x {len(texts[0])}"
+        num_tokens = sum(map(len, texts))
         cold = {}
         for engine in grid.rotated(self._engines, turn):
-            self._progress.say(f"{engine.variant.label} reads {size} tokens")
+            self._progress.say(f"{engine.variant.label} reads {num_tokens} tokens")
             if not engine.llm.reset_prefix_cache():
                 raise RuntimeError(f"{engine.variant.label}: the prefix cache could not be emptied")
             cold[engine.variant] = self._warm_up(engine, texts, 0.0)
@@ -120,7 +118,7 @@ class Measurement:
         tokens: dict[Variant, list[list[int]]] = {}
         for place, engine in enumerate(order):
             self._progress.say(
-                f"{engine.variant.label}: {paired.batch_size} x {paired.context} tokens, "
+                f"{engine.variant.label}: {batch_text(paired.batch_size, paired.context)}, "
                 f"{paired.dtype}, T={paired.temperature:g}, repetition {paired.repetition + 1}"
             )
             record, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
@@ -144,6 +142,7 @@ class Measurement:
             "decode_tokens_per_second": streamed.decode_tokens_per_second,
             "time_to_first_token_s": [round(s, 6) for s in cold.time_to_first_token_s],
             "inter_token_latency_s": [round(s, 6) for s in streamed.inter_token_latency_s],
+            "num_prompt_tokens": sum(map(len, texts)),
             "num_tokens": sum(map(len, streamed.token_ids)),
             "num_steps": streamed.num_steps,
             "seconds": streamed.seconds,

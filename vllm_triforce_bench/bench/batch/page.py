@@ -7,7 +7,7 @@ from rich.table import Table as TerminalTable
 
 from vllm_triforce_bench.bench import figures
 from vllm_triforce_bench.bench.batch.summary import REST
-from vllm_triforce_bench.bench.report import head_facts, run_facts, tokens_text
+from vllm_triforce_bench.bench.report import batch_text, head_facts, run_facts, tokens_text
 from vllm_triforce_bench.bench.terminal import make_table
 from vllm_triforce_bench.colours import shade
 from vllm_triforce_bench.page import Article, Cell, Page, Table, short_name
@@ -30,12 +30,13 @@ _POSITION = (
 )
 _READING = (
     "Tokens a second: of the whole batch, from the first token to the last, reading the prompt "
-    "not counted. First token: median over requests of the time to it on a prompt that the "
-    "engine does not know. Inter-token: between two outputs of a request, tokens that come "
-    "together counting once. Length: mean acceptance length, with the bonus token. Level 1: "
-    "share of its tokens that level 2 accepted. Accepted: share of all proposed tokens that "
-    "the full pass accepted. Time by part: in the figures' colours; rest the pointer on it. "
-    "Memory: {memory}."
+    "not counted. Together: the ratio of all repetitions' tokens and times, with its 95 % interval "
+    "by bootstrap where there are five repetitions. First token: median over requests of the time "
+    "to it on a prompt that the engine does not know. Inter-token: between two outputs of a "
+    "request, tokens that come together counting once. Length: mean acceptance length, with the "
+    "bonus token. Level 1: share of its tokens that level 2 accepted. Accepted: share of all "
+    "proposed tokens that the full pass accepted. Time by part: in the figures' colours; rest the "
+    "pointer on it. Memory: {memory}."
 )
 _CPU_NOTE = (
     "vLLM's CPU build samples wrongly with speculation; that fault is mended in the benchmark's "
@@ -93,8 +94,7 @@ def make_page(results: dict) -> Page:
 
 def _place(row: dict) -> str:
     return (
-        f"{row['batch_size']} x {tokens_text(row['context'])} tokens, "
-        f"T={row['temperature']:g}, {row['dtype']}"
+        f"{batch_text(row['batch_size'], row['context'])}, T={row['temperature']:g}, {row['dtype']}"
     )
 
 
@@ -166,7 +166,16 @@ def _ratio_cell(row: dict | None) -> Cell:
 
 def _cells_table(rows: Sequence[dict]) -> Table:
     """Every cell and method."""
-    numbers = ("tokens/s", "ratio", "spread", "first token", "inter-token p50", "p99", "length")
+    numbers = (
+        "tokens/s",
+        "ratio",
+        "spread",
+        "together",
+        "first token",
+        "inter-token p50",
+        "p99",
+        "length",
+    )
     columns = [
         Cell("method", kind=""),
         *(Cell(name) for name in (*numbers, "level 1", "accepted")),
@@ -188,6 +197,7 @@ def _line(row: dict) -> list[Cell]:
         f"{row['decode_tokens_per_second']:.1f}",
         "1",
         "",
+        "",
         f"{row['time_to_first_token_ms']:.0f} ms",
         f"{row['inter_token_latency_p50_ms']:.1f} ms",
         f"{row['inter_token_latency_p99_ms']:.1f} ms",
@@ -198,6 +208,7 @@ def _line(row: dict) -> list[Cell]:
     if row["method"] != "stock":
         numbers[1] = f"{row['ratio']:.2f}x"
         numbers[2] = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        numbers[3] = _together(row)
     shares = row["time_shares"]
     title = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
     parts = [(share, figures.part_colour(part, REST)) for part, share in shares.items()]
@@ -212,18 +223,24 @@ def _line(row: dict) -> list[Cell]:
     ]
 
 
+def _together(row: dict) -> str:
+    low, high = row["ratio_low"], row["ratio_high"]
+    interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+    return f"{row['ratio_together']:.2f}x{interval}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
 def cell_name(row: dict) -> str:
-    return (
-        f"{row['batch_size']} x {row['context']:,} tokens, T={row['temperature']:g}, {row['dtype']}"
-    )
+    batch = batch_text(row["batch_size"], row["context"])
+    return f"{batch}, T={row['temperature']:g}, {row['dtype']}"
 
 
 def terminal_table(rows: list[dict]) -> TerminalTable:
-    columns = ["", "tokens/s", "ratio", "spread", "TTFT ms", "ITL p50", "p99", "length", "greedy"]
+    columns = ["", "tokens/s", "ratio", "spread", "together", "TTFT ms", "ITL p50", "p99"]
+    columns += ["length", "greedy"]
     has_passes = any("outside_passes_share" in row for row in rows)
     if has_passes:
         columns.append("beside passes")
@@ -235,6 +252,7 @@ def terminal_table(rows: list[dict]) -> TerminalTable:
             f"{row['decode_tokens_per_second']:.1f}",
             "1" if is_stock else _coloured(row["ratio"]),
             "" if is_stock else f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
+            "" if is_stock else _together(row),
             f"{row['time_to_first_token_ms']:.0f}",
             f"{row['inter_token_latency_p50_ms']:.1f}",
             f"{row['inter_token_latency_p99_ms']:.1f}",

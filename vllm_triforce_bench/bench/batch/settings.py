@@ -6,15 +6,16 @@ from typing import Any
 
 from vllm_triforce_bench.bench import BadInput, methods
 from vllm_triforce_bench.bench.settings import (
+    EACH,
     PROPOSAL_ROOM,
     Settings,
     add_options,
     at_least,
     budget,
+    context,
     json_object,
     list_of,
     method_keys,
-    num_tokens,
 )
 from vllm_triforce_bench.bench.settings import read as settings_of
 
@@ -31,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--methods", type=list_of(str), default="stock,ngram,triforce", help=names)
     add_options(
         parser.add_argument_group("the grid; values with commas between them"),
-        ("--contexts", list_of(num_tokens(2)), "1K,4K,16K", "tokens of a prompt; 4K is 4096"),
+        (
+            "--contexts",
+            list_of(context),
+            "1K,4K,16K",
+            "tokens of a prompt; 4K is 4096; each: the prompts of --dataset-name, one by one",
+        ),
         ("--batch-sizes", list_of(at_least(1)), "1", "requests decoded together"),
         ("--temperatures", list_of(at_least(0, float)), "0", "0 is greedy"),
         ("--top-p", float, 0.9, "of the sampled ones"),
@@ -76,6 +82,7 @@ class BatchSettings(Settings):
     Args:
         tokens: generated tokens of each request.
         method_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
+        longest_prompt: of a dataset's own prompts, once they are read.
     """
 
     methods: list[str]
@@ -92,10 +99,16 @@ class BatchSettings(Settings):
     method_keys: dict[str, dict[str, Any]]
     engines_at_once: int | None
     pass_times: bool
+    longest_prompt: int = 0
+
+    @property
+    def has_own_prompts(self) -> bool:
+        """True if prompts are a dataset's own, not stretches of a text."""
+        return self.contexts == [EACH]
 
     @property
     def max_model_len(self) -> int:
-        return max(self.contexts) + self.tokens + PROPOSAL_ROOM
+        return max(*self.contexts, self.longest_prompt) + self.tokens + PROPOSAL_ROOM
 
     @property
     def num_prompts(self) -> int:
@@ -123,9 +136,11 @@ def read(args: argparse.Namespace) -> BatchSettings:
     """Raise BadInput if a value is out of range, or options exclude each other."""
     names = ("triforce", "draft_model", "eagle3", "mtp", "ngram", "suffix")
     method_keys = {name: keys for name in names if (keys := getattr(args, name))}
-    settings = settings_of(BatchSettings, args, method_keys=method_keys)
+    settings = settings_of(BatchSettings, args, method_keys=method_keys, longest_prompt=0)
     methods.check_names(settings.methods)
     if (settings.prompts is None) == (settings.dataset_name is None):
         raise BadInput("give either --prompts PATH or --dataset-name NAME")
+    if EACH in settings.contexts and (settings.dataset_name is None or len(settings.contexts) > 1):
+        raise BadInput("--contexts each takes the prompts of --dataset-name, and stands alone")
     settings.check(settings.dtypes)
     return settings

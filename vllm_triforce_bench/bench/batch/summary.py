@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import numpy
+from scipy.stats import bootstrap
 
 from vllm_triforce_bench.bench.batch.grid import CELL, set_of, whole_sets
 from vllm_triforce_bench.bench.report import spread
@@ -11,6 +12,8 @@ from vllm_triforce_bench.bench.report import spread
 VARIANT = ["method", "budget", "label"]
 REST = "full pass and vLLM"
 """The part of a step outside ``propose()``."""
+LEAST_RESAMPLED = 5
+"""Fewer repetitions say nothing about the spread of their mean."""
 _LEVEL_COUNTS = (
     "num_level1_drafted",
     "num_level1_accepted",
@@ -24,14 +27,16 @@ def summarize(records: list[dict]) -> list[dict]:
     """Make the rows: cells in order, variants in the order of their names.
 
     A ratio is decode tokens per second over stock vLLM's of the same set: same prompts, one right
-    after the other. The row has median, minimum and maximum over repetitions.
+    after the other. The row has median, minimum and maximum over repetitions, and the ratio of all
+    repetitions together.
     """
     records = whole_sets(records)
     speed = "decode_tokens_per_second"
     stock = {set_of(record): record[speed] for record in records if record["method"] == "stock"}
     by_variant: dict[tuple, list[dict]] = defaultdict(list)
     for record in records:
-        record = record | {"ratio": record[speed] / stock[set_of(record)]}
+        stock_speed = stock[set_of(record)]
+        record = record | {"ratio": record[speed] / stock_speed, "stock_speed": stock_speed}
         by_variant[tuple(record[name] for name in CELL + VARIANT)].append(record)
     dtypes = list(dict.fromkeys(record["dtype"] for record in records))
     labels = list(dict.fromkeys(record["label"] for record in records))
@@ -51,6 +56,7 @@ def _row(repetitions: list[dict]) -> dict:
     row: dict[str, Any] = {"measurements": len(repetitions)}
     for name in ("decode_tokens_per_second", "ratio"):
         row |= spread(name, [record[name] for record in repetitions])
+    row |= _together(repetitions)
     first = [second for record in repetitions for second in record["time_to_first_token_s"]]
     between = [second for record in repetitions for second in record["inter_token_latency_s"]]
     row["time_to_first_token_ms"] = 1e3 * float(numpy.median(first))
@@ -60,6 +66,25 @@ def _row(repetitions: list[dict]) -> dict:
     row["memory_mib"] = float(numpy.median([r["memory_bytes"] for r in repetitions])) / (1 << 20)
     row |= _outside_passes(repetitions)
     return row | _speculation(repetitions) | _levels(repetitions) | _greedy(repetitions)
+
+
+def _together(repetitions: list[dict]) -> dict:
+    """Ratio of the tokens per second of all repetitions, which have as many tokens each.
+
+    With five repetitions and more, its 95 % interval by resampling them.
+    """
+    names = ("stock_speed", "decode_tokens_per_second")
+    stock, own = (1 / numpy.array([record[name] for record in repetitions]) for name in names)
+    row = {"ratio_together": _ratio(stock, own), "ratio_low": None, "ratio_high": None}
+    if len(repetitions) >= LEAST_RESAMPLED:
+        found = bootstrap((stock, own), _ratio, paired=True, method="percentile", rng=0)
+        row["ratio_low"], row["ratio_high"] = map(float, found.confidence_interval)
+    return row
+
+
+def _ratio(stock: numpy.ndarray, own: numpy.ndarray, axis: int = -1):
+    """Divide the sums of times; the last axis is of repetitions."""
+    return stock.sum(axis) / own.sum(axis)
 
 
 def _outside_passes(repetitions: list[dict]) -> dict:
