@@ -25,6 +25,7 @@ ROOT_PAGES = {
     "examples/prompts/README.md": "project/prompts.md",
     "examples/custom_policy/README.md": "project/custom-policy.md",
     "examples/deployment/README.md": "project/deployment.md",
+    "examples/train_head/README.md": "project/train-head.md",
     # The site has another home page.
     "README.md": "index.md",
 }
