@@ -145,9 +145,11 @@ def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
     wanted = [tokenizer(text)["input_ids"] for text in (texts[0], *texts[2:])]
     assert source.batch(EACH, 2, 0) + source.batch(EACH, 2, 1) == wanted
     assert source.batch(EACH, 1, 1) == wanted[2:3]
-    assert (source.num_too_long, source.longest) == (1, max(map(len, wanted)))
-    with pytest.raises(BadInput, match=r"has 4 prompts that fit a/model \(1 are too long\), and 6"):
+    assert source.num_left_out == 1 and source.longest_of(EACH) == max(wanted, key=len)
+    with pytest.raises(BadInput, match=r"gave 4 prompts that fit a/model \(1 are too long"):
         prompts.source(replace(settings, repetitions=3), tokenizer, max_context=500)
+    settings = replace(settings, engine_keys={"max_model_len": 500})
+    assert prompts.source(settings, tokenizer, max_context=2048).num_left_out == 1
 
 
 def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):

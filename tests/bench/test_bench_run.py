@@ -55,6 +55,7 @@ MISTAKES = [
     (["--triforce", '{"log_interval": Infinity}'], "log_interval=inf is out of range"),
     (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
     (["--contexts", "each"], "takes the prompts of --dataset-name"),
+    (["--contexts", "each,4K"], "stands alone"),
 ]
 
 

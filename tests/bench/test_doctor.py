@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_architecture, make_llama
+from tests.models import make_architecture, make_llama, make_mimo
 from tests.packages import BROKEN, put_project
 from vllm_triforce.cli import main
+from vllm_triforce_bench.doctor.report import write_report
 from vllm_triforce_bench.predict.machine import MACHINES
 
 OPTIONS = ["--dtype", "float32", "--max-model-len", "8192"]
@@ -329,19 +330,51 @@ def test_a_report_names_nothing_private(capsys, pair, tmp_path, monkeypatch):
     def report(*arguments: str) -> dict:
         main(["doctor", *arguments, "--report", str(path)])
         text = path.read_text()
-        for secret in (*secrets, pair["target"], pair["draft"], "acme/draft"):
+        for secret in (*secrets, pair["target"], pair["draft"], "acme", "nowhere"):
             assert secret not in text, text
         return json.loads(text)
 
     keys = json.dumps({"method": "triforce", "model": pair["draft"], "gamma": 3})
     found = report(pair["target"], *OPTIONS, "--speculative-config", keys)
-    assert found["engine"]["model"] == "<name 1>" and found["engine"]["draft"] == "<name 2>"
+    assert found["engine"]["model"] == "<model>" and found["engine"]["draft"] == "<draft>"
     assert found["engine"]["architecture"] == "LlamaForCausalLM"
     assert found["engine"]["settings"]["gamma"] == 3 and found["layers"]["retrieve"]
     assert "VLLM_API_KEY" in found["variables"]
-    keys = json.dumps({"method": "triforce", "model": "acme/draft"})
-    refused = report(pair["target"], *OPTIONS, "--speculative-config", keys)
-    assert "<name" in refused["engine"]["refusal"]
+    for draft in ("acme/draft", "nowhere"):
+        keys = json.dumps({"method": "triforce", "model": draft})
+        refused = report(pair["target"], *OPTIONS, "--speculative-config", keys)
+        assert "draft model '<given>'" in refused["engine"]["refusal"]
+
+
+# What a message may quote, and what of it may be seen.
+MESSAGES = {
+    "draft model 'secret' is not a folder": "draft model '<given>' is not a folder",
+    "models/hidden/config.json is bad": "<private> is bad",
+    "model acme-hidden-7b not found": "model <given> not found",
+    "<class 'transformers_modules.acme.hidden.Config'>": "<class '<private>'>",
+    "token hf_abcdefghijkl is bad": "token <private> is bad",
+    "Pool(host='hf.corp.internal', port=443): url: /acme/hidden": "Pool(host=<private>, port=443): "
+    "url: <private>",
+    "10.1.2.3:3128 refused": "<private> refused",
+    "no /data/a,b/My Models/x": "no <private>",
+    "https://[fe80::1]:8000 refused": "<private> refused",
+    "the draft of the target has no tokenizer": "the draft of the target has no tokenizer",
+    "key 'gama' is unknown; did you mean 'gamma'?": "key 'gama' is unknown; did you mean 'gamma'?",
+    "vllm_triforce.worker.cpu.Worker": "vllm_triforce.worker.cpu.Worker",
+    "16.3 tokens/s": "16.3 tokens/s",
+}
+
+
+def test_a_report_keeps_what_is_nobodys(tmp_path):
+    """Models in folders that are called target and draft hide no words."""
+    engine = {"model": "target", "draft": "draft", "dtype": "bfloat16", "warnings": [*MESSAGES]}
+    engine["settings"] = {"level2_model": "bfloat16"}
+    keys = json.dumps({"model": "draft", "level2_model": "secret"})
+    argv = ["target", "--speculative-config", keys, "--tokenizer=/srv/models/acme-hidden-7b"]
+    write_report(tmp_path / "fault.json", {"engine": engine}, argv)
+    found = json.loads((tmp_path / "fault.json").read_text())["engine"]
+    assert found["warnings"] == [*MESSAGES.values()]
+    assert found["settings"] == {"level2_model": "bfloat16"} and found["dtype"] == "bfloat16"
 
 
 def test_a_report_that_cannot_be_written_is_said(capsys, pair, tmp_path):
@@ -349,3 +382,11 @@ def test_a_report_that_cannot_be_written_is_said(capsys, pair, tmp_path):
         main(["doctor", "--report", str(tmp_path / "no" / "fault.json")])
     assert ended.value.code == 2
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_an_mtp_layer_is_predicted(capsys, tmp_path):
+    """vLLM reads its config with no layers."""
+    model = without_weights(make_mimo(tmp_path / "mimo", num_layers=3), tmp_path / "bare")
+    keys = json.dumps({"method": "triforce", "model": model})
+    _, found = doctor(capsys, model, *OPTIONS, "--speculative-config", keys)
+    assert found["prediction"]["cells"], found["prediction"]

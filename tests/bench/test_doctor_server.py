@@ -133,8 +133,8 @@ def test_figures_are_those_of_all_engines(serve, capsys, tmp_path):
     assert model["levels"]["num_level2_accepted"] == 1000 and model["advice"] == []
     doctor(capsys, url, "--report", str(tmp_path / "report.json"))
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["url"] == "<address>"
-    assert report["models"] == [model | {"model": "<name 1>"}]
+    assert report["url"] == "<given>"
+    assert report["models"] == [model | {"model": "<model 1>"}]
 
 
 def test_seconds_compares_two_readings(serve, capsys):

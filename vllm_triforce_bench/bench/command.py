@@ -13,6 +13,7 @@ from vllm_triforce_bench.bench.batch import settings as batch_settings
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.serve import settings as serve_settings
 from vllm_triforce_bench.bench.serve.settings import ServeSettings
+from vllm_triforce_bench.bench.settings import EACH
 
 DIFFERENT, SERVER_FAILED = 1, 3
 INTERRUPTED = 130
@@ -78,12 +79,17 @@ def _decode_batches(
     with console.status("reading the prompts"):
         tokenizer = prompts.load_tokenizer(settings.target, settings.engine_keys)
         source = prompts.source(settings, tokenizer, target.max_context)
-    settings = replace(settings, longest_prompt=source.longest)
-    if source.num_too_long:
-        left_out[f"{source.num_too_long} prompts"] = "longer than the model's positions allow"
-        console.print(f"[yellow]{source.num_too_long} prompts are left out: too long")
+    if settings.has_own_prompts:
+        settings = replace(settings, longest_prompt=len(source.longest_of(EACH)))
+    if source.num_left_out:
+        left_out[f"{source.num_left_out} of the prompts"] = "too long for the model, or empty"
+        console.print(
+            f"[yellow]{source.num_left_out} of the prompts are left out: too long, or empty"
+        )
     about = {"variants": [variant.keys for variant in variants], **report.machine()}
-    store = Store(folder, settings.to_dict() | about)
+    arguments = settings.to_dict() | about
+    del arguments["longest_prompt"]  # which follows from the others
+    store = Store(folder, arguments)
 
     from vllm_triforce_bench.bench.batch.engines import fit_at_once, memory_kind
     from vllm_triforce_bench.bench.batch.measure import Measurement
@@ -115,7 +121,7 @@ def _decode_batches(
     for row in different:
         console.print(
             f"[bold red]greedy output differs from stock vLLM's: {row['label']}, {row['dtype']}, "
-            f"{row['batch_size']} x {row['context']} tokens"
+            f"{report.batch_text(row['batch_size'], row['context'])}"
         )
     return DIFFERENT if different else 0
 

@@ -1,12 +1,16 @@
 """Texts that prompts are cut from: files, folders, and the datasets of ``vllm bench``."""
 
 import argparse
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_triforce_bench.bench import BadInput
+
+MIN_PROMPT = 2
+"""Tokens."""
 
 
 def load_tokenizer(target: str, engine_keys: Mapping[str, Any]):
@@ -97,7 +101,7 @@ class Stretches:
     def __init__(
         self, tokens: list[int], num_prompts: int, batch_size: int, bos_token_id: int | None
     ) -> None:
-        self.tokens, self.num_too_long, self.longest = tokens, 0, 0
+        self.tokens, self.num_left_out = tokens, 0
         self._num_prompts, self._batch_size, self._bos = num_prompts, batch_size, bos_token_id
 
     def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
@@ -116,22 +120,29 @@ class Stretches:
             prompts = [[tokens[0], *prompt[1:]] for prompt in prompts]
         return prompts
 
+    def longest_of(self, context: int) -> list[int]:
+        """Return a prompt of ``context`` tokens, the longest of the grid."""
+        return self.batch(context, 1, 0)[0]
+
 
 class OwnPrompts:
     """Prompts of a dataset, each as long as it is.
 
     Args:
-        num_too_long: prompts left out because the model has too few positions for them.
+        num_left_out: prompts left out because they do not fit the model, or are too short.
     """
 
-    def __init__(self, prompts: list[list[int]], batch_size: int, num_too_long: int) -> None:
-        self.prompts, self._batch_size, self.num_too_long = prompts, batch_size, num_too_long
-        self.longest = max(map(len, prompts))
+    def __init__(self, prompts: list[list[int]], batch_size: int, num_left_out: int) -> None:
+        self.prompts, self._batch_size, self.num_left_out = prompts, batch_size, num_left_out
 
     def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
         """Return the prompts of a batch; ``context`` is ``EACH``."""
         first = repetition * self._batch_size
         return self.prompts[first : first + batch_size]
+
+    def longest_of(self, context: int) -> list[int]:
+        """Return the longest prompt; ``context`` is ``EACH``."""
+        return max(self.prompts, key=len)
 
 
 def source(settings, tokenizer, max_context: int | None) -> Stretches | OwnPrompts:
@@ -172,20 +183,23 @@ def _stretches(settings, tokenizer) -> Stretches:
 
 
 def _own_prompts(settings, tokenizer, max_context: int | None) -> OwnPrompts:
-    """Read a dataset's prompts as ``vllm bench serve`` sends them, as many as the grid needs."""
+    """Read a dataset's text prompts as ``vllm bench serve`` sends them, as many as needed."""
     texts = _dataset_of(settings, ["--no-oversample"], tokenizer)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    room = float("inf") if max_context is None else max_context - settings.max_model_len
-    fitting = [prompt for prompt in prompts if len(prompt) <= room]
-    num_too_long = len(prompts) - len(fitting)
+    limits = [max_context, settings.engine_keys.get("max_model_len")]
+    longest = min((each for each in limits if each), default=None)
+    room = math.inf if longest is None else longest - settings.max_model_len
+    fitting = [prompt for prompt in prompts if MIN_PROMPT <= len(prompt) <= room]
+    num_left_out = len(prompts) - len(fitting)
     if len(fitting) < settings.num_prompts:
         raise BadInput(
-            f"dataset {settings.dataset_name} has {len(fitting)} prompts that fit {settings.target}"
-            f" ({num_too_long} are too long), and {settings.num_prompts} are needed: lower "
-            "--repetitions, --batch-sizes or --tokens"
+            f"dataset {settings.dataset_name} gave {len(fitting)} prompts that fit "
+            f"{settings.target} ({num_left_out} are too long, or empty), and "
+            f"{settings.num_prompts} are needed: lower --repetitions, --batch-sizes or --tokens, "
+            "or raise vLLM's --num-prompts in --dataset-args"
         )
     prompts = fitting[: settings.num_prompts]
-    return OwnPrompts(prompts, max(settings.batch_sizes), num_too_long)
+    return OwnPrompts(prompts, max(settings.batch_sizes), num_left_out)
 
 
 def _dataset_of(settings, options: list[str], tokenizer) -> list[str]:

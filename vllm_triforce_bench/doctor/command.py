@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report",
         type=Path,
         metavar="FILE",
-        help="write the results without names of models, paths and addresses, to report a fault",
+        help="write the results to report a fault, without names of models, paths and addresses "
+        "as far as they are recognised",
     )
     add(
         "--machine",
@@ -87,6 +88,7 @@ def _run_server(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, results: dict[str, Any], lines: Callable) -> None:
     """Print the results, and write the file of ``--report``."""
+    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
     if args.report is not None:
         from vllm_triforce_bench.doctor.report import write_report
 
@@ -94,7 +96,6 @@ def _show(args: argparse.Namespace, results: dict[str, Any], lines: Callable) ->
             write_report(args.report, results, args.argv)
         except OSError as error:
             args.fail(f"--report {args.report} cannot be written ({error.strerror})")
-    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
 
 
 def examine(

@@ -1,18 +1,37 @@
-"""The file to attach to a report of a fault: the doctor's results without private names."""
+"""The file to attach to a report of a fault: the doctor's results without private names.
+
+Fields that hold a model's name are replaced as a whole. Other texts, such as refusals, quote what
+the user gave: there everything given on the command line is replaced, and what looks like a path,
+an address or a key. This is a best effort, as nobody knows what vLLM's errors quote.
+"""
 
 import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-# Addresses first: a path would match a part of them.
-_ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\",)\]}]+", re.IGNORECASE)
-_PATH = re.compile(r"(?<![\w.])(?:~|\.{1,2})?/[^\s'\":;,)\]}]+")
-# Paths and names of the hub among options, in JSON too.
-_WITH_SLASH = re.compile(r"[^\s'\"{}\[\]:,=]+/[^\s'\"{}\[\]:,=]+")
+from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.level2_model import DTYPES
+
+_PRIVATE = (
+    re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\")}]+", re.IGNORECASE),  # addresses
+    re.compile(r"\S+@\S+\.\w+"),
+    re.compile(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:]*\](?::\d+)?"),
+    re.compile(r"(?<=host=)'[^']*'"),
+    re.compile(r"transformers_modules\.[\w.-]+"),
+    re.compile(r"\bhf_\w{8,}"),
+    re.compile(r"(?<![\w.])(?:~|\.{1,2})?/[^'\":;)\]}\n]*[^'\":;)\]}\s.]"),  # paths, with spaces
+    re.compile(
+        r"(?<![\w<])(?!tokens/s\b)[\w.~-]+(?:/[\w.@~-]+)+/?"
+    ),  # relative paths and names of the hub
+)
+# Words of options and keys, which say nothing of a user.
+_WORDS = {*(field.name for field in fields(TriForceConfig)), *DTYPES}
+_WORDS |= {"triforce", "auto", "fp8", "doctor", "retrieval", "quest", "streaming", "prompt_lookup"}
 
 
 def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> None:
@@ -20,50 +39,95 @@ def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> No
 
     Args:
         results: the content of ``--json``.
-        argv: arguments of the command; what has a slash in them is a name as well.
+        argv: arguments of the command.
 
     Raises:
         OSError: the file cannot be written.
     """
+    machine = {"system": platform.system(), "processor": platform.machine()}
+    hidden = {name for text in argv for name in _given(text)} | set(_models(results))
+    # Of variables the names alone: a value may be a key.
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    hidden |= {value for value in variables.values() if not value.isdecimal() and len(value) > 2}
     report = {
-        "machine": {
-            "system": platform.system(),
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-        },
-        # Without their values, which may be keys or paths.
-        "variables": sorted(name for name in os.environ if name.startswith("VLLM_")),
-        **results,
+        "machine": {**machine, "cores": os.cpu_count()},
+        "variables": sorted(variables),
+        **_map_texts(_without_models(results), _hider(hidden - _WORDS)),
     }
-    names = [*_models(results), *(name for text in argv for name in _WITH_SLASH.findall(text))]
-    path.write_text(json.dumps(_without(report, names), indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _models(results: dict[str, Any]) -> list[str]:
-    """Return the names of models in results."""
+def _models(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of models in results."""
     engine = results.get("engine", {})
     names = [engine.get("model"), engine.get("draft")]
     names.append(engine.get("settings", {}).get("level2_model"))
-    return [*filter(None, names), *(each["model"] for each in results.get("models", ()))]
+    names += [each["model"] for each in results.get("models", ())]
+    yield from filter(None, names)
 
 
-def _without(value: Any, names: list[str]) -> Any:
-    """Replace names of models, paths and addresses in all texts of JSON."""
-    hidden = {name: f"<name {i + 1}>" for i, name in enumerate(dict.fromkeys(names))}
-    hidden |= {str(folder): "<path>" for folder in (Path.home(), Path.cwd())}
-    longest_first = sorted(hidden, key=len, reverse=True)
-    name = re.compile("|".join(rf"(?<!\w){re.escape(each)}(?!\w)" for each in longest_first))
+def _without_models(results: dict[str, Any]) -> dict[str, Any]:
+    """Replace the fields that hold a model's name."""
+    results = json.loads(json.dumps(results))
+    engine = results.get("engine", {})
+    settings = engine.get("settings", {})
+    for holder, field in ((engine, "model"), (engine, "draft"), (settings, "level2_model")):
+        if holder.get(field) not in (None, "fp8", *DTYPES):
+            holder[field] = f"<{field}>"
+    for number, each in enumerate(results.get("models", ()), 1):
+        each["model"] = f"<model {number}>"
+    return results
 
-    def clean(text: str) -> str:
-        text = name.sub(lambda found: hidden[found[0]], _ADDRESS.sub("<address>", text))
-        return _PATH.sub("<path>", text)
 
-    return _map_texts(value, clean)
+def _given(text: str) -> Iterator[str]:
+    """Yield the values in an argument, of JSON the texts that are no keys."""
+    value = text.partition("=")[2] if text.startswith("--") else text
+    try:
+        values = list(_texts(json.loads(value)))
+    except ValueError:
+        values = [value]
+    for each in values:
+        yield from {each, each.rstrip("/"), os.path.normpath(each), os.path.basename(each)}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _hider(names: set[str]) -> Callable[[str], str]:
+    """Return a function that hides names, and all that looks private, in a text."""
+    # A word of the language is hidden where it is quoted alone: a folder may be named "target".
+    patterns = [
+        rf"(?<!\w){re.escape(name)}(?!\w)"
+        if re.search(r"[^A-Za-z]", name)
+        else rf"(?<=['\"]){re.escape(name)}(?=['\"])"
+        for name in sorted(names, key=len, reverse=True)
+        if len(name) > 1 and not name.startswith("-")
+    ]
+    given = re.compile("|".join(patterns) or r"(?!)")
+
+    def hide(text: str) -> str:
+        text = given.sub("<given>", text)
+        for pattern in _PRIVATE:
+            text = pattern.sub("<private>", text)
+        return text
+
+    return hide
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Change all texts of JSON but keys, and what is the same for everybody."""
     if isinstance(value, dict):
-        return {name: _map_texts(each, change) for name, each in value.items()}
-    if isinstance(value, list | tuple):
+        return {
+            name: each if name == "wraps" else _map_texts(each, change)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
         return [_map_texts(each, change) for each in value]
     return change(value) if isinstance(value, str) else value

@@ -9,6 +9,7 @@ _UNCOUNTED = {
     "quantization_config": "quantised weights",
     "ssm_state_size": "state-space layers",
     "linear_num_key_heads": "linear attention",
+    "moe_num_experts": "ERNIE's mixture of experts",
 }
 
 
@@ -163,7 +164,7 @@ class Geometry:
     def as_mtp(self) -> "Geometry":
         """Return the sizes of the MTP layer of a target with these.
 
-        It projects a state and an embedding to the layer's input, and shares the embedding and the
-        output head with the target.
+        It projects a state and an embedding to the layer's input. The embedding is the target's;
+        the output head is counted as its own, as GLM's is.
         """
         return replace(self, layers=1, is_tied=True, more_weights=2 * self.hidden * self.hidden)

@@ -82,7 +82,7 @@ class Measurement:
             self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
             # vLLM registers its kernel again with every engine.
             fix_expand_kernel()
-        longest = self._prompts.batch(max(self._settings.contexts), 1, 0)
+        longest = [self._prompts.longest_of(max(self._settings.contexts))]
         for engine in self._engines:
             self._progress.say(f"warming up {engine.variant.label}, {dtype}")
             for temperature in sorted({0.0, max(self._settings.temperatures)}):

@@ -123,13 +123,19 @@ class BatchSettings(Settings):
 
     def check_context(self, max_context: int | None) -> None:
         """Raise BadInput if a prompt and its output are longer than the model."""
-        if max_context is not None and self.max_model_len > max_context:
+        if max_context is None or self.max_model_len <= max_context:
+            return
+        if self.has_own_prompts:
             raise BadInput(
-                f"--contexts {max(self.contexts)} with --tokens {self.tokens} is "
-                f"{max(self.contexts) + self.tokens} tokens, and room for proposals; "
-                f"{self.target} has {max_context} positions: use contexts up to "
-                f"{max_context - self.tokens - PROPOSAL_ROOM}"
+                f"--tokens {self.tokens} leaves no room for a prompt: {self.target} has "
+                f"{max_context} positions. Lower it"
             )
+        raise BadInput(
+            f"--contexts {max(self.contexts)} with --tokens {self.tokens} is "
+            f"{max(self.contexts) + self.tokens} tokens, and room for proposals; "
+            f"{self.target} has {max_context} positions: use contexts up to "
+            f"{max_context - self.tokens - PROPOSAL_ROOM}"
+        )
 
 
 def read(args: argparse.Namespace) -> BatchSettings:
