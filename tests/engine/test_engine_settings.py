@@ -23,6 +23,7 @@ from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
 from tests.unit.test_plugin import engine_config
+from vllm_triforce import cli
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -91,6 +92,21 @@ def test_copy_with_experts(engines, tmp_path):
         if "expert" in name
     }
     assert experts == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_a_copy_takes_what_the_doctor_says(engines, pair, tmp_path, capsys, name):
+    """Within 2 %; norms and scales are left out of what is said."""
+    copy = make_int8(tmp_path / name, pair["target"]) if name == "int8" else name
+    keys = triforce(retrieval_budget=256, level2_model=copy)
+    options = ["--dtype", "float32", "--speculative-config", json.dumps(keys)]
+    assert cli.main(["doctor", pair["target"], *options, "--json", "--machine", "H200"]) == 0
+    said = json.loads(capsys.readouterr().out)["memory"]["level2_model_bytes"]
+    llm = engines.get(pair["target"], keys)
+    shared = {id(part) for part in worker_of(llm).model_runner.model.parameters()}
+    parts = built(llm).speculator.level2.model.parameters()
+    taken = sum(part.nbytes for part in parts if id(part) not in shared)
+    assert taken == pytest.approx(said, rel=0.02)
 
 
 def test_passes_are_measured_beside_adapters(engines, pair):
