@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from tests.conftest import triforce
@@ -96,17 +97,23 @@ def test_copy_with_experts(engines, tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_a_copy_takes_what_the_doctor_says(engines, pair, tmp_path, capsys, name):
-    """Within 2 %; norms and scales are left out of what is said."""
+    """Within 2 %. The CPU's kernel hides int8 weights: those of the checkpoint count."""
     copy = make_int8(tmp_path / name, pair["target"]) if name == "int8" else name
     keys = triforce(retrieval_budget=256, level2_model=copy)
     options = ["--dtype", "float32", "--speculative-config", json.dumps(keys)]
     assert cli.main(["doctor", pair["target"], *options, "--json", "--machine", "H200"]) == 0
     said = json.loads(capsys.readouterr().out)["memory"]["level2_model_bytes"]
-    llm = engines.get(pair["target"], keys)
-    shared = {id(part) for part in worker_of(llm).model_runner.model.parameters()}
-    parts = built(llm).speculator.level2.model.parameters()
-    taken = sum(part.nbytes for part in parts if id(part) not in shared)
-    assert taken == pytest.approx(said, rel=0.02)
+    if name == "int8":
+        parts = list(load_file(f"{copy}/model.safetensors").values())
+    else:
+        llm = engines.get(pair["target"], keys)
+        shared = {id(part) for part in worker_of(llm).model_runner.model.parameters()}
+        parts = [
+            part
+            for part in built(llm).speculator.level2.model.parameters()
+            if id(part) not in shared
+        ]
+    assert sum(part.nbytes for part in parts) == pytest.approx(said, rel=0.02)
 
 
 def test_passes_are_measured_beside_adapters(engines, pair):
