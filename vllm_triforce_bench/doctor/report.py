@@ -18,16 +18,17 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.level2_model import DTYPES
 
 _PRIVATE = (
-    re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\")}]+", re.IGNORECASE),  # addresses
+    # Addresses, mail, IP addresses, hosts.
+    re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\")}]+", re.IGNORECASE),
     re.compile(r"\S+@\S+\.\w+"),
     re.compile(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:]*\](?::\d+)?"),
     re.compile(r"(?<=host=)'[^']*'"),
+    # Modules of a model's own code, and tokens of the hub.
     re.compile(r"transformers_modules\.[\w.-]+"),
     re.compile(r"\bhf_\w{8,}"),
-    re.compile(r"(?<![\w.])(?:~|\.{1,2})?/[^'\":;)\]}\n]*[^'\":;)\]}\s.]"),  # paths, with spaces
-    re.compile(
-        r"(?<![\w<])(?!tokens/s\b)[\w.~-]+(?:/[\w.@~-]+)+/?"
-    ),  # relative paths and names of the hub
+    # Paths, which may have spaces; then relative paths and names of the hub.
+    re.compile(r"(?<![\w.])(?:~|\.{1,2})?/[^'\":;)\]}\n]*[^'\":;)\]}\s.]"),
+    re.compile(r"(?<![\w<])(?!tokens/s\b)[\w.~-]+(?:/[\w.@~-]+)+/?"),
 )
 # Words of options and keys, which say nothing of a user.
 _WORDS = {*(field.name for field in fields(TriForceConfig)), *DTYPES}
@@ -80,7 +81,7 @@ def _without_models(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(text: str) -> Iterator[str]:
-    """Yield the values in an argument, of JSON the texts that are no keys."""
+    """Yield the values in an argument, each in several spellings; in JSON, all texts but keys."""
     value = text.partition("=")[2] if text.startswith("--") else text
     try:
         values = list(_texts(json.loads(value)))
@@ -101,7 +102,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _hider(names: set[str]) -> Callable[[str], str]:
-    """Return a function that hides names, and all that looks private, in a text."""
+    """Return a function that replaces names in a text, and what looks private."""
     # A word of the language is hidden where it is quoted alone: a folder may be named "target".
     patterns = [
         rf"(?<!\w){re.escape(name)}(?!\w)"
