@@ -13,11 +13,13 @@ from vllm_triforce.selection import POLICIES
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 16, 4, 64
 BUDGET, RECENT = 8, 2
 NUM_SELECTED = BUDGET - RECENT - 1
+MOST = 14
 
 
-def retrieval_cache(policy: str) -> RetrievalCache:
+def retrieval_cache(policy: str, most: int = BUDGET, blocks: int = BLOCKS) -> RetrievalCache:
+    """With a budget of ``BUDGET`` blocks, or of an eighth of the context and at most ``most``."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(LAYERS, BLOCKS, BLOCK, HEADS, DIM, generator=generator)
+    keys = torch.randn(LAYERS, blocks, BLOCK, HEADS, DIM, generator=generator)
     policy = POLICIES[policy]()
 
     def summaries_of(layer: int):
@@ -26,7 +28,7 @@ def retrieval_cache(policy: str) -> RetrievalCache:
     summaries = ChunkSummaries(
         policy.summaries,
         LAYERS,
-        BLOCKS,
+        blocks,
         HEADS,
         DIM,
         torch.float32,
@@ -34,12 +36,13 @@ def retrieval_cache(policy: str) -> RetrievalCache:
         [summaries_of(layer) for layer in range(LAYERS)],
     )
     return RetrievalCache(
-        summaries, policy, BLOCK, RetrievalBudget(BUDGET, BUDGET, RECENT), refresh_interval=0
+        summaries, policy, BLOCK, RetrievalBudget(BUDGET, most, RECENT), refresh_interval=0
     )
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
     """Blocks of each KV head, by votes of a request's queries [1, num_heads, DIM]."""
+    num_selected = cache.budget.of(num_full) - RECENT - 1
     ids = torch.from_numpy(table[1 : num_full - RECENT].astype(np.int64))
     blocks = []
     for head in range(HEADS):
@@ -49,7 +52,7 @@ def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) 
         }
         scores = cache.policy.score(grouped, keys, len(ids))
         votes = (scores[0] * DIM**-0.5).softmax(-1).sum(0)
-        blocks.append({int(ids[i]) for i in votes.topk(NUM_SELECTED).indices})
+        blocks.append({int(ids[i]) for i in votes.topk(num_selected).indices})
     return blocks
 
 
@@ -66,14 +69,23 @@ def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) 
         ([3, 1, 0], [1, 1, 1]),
     ],
 )
+@pytest.mark.parametrize(
+    "num_fulls, most",
+    [
+        # Row 2's context fits the budget; the others differ in length, and here in budget.
+        ([20, 11, 6, 13], BUDGET),
+        ([100, 40, 6, 130], MOST),
+        ([40, 130, 6, 100], MOST),
+    ],
+)
 def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
-    policy, group, rows, query_lens
+    policy, group, rows, query_lens, num_fulls, most
 ):
-    cache = retrieval_cache(policy)
+    num_blocks = sum(num_fulls) + len(num_fulls)
+    cache = retrieval_cache(policy, most, num_blocks)
     generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(BLOCKS, generator=generator).int().numpy()
-    # Row 2's context fits the budget; the others differ in length.
-    num_fulls, start = [20, 11, 6, 13], 0
+    order = torch.randperm(num_blocks, generator=generator).int().numpy()
+    start = 0
     tables = []
     for num_full in num_fulls:
         tables.append(order[start : start + num_full + 1])
@@ -101,13 +113,14 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
                 continue
             newest = part[:1] + layer
             expected = expected_blocks(cache, layer, tables[row], num_fulls[row], newest)
+            num_selected = cache.budget.of(num_fulls[row]) - RECENT - 1
             for head in range(HEADS):
-                one_head = own[head, 1 : 1 + NUM_SELECTED] - head
+                one_head = own[head, 1 : 1 + num_selected] - head
                 assert {int(b) // HEADS for b in one_head} == expected[head]
                 assert set((one_head % HEADS).tolist()) == {0}
             # The first block and the tail stay.
             assert torch.equal(own[:, 0], before[layer, row, :, 0])
-            tail = slice(1 + NUM_SELECTED, None)
+            tail = slice(1 + num_selected, None)
             assert torch.equal(own[:, tail], before[layer, row, :, tail])
 
 

@@ -41,13 +41,19 @@ class PassSelection:
         self._num_kv_heads = num_kv_heads
         self._batch_rows = list(candidates)
         by_row = list(candidates.values())
-        self._num_selected = by_row[0].num_selected
+        num_selected = torch.tensor([c.num_selected for c in by_row])
+        self._max_selected = int(num_selected.max())
+        is_kept = torch.arange(self._max_selected) >= num_selected[:, None]
+        self._is_kept = is_kept[:, None] if bool(is_kept.any()) else None
+        """[num_rows, 1, max_selected], True for blocks of a row's tail; None where rows select
+        equally many. A budget is a share of each row's context."""
         self._max_chunks = max(len(c.block_ids) for c in by_row)
         self._summaries = _stack([c.summaries for c in by_row], self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
         num_chunks = torch.tensor([len(c.block_ids) for c in by_row])
         is_padded = torch.arange(self._max_chunks) >= num_chunks[:, None]
-        self._is_padded = is_padded[:, None, None] if bool(is_padded.any()) else None
+        self._is_padded = is_padded[:, None] if bool(is_padded.any()) else None
+        """[num_rows, 1, max_chunks]; None where rows have equally many candidates."""
         block_ids = torch.zeros(len(by_row), 1, self._max_chunks, dtype=torch.int32)
         for row, candidate in enumerate(by_row):
             block_ids[row, 0, : len(candidate.block_ids)] = candidate.block_ids
@@ -83,8 +89,9 @@ class PassSelection:
         is_all = len(present) == len(self._batch_rows)
         self._present = None if is_all else torch.tensor(present)
         self._present_ids = self._of_present(self._one_head_ids)
-        padded = self._is_padded
+        padded, kept = self._is_padded, self._is_kept
         self._present_padded = None if padded is None else self._of_present(padded)
+        self._present_kept = None if kept is None else self._of_present(kept)
         is_whole_pass = table_rows == list(range(len(rows)))
         self._table_rows = None if is_whole_pass else torch.tensor(table_rows)
         return True
@@ -108,12 +115,19 @@ class PassSelection:
         grouped = query[self._tokens].unflatten(1, (self._num_kv_heads, -1))
         summaries = {kind: self._of_present(keys[layer]) for kind, keys in self._summaries.items()}
         scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
-        if self._present_padded is not None:
-            scores = scores.masked_fill(self._present_padded, float("-inf"))
+        if (padded := self._present_padded) is not None:
+            scores = scores.masked_fill(padded[:, :, None], float("-inf"))
         votes = self._policy.votes(scores, head_dim)
-        best = votes.topk(self._num_selected, dim=-1, sorted=False).indices
+        if padded is not None:
+            # The votes of candidates may be 0, as those of padding are.
+            votes = votes.masked_fill(padded, float("-inf"))
+        # Sorted: the best of a row are the first of them, in the same order whatever the batch.
+        best = votes.topk(self._max_selected, dim=-1, sorted=True).indices
         ids = self._present_ids.gather(-1, best)
-        selected = self._tables[layer, :, :, 1 : 1 + self._num_selected]
+        selected = self._tables[layer, :, :, 1 : 1 + self._max_selected]
+        if (kept := self._present_kept) is not None:
+            before = selected if self._table_rows is None else selected[self._table_rows]
+            ids = torch.where(kept, before, ids)
         if self._table_rows is None:
             selected.copy_(ids)
         else:
