@@ -734,6 +734,24 @@ def _heads() -> list[Case]:
     ]
 
 
+def _unequal_contexts() -> Case:
+    """Default budgets, which are a share of each request's context."""
+    seeded = dict(temperature=1.0, max_tokens=16)
+    alone = Request(0, 6500, seeded | {"seed": 0}), Request(6500, 2500, seeded | {"seed": 1})
+    return Case(
+        "unequal contexts",
+        "A seeded request samples the same tokens, of which as many are accepted, alone and beside "
+        "requests with longer or shorter contexts, in any order.",
+        (*((request,) for request in alone), alone, alone[::-1]),
+        ("as alone",),
+        keys={"refresh_interval": 0},
+        # In one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
+        engine=SMALL
+        | dict(max_model_len=7168, max_num_batched_tokens=9216, kv_cache_memory_bytes=256 << 20),
+        at_least={"num_level2_accepted": 30, "num_level3_rejections": 1},
+    )
+
+
 def _calibrated() -> list[Case]:
     """Of a vocabulary of eight tokens. Power: where level 3 accepts whatever it gets, 180 tokens
     at T=1 have p < 1e-18."""
@@ -773,6 +791,7 @@ def _calibrated() -> list[Case]:
             keys=EIGHT,
             **shape,
         ),
+        _unequal_contexts(),
         Case(
             "sampled-prompt_lookup",
             distribution.format("T=0.6 and top-p 0.9, with prompt lookup"),

@@ -293,6 +293,27 @@ def _seeded(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert len({tuple(tokens) for tokens in first}) == len(first)
 
 
+@check("as alone")
+def _as_alone(case: Case, job: Job, seen: Seen, by: By) -> None:
+    def by_prompt(batches) -> list:
+        return sorted(
+            (
+                len(output.prompt_token_ids),
+                list(answer.token_ids),
+                answer.spec_decode_metrics.histogram,
+            )
+            for batch in batches
+            for output in batch.outputs
+            for answer in output.outputs
+        )
+
+    batches = [batch for batch in seen.batches if len(batch.outputs) > 1]
+    alone = by_prompt(batch for batch in seen.batches if len(batch.outputs) == 1)
+    assert batches
+    for batch in batches:
+        assert by_prompt([batch]) == alone
+
+
 def p_values(
     target: str, answered: list[tuple[list[int], dict, list[int]]], exact: Exact
 ) -> list[float]:
