@@ -39,22 +39,40 @@ if is_on:
     assert set(sys.modules) - before == {"vllm_triforce", "vllm_triforce.plugin"}
 from vllm.engine.arg_utils import EngineArgs
 assert hasattr(EngineArgs.create_engine_config, "__wrapped__") == is_on
-config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
+configs = [EngineArgs(m, skip_tokenizer_init=True).create_engine_config() for m in sys.argv[1:]]
 import vllm.v1.engine.core, vllm.v1.core.sched.scheduler, vllm.v1.metrics.loggers
 assert hasattr(vllm.v1.engine.core.EngineCore.post_step, "__wrapped__") == is_on
 assert not is_on or "_AfterImport" not in [type(finder).__name__ for finder in sys.meta_path]
-config.instance_id = ""
-print(repr(config), config.parallel_config.worker_cls, config.additional_config)
+for config in configs:
+    print(config.compute_hash())
+    config.instance_id = ""
+    print(repr(config), config.parallel_config.worker_cls, config.additional_config)
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+flags = {flag for flag in parser._option_string_actions if flag != "--speculative-model"}
+abbreviations = {flag[:end] for flag in flags for end in range(3, len(flag)) if flag[:2] == "--"}
+for short in sorted(abbreviations - flags):
+    print(short, [found[1] for found in parser._get_option_tuples(short)])
+keys = '{"method": "ngram", "num_speculative_tokens": 3}'
+for given in (
+    [], ["--speculative", keys], ["--speculative=" + keys], ["--speculative_c.method", "ngram"],
+    ["--speculative.method=ngram", "--spec-t", "3"], ["-sc", keys, "-O2"], ["--spec_mo", "draft"],
+):
+    args = parser.parse_args(["--model", sys.argv[1], *given])
+    print(vars(args), EngineArgs.from_cli_args(args))
 """
 
 
-def test_inert_unless_asked_for(gqa_pair):
-    """Configuration and log are the same with the plugin and without."""
+def test_inert_unless_asked_for(gqa_pair, tmp_path):
+    """Configuration, compile key, parsed flags, all abbreviations, and log are the same with the
+    plugin and without."""
+    models = [gqa_pair["target"], make_architecture(tmp_path / "windows", "gemma3")]
 
     def run(plugins: dict) -> tuple[str, list[str]]:
         env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
         done = subprocess.run(
-            [sys.executable, "-c", _PRINT_CONFIG, gqa_pair["target"]],
+            [sys.executable, "-c", _PRINT_CONFIG, *models],
             env=env,
             capture_output=True,
             text=True,
@@ -276,6 +294,21 @@ def parsed(model: str, *flags: str):
 
 
 TRIFORCE = ("--speculative-model", "triforce")
+
+
+def test_the_flag_is_no_argument_of_scripts_that_do_not_give_it(gqa_pair):
+    """They pass all arguments on, or have a flag of this name themselves."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_triforce.plugin import register
+
+    register()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    EngineArgs(**vars(parser.parse_args(["--model", gqa_pair["target"]])))
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--speculative-model", default="theirs")
+    assert EngineArgs.add_cli_args(parser).parse_args([]).speculative_model == "theirs"
 
 
 def test_flag_alone_and_with_settings(gqa_pair):

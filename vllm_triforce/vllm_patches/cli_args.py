@@ -1,5 +1,6 @@
 """Patches of vLLM's command line: its flags for speculation accept the method ``triforce``."""
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,17 @@ FLAGS = {
     "--spec-model": ("spec_model", "model"),
     "--spec-tokens": ("spec_tokens", "num_speculative_tokens"),
 }
+
+
+class _WholeFlag(str):
+    """Flag without abbreviations: those of vLLM's ``--speculative-config`` stay its own."""
+
+    def startswith(self, *args) -> bool:
+        """Return False: argparse finds the flags that an abbreviation may mean by it."""
+        return False
+
+
+_FLAG = _WholeFlag("--speculative-model")
 
 # Conditions of the ledger under which patches can be deleted.
 REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
@@ -35,8 +47,11 @@ _CLI_HELP = (
 def _wrap_add_cli_args(original):
     def add_cli_args(parser, *args, **kwargs):
         parser = original(parser, *args, **kwargs)
+        if _FLAG in parser._option_string_actions:  # a script's own
+            return parser
         group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
-        group.add_argument("--speculative-model", choices=[METHOD], default=None, help=_CLI_HELP)
+        # Scripts pass all parsed arguments on, as in ``LLM(**vars(args))``: not given, no argument.
+        group.add_argument(_FLAG, choices=[METHOD], default=argparse.SUPPRESS, help=_CLI_HELP)
         for action in parser._actions:
             if "--spec-method" in action.option_strings and action.choices is not None:
                 action.choices = [*action.choices, METHOD]
