@@ -2,6 +2,7 @@
 the new weights wrote.
 """
 
+import logging
 import shutil
 from dataclasses import replace
 
@@ -9,9 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
+from tests.conftest import triforce
 from tests.generation import generate
-from tests.inside import built
+from tests.head_oracle import LAYERS
+from tests.inside import built, worker_of
+from tests.models import make_head
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -51,6 +62,90 @@ def weights_restored(stock, llm, pair):
     yield
     for engine in (stock, llm):
         reload(engine, pair["target"])
+
+
+class FromFolder(WeightTransferEngine):
+    """Trainer that sends the weights of a folder, in checkpoint format as vLLM's own do."""
+
+    init_info_cls = update_info_cls = dict
+
+    def init_transfer_engine(self, init_info) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info) -> None:
+        self.receive_weights(update_info)  # vLLM's waits for an accelerator
+
+    def receive_weights(self, update_info) -> None:
+        weights = load_file(f"{update_info['folder']}/model.safetensors")
+        self.model.load_weights(weights.items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+@pytest.fixture(scope="module")
+def transfer() -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightTransferEngineFactory, "_registry", {"folder": lambda: FromFolder})
+        yield {"weight_transfer_config": WeightTransferConfig(backend="folder")}
+
+
+def send(llm, folder: str, start: str = "start_weight_update") -> None:
+    llm.collective_rpc(start)
+    llm.collective_rpc("update_weights", args=({"folder": folder},))
+    llm.collective_rpc("finish_weight_update")
+    assert llm.reset_prefix_cache()
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.triforce")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_transferred_weights(stock, engines, pair, other, prompts, transfer, said, tmp_path):
+    """The target's and the draft's arrive; the log says that a copy keeps its own."""
+    keys = triforce(model=pair["draft"], retrieval_budget=256, level2_model="bfloat16")
+    llm = engines.get(pair["target"], keys, **transfer)
+    old = generate(llm, prompts, max_tokens=MAX_TOKENS)
+    send(llm, other)
+    reload(stock, other)
+    new = generate(stock, prompts, max_tokens=MAX_TOKENS)
+    assert generate(llm, prompts, max_tokens=MAX_TOKENS) == new != old
+    (line,) = said
+    assert "level2_model=bfloat16 keeps the weights from before" in line
+    reload(stock, pair["target"])
+
+    draft = worker_of(llm).triforce.model
+    before = draft.lm_head.weight.clone()
+    folder = shutil.copytree(pair["draft"], tmp_path / "draft")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, folder / "model.safetensors")
+    send(llm, folder, "start_draft_weight_update")
+    assert torch.equal(draft.lm_head.weight, 2 * before) and len(said) == 1
+    assert generate(llm, prompts, max_tokens=MAX_TOKENS) == new
+
+
+def test_a_head_gets_transferred_weights(engines, pair, other, transfer, tmp_path):
+    """What it shares with the target comes with the target's, the rest as a draft model's."""
+    head = make_head(tmp_path / "head", pair["target"], draft_vocab=2048, layers=LAYERS)
+    llm = engines.get(pair["target"], triforce(model=head), **transfer)
+    draft, target = worker_of(llm).triforce.model, worker_of(llm).get_model()
+    shared, own = draft.model.embed_tokens.weight, draft.lm_head.weight
+    before, old = shared.clone(), own.clone()
+    send(llm, other)
+    assert not torch.equal(shared, before)
+    assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
+    assert torch.equal(draft.lm_head.weight, old)
+    make_head(tmp_path / "head", pair["target"], draft_vocab=2048, layers=LAYERS, seed=1)
+    send(llm, tmp_path / "head", "start_draft_weight_update")
+    assert not torch.equal(draft.lm_head.weight, old)
 
 
 def counted(llm, prompts) -> tuple[list[list[int]], dict]:

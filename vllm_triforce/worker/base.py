@@ -78,6 +78,15 @@ class TriForceWorkerMixin(Worker):
 
     def reload_weights(self, *args, **kwargs) -> None:
         super().reload_weights(*args, **kwargs)
+        self._warn_of_stale_copy()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        if not self._weight_update_is_draft:
+            self._warn_of_stale_copy()
+
+    def _warn_of_stale_copy(self) -> None:
+        """Log that new weights of the target do not reach level 2's copy."""
         if (name := self.triforce_config.level2_model) is not None:
             logger.warning(
                 "level2_model=%s keeps the weights from before. Outputs are right, but fewer "
