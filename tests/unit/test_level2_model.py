@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.models import PAIR, make_int8
+from tests.conftest import triforce
+from tests.models import PAIR, make_head, make_int8
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.level2_model import (
     check_level2_model,
@@ -46,6 +47,38 @@ def test_a_dtype_is_the_targets_checkpoint_in_it(target):
 def test_a_quantized_checkpoint_keeps_its_own_scheme(target, tmp_path):
     config = made(make_int8(tmp_path / "int8", TARGET), target)
     assert config.quantization == "compressed-tensors"
+
+
+def test_a_checkpoint_of_the_hub_may_name_its_revision(target, tmp_path, monkeypatch):
+    """The target's revision is of another repository; a folder may have an @ in its name."""
+    folder = shutil.copytree(TARGET, tmp_path / "a@b")
+    assert made(str(folder), target).model == str(folder)
+    asked = []
+    monkeypatch.setattr(
+        "vllm.config.ModelConfig",
+        lambda **its: asked.append((its["model"], its["revision"])) or SimpleNamespace(),
+    )
+    for name in ("some/target-int8", "some/target-int8@0123abc"):
+        level2_model_config(name, target)
+    assert asked == [("some/target-int8", None), ("some/target-int8", "0123abc")]
+
+
+def test_the_compile_key_names_the_states_that_a_head_reads(tmp_path):
+    """They are outputs of the copy's graph; another head may come to the same folder."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_triforce.core.level2_model import copy_config
+    from vllm_triforce.plugin import register
+
+    register()
+
+    def key_of(*layers: int) -> str:
+        head = make_head(tmp_path / "head", TARGET, draft_vocab=2048, layers=layers)
+        keys = triforce(model=head, level2_model="bfloat16")
+        args = EngineArgs(TARGET, dtype="float32", max_model_len=4096, speculative_config=keys)
+        return copy_config("bfloat16", args.create_engine_config()).compute_hash()
+
+    assert key_of(0, 1, 2) == key_of(0, 1, 2) != key_of(1, 2, 3)
 
 
 def test_overrides_of_the_target_reach_the_copy():

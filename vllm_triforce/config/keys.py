@@ -151,7 +151,8 @@ class Keys:
         _LEVEL2,
         "A copy of the target with fewer bits a weight, for level 2's passes: a dtype such as "
         "`bfloat16`, for a target in 16 bits a scheme of vLLM's online quantization such as "
-        "`fp8_per_tensor` (in short `fp8`), or a quantized checkpoint of the target. It reads and "
+        "`fp8_per_tensor` (in short `fp8`), or a quantized checkpoint of the target, of the hub "
+        "also as `NAME@REVISION`. The target's `--trust-remote-code` holds for it. It reads and "
         "writes the target's KV cache, and takes memory of its own. A request with an adapter is "
         "drafted without it",
         default_text="none: the target's weights",

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -31,7 +32,7 @@ def level2_model_config(name: str, target_config) -> Any:
 
     Args:
         name: value of ``level2_model``: a dtype, a scheme of vLLM's online quantization, or a
-            checkpoint.
+            checkpoint, of the hub also with ``@REVISION``.
         target_config: ``ModelConfig`` of the target.
 
     Raises:
@@ -67,9 +68,12 @@ def level2_model_config(name: str, target_config) -> Any:
 def _checkpoint_config(name: str, target_config) -> Any:
     from vllm.config import ModelConfig
 
+    # The target's revision is of another repository. A folder's name may have an @.
+    model, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     try:
         config = ModelConfig(
-            model=name,
+            model=model,
+            revision=revision or None,
             tokenizer=target_config.tokenizer,
             tokenizer_mode=target_config.tokenizer_mode,
             tokenizer_revision=target_config.tokenizer_revision,

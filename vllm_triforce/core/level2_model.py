@@ -117,7 +117,6 @@ def copy_config(name: str, vllm_config) -> VllmConfig:
     config.compilation_config.pass_config.fuse_attn_quant = False
     config.compilation_config.static_all_moe_layers = []
     config.lora_config = None
-    config.speculative_config = None
     return config
 
 
