@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce.selection import POLICIES
 
 MAX_MODEL_LEN = 768
@@ -71,6 +72,8 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
     if draw(st.integers(0, 4)) == 0:
         keys["selection"] = draw(st.sampled_from(sorted(POLICIES)))
     keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", "1,3", "2,3"]))
+    if keys["levels"] == "2,3":  # keys of drafts are refused
+        keys = {key: keys[key] for key in keys if key not in LEVEL1_KEYS} | {"with_draft": False}
     keys["adaptive"] = False  # on V2 it would measure passes in Triton's interpreter
     if runner == "v1":
         keys["adaptive"] = draw(st.integers(0, 2)) == 0

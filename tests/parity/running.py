@@ -231,7 +231,7 @@ def make_job(case: Case, models, stock) -> Job:
     keys = dict(case.keys)
     if case.keys.get("levels") == "3":  # which drafts nothing
         keys["min_context"] = None
-    else:
+    elif case.keys.get("levels") != "2,3":
         keys["draft_sources"] = case.source
         if case.source == HEAD_SOURCE:
             keys["model"] = model.head

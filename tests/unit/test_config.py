@@ -122,6 +122,36 @@ def test_default_sources_follow_the_model_and_the_controller():
     assert sources("head", is_head=True, gamma=2) == ("head",)
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model", "some/draft"),
+        ("gamma", 2),
+        ("draft_sources", "prompt_lookup"),
+        ("prompt_lookup_max", 4),
+        ("num_sink_tokens", 4),
+    ],
+)
+def test_a_draft_is_refused_where_level_1_takes_no_part(key, value):
+    """Else it would be loaded and never used."""
+    keys = {} if key == "model" else {key: value}
+    config = TriForceConfig(levels="2,3", **keys)
+    model = value if key == "model" else None
+    named = f"{key}={value!r} is not supported with levels='2,3': level 1 takes no part. Leave one"
+    with pytest.raises(ValueError, match=named):
+        config.with_defaults(can_adapt=True, model=model)
+
+
+@pytest.mark.parametrize("levels", ["1,2,3", "1,3", "2,3"])
+@pytest.mark.parametrize("interval", [0, 8])
+def test_levels_that_take_no_part_keep_nothing(levels, interval):
+    config = TriForceConfig(levels=levels, refresh_interval=interval).with_defaults(can_adapt=True)
+    resolved, uses_level2 = config.resolve(32), "2" in levels
+    assert resolved.keeps_selections == (uses_level2 and interval > 0)
+    assert resolved.selects_in_pass == (uses_level2 and interval == 0)
+    assert (resolved.policy == "retrieval") == uses_level2
+
+
 def test_a_heads_window_has_no_sinks():
     for is_head, num_sinks in ((False, 16), (True, 0)):
         config = TriForceConfig().with_defaults(True, "draft", is_head=is_head)

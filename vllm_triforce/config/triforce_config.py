@@ -41,6 +41,9 @@ _NEVER = 1 << 31
 # Limits of the retrieval budget where it is a share of the context, and recent tokens of any.
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
 
+# Keys of level 1's drafts whose default tells whether they are given.
+LEVEL1_KEYS = ("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens")
+
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
 _PASS_KERNELS = ("retrieval",)
 # refresh_interval where level 2's passes cannot select.
@@ -129,6 +132,11 @@ class ResolvedConfig(Keys):
     def selects_in_pass(self) -> bool:
         """True if level 2's passes select chunks by themselves."""
         return self.uses_level2 and self.refresh_interval == 0
+
+    @property
+    def keeps_selections(self) -> bool:
+        """True if queries of full passes select chunks, which level 2's passes then share."""
+        return self.uses_level2 and self.refresh_interval > 0
 
     @property
     def max_growth(self) -> int:
@@ -231,6 +239,10 @@ class TriForceConfig(Keys):
         if self.is_plain:
             self._check_plain(model)
             return config
+        if self.levels == "2,3":
+            self._check_unused(
+                f"levels={self.levels!r}", "level 1 takes no part", model, LEVEL1_KEYS
+            )
         is_gamma_open = "gamma" in config.adaptive_keys
         sources = choose_sources(self.draft_sources, model, is_gamma_open, is_head)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
@@ -328,18 +340,16 @@ class TriForceConfig(Keys):
                 f"{levels} is plain decoding, which vLLM does by itself. Set kv_offload_gib, or "
                 "drop method='triforce'."
             )
-        names = (
-            "num_speculative_tokens",
-            "gamma",
-            "draft_sources",
-            "prompt_lookup_max",
-            "min_context",
-        )
+        names = (*LEVEL1_KEYS, "num_speculative_tokens", "min_context")
+        self._check_unused(levels, "nothing is drafted or proposed", model, names)
+
+    def _check_unused(self, setting: str, reason: str, model: str | None, names: tuple) -> None:
+        """Refuse a draft model and given keys that have no use beside ``setting``."""
         for name, value in {"model": model, **{n: getattr(self, n) for n in names}}.items():
             if value is not None:
                 raise ValueError(
-                    f"{name}={value!r} is not supported with {levels}: nothing is drafted or "
-                    "proposed. Leave one of them out."
+                    f"{name}={value!r} is not supported with {setting}: {reason}. Leave one of "
+                    "them out."
                 )
 
     def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:

@@ -55,12 +55,12 @@ class BuiltSpeculator:
             config,
         )
         # Passes of level 2 that select by their own queries need none of the full passes.
-        min_context = config.min_context if config.refresh_interval else sys.maxsize
+        min_context = config.min_context if config.keeps_selections else sys.maxsize
         self.recorder = QueryRecorder(
             len(sparse_layers), config.num_speculative_tokens + 1, min_context
         )
         attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
-        policy = POLICIES[config.selection]()
+        policy = POLICIES[config.policy]()
         summaries = allocate_summaries(
             policy,
             sparse_layers,

@@ -84,7 +84,7 @@ class SpeculatorBuild:
         self.recorder = StaticQueryRecorder(
             len(layers),
             runner.input_buffers.query_start_loc,
-            0 if config.selects_in_pass else config.max_batch,
+            config.max_batch if config.keeps_selections else 0,
             layers[0].num_heads,
             layers[0].head_size,
             num_tokens + 1,
@@ -92,7 +92,7 @@ class SpeculatorBuild:
             model_config.dtype,
         )
         # Passes of level 2 that select by their own queries need none of the full passes.
-        self.recorder.paused = config.selects_in_pass
+        self.recorder.paused = not config.keeps_selections
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables

@@ -62,7 +62,7 @@ class SelectionsV2:
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self.policy.summaries
         }
-        num_slots = 0 if config.selects_in_pass else rows.max_rows
+        num_slots = rows.max_rows if config.keeps_selections else 0
         shape = (num_slots, num_layers, num_kv_heads, self.max_selected)
         self._selected = torch.zeros(shape, dtype=torch.int32, device=device)
         tables_shape = (num_layers, rows.max_rows * num_kv_heads, self.width)

@@ -35,8 +35,9 @@ def buffer_bytes(
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
     selected = config.max_selected_blocks
     num_heads, pass_numbers = first.num_heads, 0
-    if config.selects_in_pass:
+    if not config.keeps_selections:
         selected = query_reqs = 0
+    if config.selects_in_pass:
         max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
         pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads)
     bytes_by_purpose = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import METHOD as TRIFORCE
+from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce_bench.bench import BadInput
 
 STOCK = "stock"
@@ -171,17 +172,18 @@ def variants(
         is_triforce = method.name == TRIFORCE
         for budget in budgets if is_triforce else [None]:
             keys = {**method.keys, **user_keys.get(method.name or "", {})}
+            has_drafts = method.keys.get("levels") != "2,3"
+            if not has_drafts:  # the user's keys are for all methods
+                keys = {key: keys[key] for key in keys if key not in LEVEL1_KEYS}
             if "draft_sources" in method.keys:
-                keys["draft_sources"] = method.keys["draft_sources"]
+                has_drafts, keys["draft_sources"] = False, method.keys["draft_sources"]
             label = method.title
             if is_triforce:
                 if budget is not None:
                     keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
-            if draft and (
-                method.needs_draft or (is_triforce and "draft_sources" not in method.keys)
-            ):
+            if draft and (method.needs_draft or (is_triforce and has_drafts)):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants
