@@ -9,7 +9,6 @@ from tests.inside import attention_layers_of, built, worker_of
 from tests.models import held_out_tokens, make_llama
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.core.draft_cache import private_cache
-from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import build
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
@@ -137,10 +136,9 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
             level2.cache.policy, attention_layers_of(llm), torch.float32, device, []
         )
     worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
-    layers = attention_layers(worker.vllm_config)
-    draft_layers = {name: layers[name] for name in worker.triforce.draft_layer_names}
+    draft = worker.triforce
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
-        private_cache(draft_layers, worker.vllm_config, keys, 8, device)
+        private_cache(draft.draft_layers, draft.vllm_config, keys, 8, device)
 
 
 @pytest.mark.slow

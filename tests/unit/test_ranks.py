@@ -60,8 +60,8 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
         self._handler = SimpleNamespace(set_proposals=lambda *args: None)
 
     monkeypatch.setattr(module.SpeculatorV2, "__init__", init)
+    monkeypatch.setattr(module.SpeculatorV2, "draft_layers", {})
     for name, value in {
-        "attention_layers": {},
         "SpeculatorBuild": built,
         "install_request_listener": flags,
         "replace_rejection_sampler": None,
@@ -71,7 +71,7 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
         monkeypatch.setattr(module, name, lambda *args, value=value: value)
     config = TriForceConfig(min_context=0).with_defaults(can_adapt=False, has_fixed_shapes=True)
     states = SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES))
-    runner = SimpleNamespace(req_states=states, block_tables=None)
+    runner = SimpleNamespace(req_states=states, block_tables=None, vllm_config=None)
     rank = module.TriForceSpeculatorV2(None, CPU, runner, config.resolve(16), None)
     rank.allocate(SimpleNamespace(num_blocks=9))
     return rank

@@ -110,7 +110,7 @@ def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
     speculator, parts = speculator_of(llm), built(llm)
     selections, draft = parts.proposer.level2.selections, parts.proposer.sources["draft_model"]
-    layers = speculator.vllm_config.compilation_config.static_forward_context
+    draft_layers = speculator.draft_layers.values()
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
     votes = 0 if selections.in_pass is None else selections.in_pass.num_bytes
@@ -119,7 +119,7 @@ def _memory(llm) -> dict:
         "selections": selections.num_bytes - summaries - votes,
         "votes": votes,
         "queries": parts.recorder.queries.nbytes,
-        "the draft's windows": sum(layers[n].kv_cache.nbytes for n in speculator.draft_layer_names),
+        "the draft's windows": sum(layer.kv_cache.nbytes for layer in draft_layers),
         "the draft's distributions": draft._logits.nbytes,
         "the head's states": 0 if parts.hidden_states is None else parts.hidden_states.ring.nbytes,
     }
@@ -127,7 +127,7 @@ def _memory(llm) -> dict:
 
 
 def _draft_layers(llm) -> dict:
-    names = speculator_of(llm).draft_layer_names
+    names = speculator_of(llm).draft_layers
     groups = worker_of(llm).model_runner.kv_cache_config.kv_cache_groups
     return {
         "num_draft_layers": len(names),

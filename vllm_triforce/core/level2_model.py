@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.utils.mem_utils import format_gib
 
 from vllm_triforce.config.level2_model import level2_load_config, level2_model_config
+from vllm_triforce.core.own_layers import with_own_layers
 
 logger = init_logger("vllm.triforce")
 
@@ -99,7 +100,7 @@ def load_level2_model(
 
 def copy_config(name: str, vllm_config) -> VllmConfig:
     """Return a config under which the copy's layers register apart from the target's."""
-    config = copy.copy(vllm_config)
+    config = with_own_layers(vllm_config)
     config.model_config = level2_model_config(name, vllm_config.model_config)
     config.load_config = level2_load_config(config.model_config, vllm_config)
     config.quant_config = VllmConfig.get_quantization_config(
@@ -110,12 +111,9 @@ def copy_config(name: str, vllm_config) -> VllmConfig:
         config.model_config.maybe_untie_word_embeddings()
     # A checkpoint with KV scales sets ``cache_dtype``; the target's stays.
     config.cache_config = copy.copy(vllm_config.cache_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
     # Fused quantization would write scales into the target's attention layers.
     config.compilation_config.pass_config = copy.copy(config.compilation_config.pass_config)
     config.compilation_config.pass_config.fuse_attn_quant = False
-    config.compilation_config.static_all_moe_layers = []
     config.lora_config = None
     return config
 

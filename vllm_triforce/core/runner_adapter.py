@@ -1,8 +1,12 @@
 """Interface between vLLM's worker and a runner's adapter."""
 
 from abc import ABC, abstractmethod
+from typing import Any
+
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.core.kv_groups import attention_layers
 
 
 class RunnerAdapter(ABC):
@@ -10,6 +14,14 @@ class RunnerAdapter(ABC):
 
     Hooks that an adapter does not need do nothing.
     """
+
+    vllm_config: Any
+    """Config of the draft (``core/own_layers.py``); the target's is the runner's."""
+
+    @property
+    def draft_layers(self) -> dict[str, Attention]:
+        """Return the draft's attention layers by name; none without a draft."""
+        return attention_layers(self.vllm_config)
 
     def calibrate(self) -> None:  # noqa: B027
         """Measure the passes before vLLM compiles and captures graphs."""

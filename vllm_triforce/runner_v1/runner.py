@@ -20,6 +20,7 @@ from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.head import aux_layers, emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.level2_model import load_level2_model
+from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
@@ -46,12 +47,11 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     """TriForce in place of vLLM's draft model."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
-        super().__init__(vllm_config, device, runner)
+        super().__init__(with_own_layers(vllm_config), device, runner)
         self.config = config
         self._runner = runner
         self._draft_model = draft_model
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
-        self.draft_layer_names: set[str] = set()
         if config.has_head and aux_layers(vllm_config):
             swaps.AUX_STATES.set(runner, True)
         self._requests: dict[str, object] = {}
@@ -66,9 +66,10 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
     def load_model(self, target_model) -> None:
         """Load the models of levels 1 and 2, where they are not the target, by vLLM's loader."""
         self._target = target_model
-        self.target_layers = attention_layers(self.vllm_config)
+        target_config = self._runner.vllm_config
+        self.target_layers = attention_layers(target_config)
         self._level2_model = load_level2_model(
-            self.config.level2_model, target_model, self.target_layers, self.vllm_config
+            self.config.level2_model, target_model, self.target_layers, target_config
         )
         if self._draft_model is None:
             return
@@ -78,8 +79,6 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
                 emit_states(target_model, self._level2_model.model, self.vllm_config)
             else:
                 self.model = self._get_model()
-        layers = attention_layers(self.vllm_config)
-        self.draft_layer_names = layers.keys() - self.target_layers.keys()
 
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
         """Compile the draft and level 2's copy during the target's warm-up."""
@@ -101,11 +100,9 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         self._acceptance = support_all_sampling_params(self._runner, self.vllm_config, self.device)
         tables = self._runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
-        layers = attention_layers(self.vllm_config)
-        draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         draft = getattr(self, "model", None)
         self.built = BuiltSpeculator(
-            SourceParts(self.vllm_config, self.config, draft, draft_layers, self.device),
+            SourceParts(self.vllm_config, self.config, draft, self.draft_layers, self.device),
             self._level2_model,
             self.target_layers,
             kv_cache_config,
@@ -155,7 +152,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             self.built.speculator,
             self.config,
             self._target,
-            self.vllm_config,
+            self._runner.vllm_config,
             self._runner.attn_groups,
             self._block_sizes,
             self._num_blocks,

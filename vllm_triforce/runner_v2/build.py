@@ -36,6 +36,8 @@ class LoadedModel(NamedTuple):
     model: Any
     layers: dict
     """Attention layers by name."""
+    vllm_config: Any
+    """Config in which a pass finds the layers."""
 
 
 class SpeculatorBuild:
@@ -166,6 +168,7 @@ class SpeculatorBuild:
             self.context,
             draft.model,
             draft.layers,
+            draft.vllm_config,
             platform.draft(),
             runner.req_states.all_token_ids.gpu,
             self.hidden_states,

@@ -17,7 +17,6 @@ from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.core.draft_cache import warm_up
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.head import states_read
-from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.plan import RequestPlan, StepPlan, fixed_plan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v2.batch import BatchReader
@@ -142,15 +141,13 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Build the levels, once the target's KV cache exists."""
         self._num_blocks = kv_cache_config.num_blocks
-        layers = attention_layers(self.vllm_config)
-        draft_layers = {name: layers[name] for name in layers if name in self.draft_layer_names}
         self.built = built = SpeculatorBuild(
-            self.vllm_config,
+            self._runner.vllm_config,
             self.config,
             self._runner,
             self.level2_model,
             self.target_layers,
-            LoadedModel(self.model, draft_layers),
+            LoadedModel(self.model, self.draft_layers, self.vllm_config),
             kv_cache_config,
             self.vocab_size,
             offload,
@@ -182,7 +179,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             num_graphs(
                 self.config,
                 min(self.max_num_reqs, self.config.max_speculating_seqs),
-                self.vllm_config.compilation_config.max_cudagraph_capture_size,
+                runner.vllm_config.compilation_config.max_cudagraph_capture_size,
                 self.model is not None,
                 len(runner.lora_capture_cases) if self._has_level2_adapters else 0,
             ).values()

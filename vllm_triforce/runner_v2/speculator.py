@@ -17,6 +17,7 @@ from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.head import aux_layers, emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
 from vllm_triforce.core.level2_model import load_level2_model
+from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
@@ -40,7 +41,7 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     """Estimated bytes of proposals' CUDA graphs, once vLLM has measured its own graphs."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
-        super().__init__(vllm_config, device)
+        super().__init__(with_own_layers(vllm_config), device)
         self.config = config
         self.model = cast(torch.nn.Module, None)  # until a draft is loaded
         self.draft_attn_layer_names: set[str] = set()
@@ -55,12 +56,13 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
     # Start-up, in the order of vLLM's calls.
 
     def load_model(self, target_model) -> None:
-        self.target_layers = attention_layers(self.vllm_config)
+        target_config = self._runner.vllm_config
+        self.target_layers = attention_layers(target_config)
         if self._draft_model is not None:
             with loading_draft(self._draft_model):
                 super().load_model(target_model)
         self.level2_model = load_level2_model(
-            self.config.level2_model, target_model, self.target_layers, self.vllm_config
+            self.config.level2_model, target_model, self.target_layers, target_config
         )
         if self.config.has_head:
             emit_states(target_model, self.level2_model.model, self.vllm_config)
@@ -69,10 +71,6 @@ class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
         if self.config.has_head:
             return load_head(target_model, self.vllm_config)
         return super().load_draft_model(target_model, target_attn_layer_names)
-
-    @property
-    def draft_layer_names(self) -> set[str]:
-        return self.draft_attn_layer_names
 
     def set_attn(self, *args, **kwargs) -> None:
         """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_triforce.config import ResolvedConfig, read_config
-from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
@@ -94,23 +93,14 @@ class TriForceWorkerMixin(Worker):
                 name,
             )
 
-    def get_kv_cache_spec(self) -> dict:
-        """Return vLLM's specs without the draft's layers: level 1 has a private cache."""
-        draft_layers = self.triforce.draft_layer_names
-        specs = super().get_kv_cache_spec()
-        return {name: spec for name, spec in specs.items() if name not in draft_layers}
-
     def extra_memory(self) -> tuple[dict[str, int], float]:
         """Return TriForce's bytes by purpose, and its further bytes per byte of KV cache."""
         config = self.triforce_config
         if config.is_plain:
             return {}, 0.0
-        names = self.triforce.draft_layer_names
-        layers = attention_layers(self.vllm_config)
-        draft_layers = {name: layer for name, layer in layers.items() if name in names}
         target_layers = self.triforce.target_layers
         return (
-            buffer_bytes(target_layers, draft_layers, config, self.vllm_config),
+            buffer_bytes(target_layers, self.triforce.draft_layers, config, self.vllm_config),
             summary_bytes_per_kv_byte(target_layers, config, self.vllm_config),
         )
 

@@ -132,7 +132,7 @@ class DraftModelV2(DraftSourceV2):
 
     def __init__(self, parts: SourcePartsV2) -> None:
         context, layers = parts.context, parts.draft_layers
-        config, vllm_config, rows = context.config, context.vllm_config, context.rows
+        config, vllm_config, rows = context.config, parts.draft_config, context.rows
         self.cache, builder = private_cache(
             layers, vllm_config, config, rows.max_rows, context.device
         )
@@ -140,6 +140,7 @@ class DraftModelV2(DraftSourceV2):
         self._model = parts.draft
         self._rows = rows
         self._context = context
+        self._vllm_config = vllm_config
         self._all_token_ids = parts.all_token_ids
         self._num_sinks, self._num_recent = config.num_sink_tokens, config.num_recent_tokens
         self._capacity = config.window_tokens
@@ -276,7 +277,7 @@ class DraftModelV2(DraftSourceV2):
 
     def _build_pass(self, attention: DraftAttention, query_len: int, name: str) -> ModelPass:
         """Build a pass of ``query_len`` tokens a row over the draft's cache."""
-        vllm_config, max_rows = self._context.vllm_config, self._rows.max_rows
+        vllm_config, max_rows = self._vllm_config, self._rows.max_rows
         capacity = self.cache.blocks_per_slot * self.cache.block_size
         draft_config = vllm_config.speculative_config.draft_model_config
         hidden = (draft_config.get_hidden_size(), draft_config.dtype) if self.reads_states else None

@@ -20,6 +20,7 @@ class SourcePartsV2:
     Args:
         draft: the draft model as vLLM loaded it; None where none was configured.
         draft_layers: attention layers of the draft by name.
+        draft_config: vLLM's config in which a pass of the draft finds its layers.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
         all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
         hidden_states: states for a head; None without one.
@@ -28,6 +29,7 @@ class SourcePartsV2:
     context: ProposalContext
     draft: Any
     draft_layers: dict[str, Any]
+    draft_config: Any
     draft_attention: Any
     all_token_ids: torch.Tensor
     hidden_states: HiddenStatesV2 | None = None
