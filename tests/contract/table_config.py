@@ -16,6 +16,7 @@ MIXIN = "vllm_triforce/worker/base.py"
 BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
 COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2_model.py"
+LAYERS = "vllm_triforce/core/own_layers.py"
 
 TABLE: list[Surface] = [
     has("config/model.py", "ModelConfig", "model tokenizer tokenizer_mode tokenizer_revision trust_remote_code seed hf_overrides enforce_eager model_impl disable_sliding_window quantization quantization_config dtype get_num_experts get_total_num_kv_heads get_head_size", COPY_CONFIG),
@@ -24,8 +25,10 @@ TABLE: list[Surface] = [
     has("config/load.py", "LoadConfig", "load_format model_loader_extra_config", COPY_CONFIG),
     calls("config/vllm.py", "VllmConfig.get_quantization_config", "model_config, load_config", COPY),
     has("config/model.py", "ModelConfig", "maybe_untie_word_embeddings", COPY),
-    has("config/compilation.py", "CompilationConfig", "static_forward_context static_all_moe_layers pass_config", COPY),
+    has("config/compilation.py", "CompilationConfig", "pass_config", COPY),
     has("config/compilation.py", "PassConfig", "fuse_attn_quant", COPY),
+    has("config/compilation.py", "CompilationConfig", "static_forward_context static_all_moe_layers", LAYERS),
+    has("config/vllm.py", "VllmConfig", "compilation_config", LAYERS),
     calls("model_executor/model_loader/__init__.py", "get_model", "vllm_config=", COPY),
     calls("compilation/backends.py", "set_model_tag", "tag", COPY),
     calls("model_executor/layers/attention/attention.py", "Attention.forward", "query, key, value", COPY),

@@ -79,7 +79,7 @@ RUNNER_V1: list[Surface] = [
     does(RUNNER, "GPUModelRunner._sample", "self._get_spec_decode_draft_probs( < self.rejection_sampler(", V1),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "num_draft_tokens draft_token_ids", V1),
     does("model_executor/layers/attention/kv_transfer_utils.py", "maybe_transfer_kv_layer", "has_kv_transfer_group(", "vllm_triforce/vllm_patches/kv_connector.py"),
-    has(RUNNER, "GPUModelRunner", "drafter effective_drafter_max_model_len max_model_len requests input_batch attn_groups", V1),
+    has(RUNNER, "GPUModelRunner", "vllm_config drafter effective_drafter_max_model_len max_model_len requests input_batch attn_groups", V1),
     # It insists on the class, and tells us in this order what a step came to.
     does(RUNNER, "GPUModelRunner.sample_tokens", "isinstance(self.drafter, DraftModelProposer)", V1),
     does(RUNNER, "GPUModelRunner.propose_draft_token_ids", "isinstance(self.drafter, DraftModelProposer) < self.drafter.prepare_next_token_ids_padded( < self.drafter.prepare_inputs_padded( < self.drafter.propose(", V1),
@@ -124,7 +124,7 @@ HEADS: list[Surface] = [
     has(RUNNER, "ExecuteModelState", "hidden_states aux_hidden_states", OFF),
     does(RUNNER, "GPUModelRunner.execute_model", "self.execute_model_state =", OFF),
     has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu num_reqs", "vllm_triforce/runner_v1/hidden_states.py"),
-    has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs", OURS2),
+    has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs vllm_config", OURS2),
     overrides(ALONE2, "StandaloneARSpeculator.load_draft_model", "self, target_model, target_attn_layer_names", OURS2),
     has("v1/worker/gpu/input_batch.py", "InputBatch", "positions", STATES2),
 ]

@@ -238,17 +238,19 @@ BY_HAND = {
     },
     "core/level2_model.py": {
         "config.cache_config",
-        "config.compilation_config",
         "config.compilation_config.pass_config",
         "config.compilation_config.pass_config.fuse_attn_quant",
-        "config.compilation_config.static_all_moe_layers",
-        "config.compilation_config.static_forward_context",
         "config.load_config",
         "config.lora_config",
         "config.model_config",
         "config.quant_config",
         "config.speculative_config",
         "model.get_submodule(parent)",  # of the copy
+    },
+    "core/own_layers.py": {  # of a copy
+        "config.compilation_config",
+        "config.compilation_config.static_all_moe_layers",
+        "config.compilation_config.static_forward_context",
     },
     "core/plan.py": {"scheduler_output"},
     "scheduler/v2.py": {"request.spec_token_ids"},

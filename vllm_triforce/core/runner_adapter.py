@@ -3,8 +3,6 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from vllm.model_executor.layers.attention import Attention
-
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.kv_groups import attention_layers
 
@@ -19,7 +17,7 @@ class RunnerAdapter(ABC):
     """Config of the draft (``core/own_layers.py``); the target's is the runner's."""
 
     @property
-    def draft_layers(self) -> dict[str, Attention]:
+    def draft_layers(self) -> dict[str, Any]:
         """Return the draft's attention layers by name; none without a draft."""
         return attention_layers(self.vllm_config)
 
