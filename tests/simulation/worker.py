@@ -99,6 +99,7 @@ class Worker:
         machine = self.world.machine
         tokens, contexts, sampled, num_prompt, num_drafts = [], [], [], 0, 0
         emitting = []
+        reads = any(self._states[name].computed < self._states[name].prefill for name in names)
         for name in names:
             state, count = self._states[name], step.num_scheduled_tokens[name]
             drafts = len(step.scheduled_spec_decode_tokens.get(name, ()))
@@ -116,7 +117,7 @@ class Worker:
             own = count - drafts
             if state.computed >= state.prefill:
                 assert own == 1
-                self._check_placeholders(name, state, drafts)
+                self._check_placeholders(name, state, drafts, reads)
             if own == 1:
                 tokens.append(count)
                 contexts.append(state.computed)
@@ -186,7 +187,7 @@ class Worker:
         for name, blocks in zip(cached.req_ids, cached.new_block_ids):
             self._states[name].blocks += blocks[0] if blocks else []
 
-    def _check_placeholders(self, name: str, state: _State, drafts: int) -> None:
+    def _check_placeholders(self, name: str, state: _State, drafts: int, reads: bool) -> None:
         if self.config is None:
             assert not drafts
             return
@@ -194,9 +195,9 @@ class Worker:
             assert drafts <= state.proposed <= state.planned, (name, drafts, state)
             return
         # The scheduler cuts them where they would reach beyond max_model_len if all that is in
-        # flight were accepted, and where blocks are short.
+        # flight were accepted, where blocks are short, and beside prompts.
         reach = state.computed + 2 * (1 + self.config.num_speculative_tokens)
-        may_be_cut = self.is_short_of_memory or reach >= self._max_model_len - 1
+        may_be_cut = self.is_short_of_memory or reads or reach >= self._max_model_len - 1
         assert drafts == state.planned or (may_be_cut and drafts < state.planned), (name, state)
 
     def _verify(self, name: str, state: _State, num_tokens: int) -> int:

@@ -62,6 +62,9 @@ class VLLMs:
     def _lend(self, output, wanted):
         return wanted
 
+    def _share_tokens(self, wanted):
+        return wanted
+
     def _update_after_schedule(self, output) -> None:
         for request_id in output.num_scheduled_tokens:
             if not self.requests[request_id].is_prefill_chunk:

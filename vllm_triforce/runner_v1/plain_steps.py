@@ -110,7 +110,10 @@ class PlainSteps:
             and "context" in self._controller.chooses
             and not self._has_seed
         )
-        is_plain = not self._scheduled_drafts and (backoff.is_resting or gives_first_token)
+        has_no_room = not scheduler_output.num_spec_tokens_to_schedule
+        is_plain = not self._scheduled_drafts and (
+            backoff.is_resting or gives_first_token or has_no_room
+        )
         self._recorder.paused = is_plain
         if is_plain:
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)

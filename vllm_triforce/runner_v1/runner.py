@@ -245,7 +245,9 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         eligible = [row for row, max_len in enumerate(max_lens) if max_len > 0]
         rows = self._batch.limit_rows(eligible, self._requests, self.config.max_speculating_seqs)
         if not rows:
-            self._begin_backoff(computed, counts)
+            # Prompts may leave no room for drafts, which says nothing of the steps behind them.
+            if num_speculative_tokens:
+                self._begin_backoff(computed, counts)
         elif self.built.speculator.controller.chooses and self._batch.gives_first_token(counts):
             # A first token does not wait for proposals. Seeded requests propose all the same:
             # their samples must not depend on arrivals.

@@ -1,10 +1,14 @@
-"""KV blocks for drafts: lent from the free blocks, taken back before a request waits for them.
+"""Room for drafts: what plain tokens leave of the KV blocks and of a step's token budget.
 
 With speculation configured, stock vLLM reserves ``num_speculative_tokens`` slots for every request
 and preempts others for them. Here a step is scheduled as without speculation. Afterwards, requests
 that propose borrow free blocks for the tokens that they may propose. Before the next step, blocks
 and drafts are taken back if plain tokens need the room. Workers drop these blocks too
 (``blocks_kept()``).
+
+Plain tokens are a token of each request that decodes, and all that prompts can use of the step:
+those that are read, and those that vLLM would admit without drafts. Drafts of seeded requests come
+before prompts, as their samples must not depend on arrivals.
 
 ``PrefixCacheMixin`` puts blocks filled by accepted tokens into the prefix cache in the same step.
 Stock vLLM caches a block when the step that fills it is scheduled, without tokens that may still be
@@ -13,12 +17,15 @@ next turn would compute them again. ``AsyncScheduler`` already handles this.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
+from typing import NamedTuple
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.scheduler import SchedulerBase
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
@@ -30,8 +37,27 @@ def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
     return getattr(scheduler_output, _ATTRIBUTE, {})
 
 
+def has_seed(request) -> bool:
+    """True if a request samples with a seed."""
+    return sampling_seed(request.sampling_params) is not None
+
+
+class _Needs(NamedTuple):
+    """What the next step needs without drafts."""
+
+    num_blocks: int
+    num_tokens: int
+
+
+class _Hit(NamedTuple):
+    """What the prefix cache has of a waiting request."""
+
+    blocks: tuple
+    num_tokens: int
+
+
 class LookaheadMixin(SchedulerBase):
-    """Mixin for vLLM's schedulers: drafts never take KV blocks that other requests need."""
+    """Mixin for vLLM's schedulers: drafts never take what plain tokens need."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -46,6 +72,8 @@ class LookaheadMixin(SchedulerBase):
         self._num_steps_ahead = self.vllm_config.max_concurrent_batches
         self._borrowers: set[str] = set()
         """Ids of requests that may hold blocks beyond their computed tokens."""
+        self._hits: dict[str, _Hit] = {}
+        """The newest lookup in the prefix cache for each waiting request, by request id."""
 
     def schedule(self, *args, **kwargs):
         kept = self._make_room()
@@ -62,6 +90,11 @@ class LookaheadMixin(SchedulerBase):
         finally:
             self.num_spec_tokens = num_spec_tokens
 
+    def _get_local_prefix_cache_hit(self, request):
+        hit = super()._get_local_prefix_cache_hit(request)
+        self._hits[request.request_id] = _Hit(hit[0].blocks, hit[1])
+        return hit
+
     # Before a step.
 
     def _make_room(self) -> dict[str, tuple[int, ...]]:
@@ -70,7 +103,13 @@ class LookaheadMixin(SchedulerBase):
         Returns:
             The number of blocks kept by each request that gave some back, by KV cache group.
         """
+        running = {request.request_id for request in self.running}
+        self._hits = {n: h for n, h in self._hits.items() if n in self.requests.keys() - running}
+        for request in self.kv_holding_waiting:
+            # A session's drafts, which came when its turn had ended.
+            request.spec_token_ids = []
         drafting = [request for request in self.running if request.spec_token_ids]
+        drafting.sort(key=has_seed, reverse=True)
         # A session waiting for its next input keeps its blocks.
         borrowers = [
             request
@@ -85,21 +124,22 @@ class LookaheadMixin(SchedulerBase):
             return {}
         kept: dict[str, tuple[int, ...]] = {}
         num_lent = sum(self._num_lent(r, r.num_computed_tokens) for r in borrowers)
-        needed = self._num_needed(self._num_free + num_lent)
+        needs = self._needs(self._num_free + num_lent)
         if self.connector is not None:
-            self._look_ahead_beside_connector(needed)
-        elif num_lent and needed > self._num_free:
+            self._look_ahead_beside_connector(needs.num_blocks)
+        elif num_lent and needs.num_blocks > self._num_free:
             kept = {request.request_id: self._take_back(request) for request in borrowers}
             # Plain tokens had slots in the blocks that were taken back.
-            needed = self._num_needed(self._num_free)
-        spare_blocks = self._num_free - needed
-        spare_tokens = self.max_num_scheduled_tokens - len(self.running)
+            needs = self._needs(self._num_free)
+        spare_blocks = self._num_free - needs.num_blocks
+        num_taken = 0
         for request in drafting:
             end = self._plain_end(request)
+            spare_tokens = self._num_spare(request, needs) - num_taken
             max_drafts = min(len(request.spec_token_ids), spare_tokens)
             count = self._num_fitting(request, end, max_drafts, spare_blocks)
             spare_blocks -= self._num_more(request, end, count)
-            spare_tokens -= count
+            num_taken += count
             request.spec_token_ids = request.spec_token_ids[:count]
         return kept
 
@@ -153,7 +193,7 @@ class LookaheadMixin(SchedulerBase):
                 continue
             blocks = None
             if self.connector is None:
-                needed = self._num_needed(self._num_free) if needed is None else needed
+                needed = self._needs(self._num_free).num_blocks if needed is None else needed
                 blocks = self.kv_cache_manager.allocate_slots(
                     request, end - computed, reserved_blocks=needed
                 )
@@ -162,6 +202,28 @@ class LookaheadMixin(SchedulerBase):
             else:
                 _announce(scheduler_output, name, blocks.get_block_ids())
         return lent
+
+    def _share_tokens(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Shorten planned proposals to what plain tokens leave of the next step's token budget.
+
+        Args:
+            wanted: planned tokens, by request id.
+        """
+        needs = self._needs(self._num_free)
+        requests = {name: self.requests[name] for name in wanted}
+        # Whoever wants less than an equal share leaves the rest to the others.
+        order = sorted(wanted, key=lambda name: (not has_seed(requests[name]), wanted[name]))
+        shares: dict[str, int] = {}
+        for name in order:
+            num_spare = max(0, self._num_spare(requests[name], needs) - sum(shares.values()))
+            share = -(-num_spare // (len(wanted) - len(shares)))
+            shares[name] = min(wanted[name], share)
+        return shares
+
+    def _num_drafts_ahead(self) -> int:
+        """Count drafts that the step after the one just scheduled has room for."""
+        num_spare = self.max_num_scheduled_tokens - self._needs(self._num_free).num_tokens
+        return max(0, min(num_spare, self.num_spec_tokens))
 
     # Counting.
 
@@ -216,44 +278,106 @@ class LookaheadMixin(SchedulerBase):
         num_more = partial(self._num_more, request, end)
         return bisect_right(range(1, max_tokens), num_spare, key=num_more)
 
-    def _num_needed(self, num_available: int) -> int:
-        """Count blocks that the next steps need for plain tokens and for newly admitted requests.
+    def _needs(self, num_available: int) -> _Needs:
+        """Count what the next step needs for plain tokens and for newly admitted requests.
 
         Args:
             num_available: free blocks; requests that need more than remain are not admitted.
         """
-        needed = sum(self._num_missing(r, self._plain_end(r)) for r in self.running)
-        num_active = len(self.running) + self.num_waiting_for_streaming_input
-        ready = (
-            request
-            for request in chain(self.kv_holding_waiting, self.waiting)
-            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-        )
-        for request in islice(ready, max(0, self.max_num_active_reqs - num_active)):
+        running, max_chunk = self.running, self._max_chunk()
+        num_blocks = sum(self._num_missing(r, self._plain_end(r)) for r in running)
+        num_tokens = sum(min(self._num_plain(r), max_chunk) for r in running)
+        watermark = self.kv_cache_manager.watermark_blocks
+        num_places = self.max_num_active_reqs - self.num_waiting_for_streaming_input - len(running)
+        for request in islice(self._admissible(), max(0, num_places)):
+            num_left = self.max_num_scheduled_tokens - num_tokens
+            if num_left <= 0:
+                break
+            hit = self._hit(request)
             end = min(request.num_tokens + self._num_steps_ahead, self.max_model_len)
-            num_blocks = self._num_missing(request, end)
-            watermark = self.kv_cache_manager.watermark_blocks
-            if needed + num_blocks + watermark > num_available:
-                # The prefix may be cached. The lookup is slow, so only this request gets one.
-                num_blocks = self._num_to_admit(request, end)
-                fits = needed + num_blocks + watermark <= num_available
-                return needed + (num_blocks + watermark) * fits
-            needed += num_blocks + watermark
-        return needed
+            more = self._num_missing(request, end) + watermark
+            if num_blocks + more > num_available:
+                more = self._num_to_admit(request, end, hit) + watermark
+            if num_blocks + more > num_available:
+                break
+            count = min(max(1, request.num_tokens - hit.num_tokens), max_chunk)
+            if count > num_left and not self.scheduler_config.enable_chunked_prefill:
+                break
+            num_blocks += more
+            num_tokens += min(count, num_left)
+        return _Needs(num_blocks, num_tokens)
 
-    def _num_to_admit(self, request, end: int) -> int:
+    def _num_spare(self, request, needs: _Needs) -> int:
+        """Count tokens of the next step that a request's drafts may take."""
+        num_plain = len(self.running) if has_seed(request) else needs.num_tokens
+        return self.max_num_scheduled_tokens - num_plain
+
+    def _num_plain(self, request) -> int:
+        """Count tokens that a running request still has to compute, drafts excluded."""
+        num_tokens = request.num_tokens + request.num_output_placeholders
+        return max(1, num_tokens - request.num_computed_tokens)
+
+    def _max_chunk(self) -> int:
+        """Return how many tokens of a prompt a step reads at most."""
+        config, num_requests = self.scheduler_config, sum(self.get_request_counts())
+        threshold = config.long_prefill_token_threshold
+        if threshold <= 0 or num_requests <= 1:
+            return self.max_num_scheduled_tokens
+        if self.adaptive_long_prefill_threshold:
+            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
+        return threshold
+
+    def _admissible(self) -> Iterator:
+        """Yield waiting requests that nothing but room keeps from being admitted, in order."""
+        adapters = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        is_paused = self._pause_state != PauseState.UNPAUSED
+        for request in chain(self.kv_holding_waiting, () if is_paused else self.waiting):
+            if not self._is_ready(request):
+                continue
+            if request.lora_request:
+                wanted = adapters | {request.lora_request.lora_int_id}
+                if len(wanted) > self.lora_config.max_loras:
+                    continue
+                adapters = wanted
+            yield request
+
+    def _is_ready(self, request) -> bool:
+        """True if a waiting request waits for neither input, grammar nor connector."""
+        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return request.structured_output_request.is_grammar_ready
+        if self.connector is not None and request in self.deferred_waiting:
+            return False  # the connector may still look for its tokens
+        return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def _hit(self, request) -> _Hit:
+        """Return what the prefix cache had of a waiting request when it was last looked up.
+
+        vLLM looks a request up in each step in which it could be admitted. Before the first one,
+        this does, without the events of ``KVCacheManager.get_computed_blocks()``.
+        """
+        manager, name = self.kv_cache_manager, request.request_id
+        if request.num_computed_tokens:
+            return _Hit(manager.empty_kv_cache_blocks.blocks, request.num_computed_tokens)
+        if name not in self._hits:
+            hit = _Hit(manager.empty_kv_cache_blocks.blocks, 0)
+            if manager.prefix_cache_lookup_enabled(request) and self.connector is None:
+                hit = _Hit(
+                    *manager.coordinator.find_longest_cache_hit(
+                        request.block_hashes, request.num_tokens - 1
+                    )[:2]
+                )
+            self._hits[name] = hit
+        return self._hits[name]
+
+    def _num_to_admit(self, request, end: int, hit: _Hit) -> int:
         """Count free blocks that vLLM takes to admit a request, cached blocks excluded."""
-        manager, computed = self.kv_cache_manager, request.num_computed_tokens
-        blocks = manager.empty_kv_cache_blocks
-        if not computed and self.connector is None:
-            blocks, computed, _ = manager.get_computed_blocks(request)
-        return manager.coordinator.get_num_blocks_to_allocate(
+        return self.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,
             num_tokens=end,
-            new_computed_blocks=blocks.blocks,
+            new_computed_blocks=hit.blocks,
             num_encoder_tokens=0,
-            total_computed_tokens=computed,
-            num_local_computed_tokens=computed,
+            total_computed_tokens=hit.num_tokens,
+            num_local_computed_tokens=hit.num_tokens,
             num_tokens_main_model=end,
             apply_admission_cap=True,
         )

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
-from vllm_triforce.core.eligibility import decodes_plainly, sampling_seed
+from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
-from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
+from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
 
@@ -69,10 +69,12 @@ class TriForceScheduler(
         super()._update_after_schedule(scheduler_output)
         names = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        self._lend(
-            scheduler_output,
-            {name: self.num_spec_tokens for name in names if self._may_propose(name, resumed)},
-        )
+        proposing = [name for name in names if self._may_propose(name, resumed)]
+        self._lend(scheduler_output, dict.fromkeys(proposing, self.num_spec_tokens))
+        if proposing and not any(map(has_seed, self.running)):
+            # What the next step would have to cut, nobody need propose. Seeded requests must not
+            # depend on arrivals, and this limit is everybody's.
+            scheduler_output.num_spec_tokens_to_schedule = self._num_drafts_ahead()
 
     def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.
@@ -86,7 +88,7 @@ class TriForceScheduler(
                 self.expects_proposals
                 or not request.num_output_tokens
                 or name in resumed
-                or sampling_seed(request.sampling_params) is not None
+                or has_seed(request)
             )
             and not request.is_prefill_chunk
             and request.num_computed_tokens >= self._min_context

@@ -23,7 +23,8 @@ from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
-from vllm_triforce.core.eligibility import decodes_plainly, is_greedy, sampling_seed
+from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.core.eligibility import decodes_plainly, is_greedy
 from vllm_triforce.core.plan import (
     RequestPlan,
     StepPlan,
@@ -35,7 +36,7 @@ from vllm_triforce.core.plan import (
 )
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
-from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin
+from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, RequestMetricsMixin
 
 
@@ -44,7 +45,8 @@ class StepPlanMixin(SchedulerBase):
 
     clock = staticmethod(time.perf_counter)
     _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
-    """``LookaheadMixin._lend()``."""
+    _share_tokens: Callable[[Mapping[str, int]], dict[str, int]]
+    """``LookaheadMixin``'s."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -78,8 +80,8 @@ class StepPlanMixin(SchedulerBase):
         if len(names) <= self._config.max_batch:
             lengths = {name: self._max_tokens(self.requests[name]) for name in names}
             max_tokens = {name: length for name, length in lengths.items() if length}
-        plan = self.plan_step(max_tokens, len(names) - len(max_tokens))
-        plan = self._fit_to_blocks(scheduler_output, plan)
+        plan = self.plan_step(max_tokens, len(names) - len(max_tokens), self._reads_prompts(names))
+        plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for name in names:
             request = self.requests[name]
@@ -87,18 +89,12 @@ class StepPlanMixin(SchedulerBase):
                 num_tokens = plan.proposing[name].num_tokens if name in plan.proposing else 0
                 request.spec_token_ids = request.spec_token_ids[:num_tokens]
 
-    def _fit_to_blocks(self, scheduler_output, plan: StepPlan) -> StepPlan:
-        """Shorten the plan to the free KV blocks.
-
-        Seeded requests come first: their proposals must not depend on other requests.
-        """
-
-        def has_no_seed(name: str) -> bool:
-            return sampling_seed(self.requests[name].sampling_params) is None
-
-        names = sorted(plan.proposing, key=has_no_seed)
-        wanted = {name: plan.proposing[name].num_tokens for name in names}
-        lent = self._lend(scheduler_output, wanted)
+    def _fit_to_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
+        """Shorten the plan to the next step's spare tokens and to the free KV blocks."""
+        if not plan.proposing:
+            return plan
+        wanted = {name: request_plan.num_tokens for name, request_plan in plan.proposing.items()}
+        lent = self._lend(scheduler_output, self._share_tokens(wanted))
         if lent == wanted:
             return plan
         proposing = {
@@ -108,12 +104,16 @@ class StepPlanMixin(SchedulerBase):
         }
         return replace(plan, proposing=proposing)
 
-    def plan_step(self, max_tokens: Mapping[str, int], num_plain: int) -> StepPlan:
+    def plan_step(
+        self, max_tokens: Mapping[str, int], num_plain: int, reads_prompts: bool = False
+    ) -> StepPlan:
         """Plan the step's proposals.
 
         Args:
             max_tokens: maximum tokens to propose, by request id.
             num_plain: number of the step's other requests.
+            reads_prompts: True if any of these reads its prompt, which level 2's passes would
+                delay. Seeded requests propose all the same: they must not depend on arrivals.
         """
         if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
@@ -132,21 +132,35 @@ class StepPlanMixin(SchedulerBase):
         proposing = {
             name: RequestPlan(choice.route, choice.num_tokens, rounds)
             for name, (choice, rounds) in chosen.items()
+            if choice.route != LEVELS or not reads_prompts or has_seed(self.requests[name])
         }
         return StepPlan(number, proposing, tuple(self._disabled))
 
+    def _reads_prompts(self, scheduled: Mapping[str, int]) -> bool:
+        """True if a request of the step just scheduled reads tokens of its prompt."""
+        requests = ((self.requests[name], count) for name, count in scheduled.items())
+        return any(
+            request.is_prefill_chunk
+            or request.num_computed_tokens - count < request.num_prompt_tokens
+            for request, count in requests
+        )
+
     def _max_tokens(self, request) -> int:
         """Return the maximum tokens that a request may propose in the step just scheduled."""
+        # The output with the first token is read when the step behind it has been launched, so
+        # both propose nothing. Only the request's own place decides.
+        is_first = request.num_computed_tokens <= request.num_prompt_tokens + 1
         # ``num_computed_tokens`` is an upper bound: tokens in flight may be rejected.
         if (
             request.is_prefill_chunk
+            or (is_first and self.decisions is not None)
             or request.request_id in self._disabled
             or request.num_computed_tokens < self._config.min_context
             or decodes_plainly(request.sampling_params)
         ):
             return 0
         max_tokens = self.num_spec_tokens
-        if sampling_seed(request.sampling_params) is None:
+        if not has_seed(request):
             # This step and the next one each add at least one token beside the proposal. The
             # count of tokens left depends on when outputs arrive. A seeded request must not depend
             # on that, so only the device limits its proposals.
@@ -167,7 +181,7 @@ class StepPlanMixin(SchedulerBase):
             max_tokens,
             # Only the device knows the number of matches.
             dict.fromkeys(self._config.sources, 0),
-            sampling_seed(params) is not None,
+            has_seed(request),
             is_greedy(params),
             num_left=self._num_left(request),
         )

@@ -1,0 +1,148 @@
+"""What a prompt that comes late waits for beside requests that speculate, against stock vLLM.
+
+python -m tests.first_tokens [v1] [v2] [schedule]
+
+``v1``: the embedded pair; every request repeats itself, so that prompt lookup predicts it. ``v2``:
+vLLM's schedulers over a device of computed times (``tests/simulation``), in its seconds.
+``schedule``: seconds of ``schedule()`` while a prompt of 96,000 cached tokens waits for KV blocks.
+"""
+
+import random
+import sys
+import time
+from functools import partial
+from statistics import median
+
+from vllm import SamplingParams
+
+from tests.conftest import Engines
+from tests.models import PAIR
+from tests.simulation.engine import Arrival, Engine, make_scheduler
+from tests.simulation.world import MACHINES, Text, World
+
+# Tokens of a step, and of the late prompt: read in several steps, or just in one.
+STEPS = {256: 1000, 2048: 2000, 8192: 8100}
+PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
+
+
+def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[int, float]]:
+    """Return steps and seconds to the first token of each late prompt, one after another."""
+    engine, draw = llm.llm_engine, random.Random(prompt)
+    params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+    def add(name: str, tokens: list[int], params) -> None:
+        engine.add_request(name, {"prompt_token_ids": tokens}, params)
+
+    for n in range(num_running):
+        add(f"running {n}", [draw.randrange(3, 200) for _ in range(16)] * 8, params)
+    for _ in range(100):
+        engine.step()
+    found = []
+    for n in range(repeats):
+        once = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        add(f"late {n}", [draw.randrange(3, 200) for _ in range(prompt)], once)
+        start, steps, first = time.perf_counter(), 0, None
+        while first is None:
+            outputs = engine.step()
+            steps += 1
+            names = [its.request_id for its in outputs]
+            first = time.perf_counter() - start if f"late {n}" in names else None
+        found.append((steps, first))
+        for _ in range(12):
+            engine.step()
+    engine.abort_request([f"running {n}" for n in range(num_running)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
+def run_until(engine: Engine, num_steps: int) -> None:
+    engine.run([], lambda: len(engine.seen) >= num_steps)
+
+
+def in_simulation(is_ours: bool, num_running: int, budget: int, prompt: int, **settings):
+    """Return steps and seconds to the first token of each late prompt, one after another."""
+    settings = {"num_blocks": 20_000, "max_num_batched_tokens": budget, **settings}
+    world = World(MACHINES["mha"], PREDICTED, random.Random(1))
+    engine = Engine(make_scheduler(is_ours, **settings), world)
+    for _ in range(num_running):
+        engine.add(Arrival(0.0, 2000, 3000, {"temperature": 0.0}))
+    run_until(engine, num_running * 2000 // budget + 150)
+    found: list[tuple[int, float]] = []
+    for n in range(6):
+        before, start = len(engine.seen), engine.now
+        name = engine.add(Arrival(engine.now, prompt, 2))
+        engine.run([], partial(engine._first.__contains__, name))
+        found.append((len(engine.seen) - before, engine._first[name] - start))
+        run_until(engine, len(engine.seen) + 10 + n)
+    return found
+
+
+def times_of_schedule(is_ours: bool, num_steps: int = 30) -> float:
+    """Return the median seconds of ``schedule()`` while a long, cached prompt waits for blocks."""
+    scheduler = make_scheduler(
+        is_ours,
+        prefix_caching=True,
+        num_blocks=3300,
+        max_num_batched_tokens=100_000,
+        **({"adaptive": False, "min_context": 0} if is_ours else {}),
+    )
+    engine = Engine(scheduler, World(MACHINES["mha"], PREDICTED, random.Random(1)))
+    engine.run([Arrival(0.0, 96_000, 1, prefix=1)])
+    for _ in range(4):
+        engine.add(Arrival(engine.now, 4_000, 3000, {"temperature": 0.0}))
+    run_until(engine, len(engine.seen) + 20)
+    engine.add(Arrival(engine.now, 96_000, 1, prefix=1))  # its prefix's tail was overwritten
+    seconds, schedule = [], scheduler.schedule
+
+    def timed():
+        start = time.perf_counter()
+        try:
+            return schedule()
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    scheduler.schedule = timed
+    engine.run([], lambda: len(seconds) >= num_steps)
+    assert len(scheduler.waiting) == 1, "it should wait"
+    return median(seconds)
+
+
+def _print(runner: str, size: int, budget: int, prompt: int, stock, ours) -> None:
+    columns = []
+    for found in (stock, ours):
+        steps, seconds = zip(*found)
+        columns += [sum(steps) / len(steps), 1e3 * median(seconds)]
+    print(
+        f"{runner:3} {size:3} beside, {budget:5} tokens a step, prompt of {prompt:5}: "
+        f"steps {columns[0]:5.2f} {columns[2]:5.2f} ({columns[2] / columns[0]:4.2f}), "
+        f"ms {columns[1]:7.1f} {columns[3]:7.1f} ({columns[3] / columns[1]:4.2f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    asked = sys.argv[1:] or ["v1", "v2", "schedule"]
+    print("stock vLLM, TriForce and the ratio")
+    for runner in ("v1", "v2"):
+        for budget, prompt in STEPS.items() if runner in asked else ():
+            engines = Engines()
+            for size in (8, 32):
+                found = []
+                for is_ours in (False, True):
+                    if runner == "v1":
+                        keys = {"method": "triforce"} if is_ours else None
+                        settings = {"max_num_batched_tokens": budget, "max_num_seqs": 40}
+                        llm = engines.get(str(PAIR / "target"), keys, **settings)
+                        found.append(in_engine(llm, size, prompt, 6))
+                    else:
+                        found.append(in_simulation(is_ours, size, budget, prompt))
+                _print(runner, size, budget, prompt, *found)
+            engines.clear()
+    if "schedule" in asked:
+        stock, ours = times_of_schedule(False), times_of_schedule(True)
+        print(f"schedule(): ms {1e3 * stock:.2f} {1e3 * ours:.2f} ({ours / stock:.2f})")
+
+
+if __name__ == "__main__":
+    main()
