@@ -7,11 +7,10 @@ vLLM's schedulers over a device of computed times (``tests/simulation``), in its
 ``schedule``: seconds of ``schedule()`` while a prompt of 96,000 cached tokens waits for KV blocks.
 """
 
-import random
 import sys
 import time
-from functools import partial
-from statistics import median
+from random import Random
+from statistics import mean, median
 
 from vllm import SamplingParams
 
@@ -27,7 +26,7 @@ PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
 
 def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[int, float]]:
     """Return steps and seconds to the first token of each late prompt, one after another."""
-    engine, draw = llm.llm_engine, random.Random(prompt)
+    engine, draw = llm.llm_engine, Random(prompt)
     params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
     def add(name: str, tokens: list[int], params) -> None:
@@ -56,25 +55,22 @@ def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[in
     return found
 
 
-def run_until(engine: Engine, num_steps: int) -> None:
-    engine.run([], lambda: len(engine.seen) >= num_steps)
-
-
-def in_simulation(is_ours: bool, num_running: int, budget: int, prompt: int, **settings):
-    """Return steps and seconds to the first token of each late prompt, one after another."""
-    settings = {"num_blocks": 20_000, "max_num_batched_tokens": budget, **settings}
-    world = World(MACHINES["mha"], PREDICTED, random.Random(1))
-    engine = Engine(make_scheduler(is_ours, **settings), world)
-    for _ in range(num_running):
-        engine.add(Arrival(0.0, 2000, 3000, {"temperature": 0.0}))
-    run_until(engine, num_running * 2000 // budget + 150)
-    found: list[tuple[int, float]] = []
-    for n in range(6):
-        before, start = len(engine.seen), engine.now
-        name = engine.add(Arrival(engine.now, prompt, 2))
-        engine.run([], partial(engine._first.__contains__, name))
-        found.append((len(engine.seen) - before, engine._first[name] - start))
-        run_until(engine, len(engine.seen) + 10 + n)
+def in_simulation(is_ours: bool, num_running: int, budget: int, prompt: int, repeats: int = 4):
+    """Return steps and seconds to the first token of each late prompt."""
+    found = []
+    for n in range(repeats):
+        scheduler = make_scheduler(is_ours, max_num_batched_tokens=80_000)
+        engine = Engine(scheduler, World(MACHINES["mha"], PREDICTED, Random(n)))
+        for _ in range(num_running):
+            engine.add(Arrival(0.0, 2000, 6000, {"temperature": 0.0}))
+        # As long contexts with speculation as without.
+        engine.run([], lambda e=engine: sum(e._emitted.values()) >= 400 * num_running)
+        scheduler.max_num_scheduled_tokens = budget
+        before, late = len(engine.seen), f"r{num_running}"
+        # Somewhere in a step, whose end it waits for.
+        arrival = Arrival(engine.now + n / repeats * engine.seen[-1].seconds, prompt, 2)
+        engine.run([arrival], lambda e=engine, late=late: late in e._first)
+        found.append((len(engine.seen) - before, engine._first[late] - arrival.at))
     return found
 
 
@@ -87,11 +83,12 @@ def times_of_schedule(is_ours: bool, num_steps: int = 30) -> float:
         max_num_batched_tokens=100_000,
         **({"adaptive": False, "min_context": 0} if is_ours else {}),
     )
-    engine = Engine(scheduler, World(MACHINES["mha"], PREDICTED, random.Random(1)))
+    engine = Engine(scheduler, World(MACHINES["mha"], PREDICTED, Random(1)))
     engine.run([Arrival(0.0, 96_000, 1, prefix=1)])
     for _ in range(4):
         engine.add(Arrival(engine.now, 4_000, 3000, {"temperature": 0.0}))
-    run_until(engine, len(engine.seen) + 20)
+    after = len(engine.seen) + 20
+    engine.run([], lambda: len(engine.seen) >= after)
     engine.add(Arrival(engine.now, 96_000, 1, prefix=1))  # its prefix's tail was overwritten
     seconds, schedule = [], scheduler.schedule
 
@@ -112,7 +109,7 @@ def _print(runner: str, size: int, budget: int, prompt: int, stock, ours) -> Non
     columns = []
     for found in (stock, ours):
         steps, seconds = zip(*found)
-        columns += [sum(steps) / len(steps), 1e3 * median(seconds)]
+        columns += [mean(steps), 1e3 * mean(seconds)]
     print(
         f"{runner:3} {size:3} beside, {budget:5} tokens a step, prompt of {prompt:5}: "
         f"steps {columns[0]:5.2f} {columns[2]:5.2f} ({columns[2] / columns[0]:4.2f}), "

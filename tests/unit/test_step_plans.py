@@ -59,10 +59,13 @@ class VLLMs:
     def update_from_output(self, scheduler_output, output):
         return {}
 
-    def _lend(self, output, wanted):
+    def _next_needs(self):
+        return None
+
+    def _share_tokens(self, wanted, needs):
         return wanted
 
-    def _share_tokens(self, wanted):
+    def _lend(self, output, wanted, needs):
         return wanted
 
     def _update_after_schedule(self, output) -> None:

@@ -42,7 +42,7 @@ def has_seed(request) -> bool:
     return sampling_seed(request.sampling_params) is not None
 
 
-class _Needs(NamedTuple):
+class Needs(NamedTuple):
     """What the next step needs without drafts."""
 
     num_blocks: int
@@ -172,17 +172,18 @@ class LookaheadMixin(SchedulerBase):
 
     # After a step.
 
-    def _lend(self, scheduler_output, wanted: Mapping[str, int]) -> dict[str, int]:
+    def _lend(self, scheduler_output, wanted: Mapping[str, int], needs: Needs) -> dict[str, int]:
         """Lend free blocks for drafts to requests of the step that was just scheduled.
 
         Args:
             wanted: maximum tokens to propose, by request id.
+            needs: of the next step.
 
         Returns:
             Tokens that fit, by request id.
         """
         self._borrowers.update(wanted)
-        lent, needed = {}, None
+        lent = {}
         for name, count in wanted.items():
             request = self.requests[name]
             computed = request.num_computed_tokens
@@ -193,9 +194,8 @@ class LookaheadMixin(SchedulerBase):
                 continue
             blocks = None
             if self.connector is None:
-                needed = self._needs(self._num_free).num_blocks if needed is None else needed
                 blocks = self.kv_cache_manager.allocate_slots(
-                    request, end - computed, reserved_blocks=needed
+                    request, end - computed, reserved_blocks=needs.num_blocks
                 )
             if blocks is None:
                 lent[name] = self._num_fitting(request, computed + 1, count, 0)
@@ -203,27 +203,33 @@ class LookaheadMixin(SchedulerBase):
                 _announce(scheduler_output, name, blocks.get_block_ids())
         return lent
 
-    def _share_tokens(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """Shorten planned proposals to what plain tokens leave of the next step's token budget.
+    def _next_needs(self) -> Needs:
+        """Count what the step after the one just scheduled needs.
+
+        A step that gives a first token is not to wait for drafts that could be left out in time, so
+        it needs all tokens.
+        """
+        needs, max_chunk = self._needs(self._num_free), self._max_chunk()
+        if any(r.is_prefill_chunk and self._num_plain(r) <= max_chunk for r in self.running):
+            return needs._replace(num_tokens=self.max_num_scheduled_tokens)
+        return needs
+
+    def _share_tokens(self, wanted: Mapping[str, int], needs: Needs) -> dict[str, int]:
+        """Shorten planned proposals to the next step's spare tokens.
 
         Args:
             wanted: planned tokens, by request id.
+            needs: of the next step.
         """
-        needs = self._needs(self._num_free)
         requests = {name: self.requests[name] for name in wanted}
         # Whoever wants less than an equal share leaves the rest to the others.
         order = sorted(wanted, key=lambda name: (not has_seed(requests[name]), wanted[name]))
         shares: dict[str, int] = {}
         for name in order:
-            num_spare = max(0, self._num_spare(requests[name], needs) - sum(shares.values()))
-            share = -(-num_spare // (len(wanted) - len(shares)))
+            num_spare = self._num_spare(requests[name], needs) - sum(shares.values())
+            share = -(-max(0, num_spare) // (len(wanted) - len(shares)))
             shares[name] = min(wanted[name], share)
         return shares
-
-    def _num_drafts_ahead(self) -> int:
-        """Count drafts that the step after the one just scheduled has room for."""
-        num_spare = self.max_num_scheduled_tokens - self._needs(self._num_free).num_tokens
-        return max(0, min(num_spare, self.num_spec_tokens))
 
     # Counting.
 
@@ -278,7 +284,7 @@ class LookaheadMixin(SchedulerBase):
         num_more = partial(self._num_more, request, end)
         return bisect_right(range(1, max_tokens), num_spare, key=num_more)
 
-    def _needs(self, num_available: int) -> _Needs:
+    def _needs(self, num_available: int) -> Needs:
         """Count what the next step needs for plain tokens and for newly admitted requests.
 
         Args:
@@ -305,10 +311,10 @@ class LookaheadMixin(SchedulerBase):
                 break
             num_blocks += more
             num_tokens += min(count, num_left)
-        return _Needs(num_blocks, num_tokens)
+        return Needs(num_blocks, num_tokens)
 
-    def _num_spare(self, request, needs: _Needs) -> int:
-        """Count tokens of the next step that a request's drafts may take."""
+    def _num_spare(self, request, needs: Needs) -> int:
+        """Count tokens of the next step that drafts of such a request may take."""
         num_plain = len(self.running) if has_seed(request) else needs.num_tokens
         return self.max_num_scheduled_tokens - num_plain
 

@@ -70,11 +70,14 @@ class TriForceScheduler(
         names = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         proposing = [name for name in names if self._may_propose(name, resumed)]
-        self._lend(scheduler_output, dict.fromkeys(proposing, self.num_spec_tokens))
-        if proposing and not any(map(has_seed, self.running)):
-            # What the next step would have to cut, nobody need propose. Seeded requests must not
-            # depend on arrivals, and this limit is everybody's.
-            scheduler_output.num_spec_tokens_to_schedule = self._num_drafts_ahead()
+        if not proposing:
+            return
+        needs = self._next_needs()
+        self._lend(scheduler_output, dict.fromkeys(proposing, self.num_spec_tokens), needs)
+        # Nobody need propose what the next step has no room for. The limit is everybody's.
+        num_spare = max(0, self.max_num_scheduled_tokens - needs.num_tokens)
+        if not any(map(has_seed, self.running)):
+            scheduler_output.num_spec_tokens_to_schedule = min(self.num_spec_tokens, num_spare)
 
     def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.

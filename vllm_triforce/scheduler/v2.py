@@ -36,7 +36,7 @@ from vllm_triforce.core.plan import (
 )
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
-from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
+from vllm_triforce.scheduler.lookahead import LookaheadMixin, Needs, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, RequestMetricsMixin
 
 
@@ -44,9 +44,10 @@ class StepPlanMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: each step carries its plan."""
 
     clock = staticmethod(time.perf_counter)
-    _lend: Callable[[Any, Mapping[str, int]], dict[str, int]]
-    _share_tokens: Callable[[Mapping[str, int]], dict[str, int]]
-    """``LookaheadMixin``'s."""
+    _next_needs: Callable[[], Needs]
+    _share_tokens: Callable[[Mapping[str, int], Needs], dict[str, int]]
+    _lend: Callable[[Any, Mapping[str, int], Needs], dict[str, int]]
+    """``LookaheadMixin``'s, as those above."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -94,7 +95,8 @@ class StepPlanMixin(SchedulerBase):
         if not plan.proposing:
             return plan
         wanted = {name: request_plan.num_tokens for name, request_plan in plan.proposing.items()}
-        lent = self._lend(scheduler_output, self._share_tokens(wanted))
+        needs = self._next_needs()
+        lent = self._lend(scheduler_output, self._share_tokens(wanted, needs), needs)
         if lent == wanted:
             return plan
         proposing = {
