@@ -1,6 +1,6 @@
 """What a prompt that comes late waits for beside requests that speculate, against stock vLLM.
 
-python -m tests.first_tokens [v1] [v2] [schedule]
+python -m tests.first_tokens [v1] [v2] [schedule] [256] [2048] [8192]
 
 ``v1``: the embedded pair; every request repeats itself, so that prompt lookup predicts it. ``v2``:
 vLLM's schedulers over a device of computed times (``tests/simulation``), in its seconds.
@@ -27,15 +27,17 @@ PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
 def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[int, float]]:
     """Return steps and seconds to the first token of each late prompt, one after another."""
     engine, draw = llm.llm_engine, Random(prompt)
-    params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
 
     def add(name: str, tokens: list[int], params) -> None:
         engine.add_request(name, {"prompt_token_ids": tokens}, params)
 
     for n in range(num_running):
         add(f"running {n}", [draw.randrange(3, 200) for _ in range(16)] * 8, params)
-    for _ in range(100):
-        engine.step()
+    # As long contexts with speculation as without.
+    emitted = 0
+    while emitted < 400 * num_running:
+        emitted = sum(len(its.outputs[0].token_ids) for its in engine.step())
     found = []
     for n in range(repeats):
         once = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -47,7 +49,7 @@ def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[in
             names = [its.request_id for its in outputs]
             first = time.perf_counter() - start if f"late {n}" in names else None
         found.append((steps, first))
-        for _ in range(12):
+        for _ in range(8):
             engine.step()
     engine.abort_request([f"running {n}" for n in range(num_running)])
     while engine.has_unfinished_requests():
@@ -109,7 +111,7 @@ def _print(runner: str, size: int, budget: int, prompt: int, stock, ours) -> Non
     columns = []
     for found in (stock, ours):
         steps, seconds = zip(*found)
-        columns += [mean(steps), 1e3 * mean(seconds)]
+        columns += [mean(steps), 1e3 * median(seconds)]
     print(
         f"{runner:3} {size:3} beside, {budget:5} tokens a step, prompt of {prompt:5}: "
         f"steps {columns[0]:5.2f} {columns[2]:5.2f} ({columns[2] / columns[0]:4.2f}), "
@@ -120,9 +122,10 @@ def _print(runner: str, size: int, budget: int, prompt: int, stock, ours) -> Non
 
 def main() -> None:
     asked = sys.argv[1:] or ["v1", "v2", "schedule"]
+    budgets = {int(its): STEPS[int(its)] for its in asked if its.isdecimal()} or STEPS
     print("stock vLLM, TriForce and the ratio")
     for runner in ("v1", "v2"):
-        for budget, prompt in STEPS.items() if runner in asked else ():
+        for budget, prompt in budgets.items() if runner in asked else ():
             engines = Engines()
             for size in (8, 32):
                 found = []

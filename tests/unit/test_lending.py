@@ -1,10 +1,14 @@
-"""Promise: blocks that are lent to drafts are back before somebody waits for them, and whether a
-drafted token is verified does not depend on those behind it."""
+"""Promise: blocks that are lent to drafts are back before somebody waits for them, drafts take of a
+step what prompts leave, and whether one is verified does not depend on those behind it."""
+
+from concurrent.futures import Future
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -42,9 +46,8 @@ def step(its, token: int = TOKEN, num_drafts: int = 32):
     output = its.schedule()
     names = list(output.num_scheduled_tokens)
     places = {name: place for place, name in enumerate(names)}
-    its.update_from_output(
-        output, ModelRunnerOutput(names, places, sampled_token_ids=[[token] for _ in names])
-    )
+    sampled = [[] if its.requests[name].is_prefill_chunk else [token] for name in names]
+    its.update_from_output(output, ModelRunnerOutput(names, places, sampled_token_ids=sampled))
     planned = output.triforce_plan.proposing
     drafts = [
         [DRAFT] * min(num_drafts, planned[n].num_tokens if n in planned else 0) for n in names
@@ -119,3 +122,114 @@ def test_a_session_waits_for_no_room_for_drafts():
     assert num_held(its, "a") == num_held(its, "b") == 4
     add(its, "a", [5] * 90, resumable=True)  # seven blocks in all
     assert step(its).num_scheduled_tokens["a"] == 90
+
+
+def reading(num_tokens: int = 64, num_running: int = 3, num_blocks: int = 60, **params):
+    """Make a scheduler of such steps with requests that have drafts, and with a late prompt."""
+    its = scheduler(num_blocks, max_num_batched_tokens=num_tokens)
+    for name in "abcd"[:num_running]:
+        add(its, name, [5] * 10, **params)
+    step(its)
+    return its
+
+
+def test_drafts_take_what_prompts_leave():
+    its = reading(64)
+    add(its, "late", [6] * 100)
+    assert step(its).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "late": 61}
+    assert step(its).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "late": 39}
+    output = step(its)
+    assert output.num_scheduled_tokens["a"] > 1, "there is nothing to be read"
+    assert sum(output.num_scheduled_tokens.values()) == 64
+
+
+def test_nobody_proposes_what_would_be_cut():
+    its = reading(64)
+    add(its, "late", [6] * 200)
+    for _ in range(3):
+        assert not step(its).triforce_plan.proposing
+    assert sum(p.num_tokens for p in step(its).triforce_plan.proposing.values()) == 60
+
+
+def test_a_share_of_the_budget_goes_to_each_proposal():
+    its = reading(64, num_running=4)
+    planned = step(its).triforce_plan.proposing
+    assert [planned[name].num_tokens for name in "abcd"] == [15] * 4
+
+
+@pytest.mark.parametrize("num_tokens, scheduled", [(64, 16), (128, 32)])
+def test_prompts_are_read_in_the_chunks_that_vllm_reads(num_tokens, scheduled):
+    its = reading(num_tokens, num_running=1)
+    its.scheduler_config.long_prefill_token_threshold = scheduled
+    add(its, "late", [6] * 100)
+    output = step(its)
+    # vLLM cuts drafts by this limit as well.
+    assert output.num_scheduled_tokens == {"a": scheduled, "late": scheduled}
+
+
+@pytest.mark.parametrize("reason", ["blocks", "places", "paused", "grammar"])
+def test_prompts_that_cannot_be_admitted_take_nothing(reason):
+    its = reading(128, num_blocks=20 if reason == "blocks" else 60)
+    params = {}
+    if reason == "places":
+        its.max_num_active_reqs = 3
+    elif reason == "paused":
+        its.set_pause_state(PauseState.PAUSED_NEW)
+    elif reason == "grammar":
+        params["structured_outputs"] = StructuredOutputsParams(regex="a")
+    add(its, "late", [6] * 300, **params)
+    if reason == "grammar":
+        its.requests["late"].structured_output_request.grammar = Future()
+    for _ in range(2):
+        output = step(its)
+        assert "late" not in output.num_scheduled_tokens
+        assert all(output.scheduled_spec_decode_tokens[name] for name in "abc")
+
+
+def test_drafts_of_a_seeded_request_are_cut_for_no_prompt():
+    """What it samples depends on its drafts, and must not on what arrives."""
+    its = reading(64, num_running=1, temperature=1.0, seed=3)
+    add(its, "late", [6] * 100)
+    for read in (31, 31, 31, 7):
+        assert step(its).num_scheduled_tokens == {"a": 33, "late": read}
+
+
+def cached_prompts(num_blocks: int):
+    """Make a scheduler with a request that drafts, and a hasher for cached prompts."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    its = scheduler(num_blocks, prefix_caching=True)
+    its.kv_cache_manager.enable_kv_cache_events = True
+    add(its, "first", [5] * 161, hasher=hasher)
+    step(its, token=STOP)
+    add(its, "a", [6] * 100, hasher=hasher)
+    step(its)
+    return its, hasher
+
+
+def test_a_prompt_that_waits_for_blocks_is_looked_up_once_a_step(monkeypatch):
+    """It is cached, but for its end, and the lookup takes long."""
+    its, hasher = cached_prompts(20)
+    looks, told = [], []
+    coordinator = its.kv_cache_manager.coordinator
+    find = coordinator.find_longest_cache_hit
+    monkeypatch.setattr(
+        coordinator, "find_longest_cache_hit", lambda *args: looks.append(1) or find(*args)
+    )
+    monkeypatch.setattr(coordinator, "emit_cached_block_events", lambda *_: told.append(1))
+    add(its, "late", [5] * 260, hasher=hasher, extra_args={"kv_cache_report_mode": "full"})
+    for _ in range(10):
+        assert "late" not in step(its).num_scheduled_tokens
+    assert len(looks) <= 11 and len(told) == 10
+
+
+def test_drafts_behind_the_end_of_a_turn_are_dropped():
+    """Else they would be verified behind the next piece, to which they do not belong."""
+    its = scheduler(20, max_num_batched_tokens=32)
+    add(its, "a", [5] * 20, resumable=True)
+    step(its, token=STOP)
+    assert its.requests["a"].spec_token_ids
+    add(its, "a", [5] * 50, resumable=True)
+    outputs = [its.schedule() for _ in range(2)]
+    assert [output.num_scheduled_tokens["a"] for output in outputs] == [32, 18]
+    assert not any(output.scheduled_spec_decode_tokens for output in outputs)

@@ -79,3 +79,22 @@ def test_requests_with_stop_strings_send_figures_with_every_output():
     assert (sent.num_draft_tokens, sum(sent.histogram)) == (0, 0) != (live.num_draft_tokens, 1)
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(a=(6, 2)).outputs[0].spec_decode_metrics is None
+
+
+def test_figures_are_copied_without_a_look_at_each_step():
+    """There is an entry for each step of the answer, and a copy for each output."""
+    seen = []
+
+    class Entry(int):
+        def __deepcopy__(self, memo):
+            seen.append(self)
+            return self
+
+    scheduler = Ours(a=["."])
+    live = scheduler.requests["a"].spec_decode_metrics
+    for _ in range(3):
+        live.observe(Entry(6), Entry(2), detailed=True)
+    (output,) = scheduler.step(a=(6, 2)).outputs
+    live.observe(6, 2, detailed=True)
+    assert output.spec_decode_metrics.per_step_accepted == [2] * 3
+    assert output.spec_decode_metrics.per_step_drafted == [6] * 3 and not seen

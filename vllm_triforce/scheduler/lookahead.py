@@ -103,8 +103,10 @@ class LookaheadMixin(SchedulerBase):
         Returns:
             The number of blocks kept by each request that gave some back, by KV cache group.
         """
-        running = {request.request_id for request in self.running}
-        self._hits = {n: h for n, h in self._hits.items() if n in self.requests.keys() - running}
+        if self._hits:
+            gone = {request.request_id for request in self.running}
+            gone |= self._hits.keys() - self.requests.keys()
+            self._hits = {name: hit for name, hit in self._hits.items() if name not in gone}
         for request in self.kv_holding_waiting:
             # A session's drafts, which came when its turn had ended.
             request.spec_token_ids = []
@@ -209,7 +211,7 @@ class LookaheadMixin(SchedulerBase):
         A step that gives a first token is not to wait for drafts that could be left out in time, so
         it needs all tokens.
         """
-        needs, max_chunk = self._needs(self._num_free), self._max_chunk()
+        needs, max_chunk = self._needs(self._num_free, is_ahead=True), self._max_chunk()
         if any(r.is_prefill_chunk and self._num_plain(r) <= max_chunk for r in self.running):
             return needs._replace(num_tokens=self.max_num_scheduled_tokens)
         return needs
@@ -284,11 +286,13 @@ class LookaheadMixin(SchedulerBase):
         num_more = partial(self._num_more, request, end)
         return bisect_right(range(1, max_tokens), num_spare, key=num_more)
 
-    def _needs(self, num_available: int) -> Needs:
+    def _needs(self, num_available: int, is_ahead: bool = False) -> Needs:
         """Count what the next step needs for plain tokens and for newly admitted requests.
 
         Args:
             num_available: free blocks; requests that need more than remain are not admitted.
+            is_ahead: True if a step was just scheduled. Requests that still wait after that are
+                taken not to fit by their cached blocks, which take long to count.
         """
         running, max_chunk = self.running, self._max_chunk()
         num_blocks = sum(self._num_missing(r, self._plain_end(r)) for r in running)
@@ -302,7 +306,7 @@ class LookaheadMixin(SchedulerBase):
             hit = self._hit(request)
             end = min(request.num_tokens + self._num_steps_ahead, self.max_model_len)
             more = self._num_missing(request, end) + watermark
-            if num_blocks + more > num_available:
+            if num_blocks + more > num_available and not is_ahead:
                 more = self._num_to_admit(request, end, hit) + watermark
             if num_blocks + more > num_available:
                 break

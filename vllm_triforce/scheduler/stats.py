@@ -9,7 +9,7 @@ end found a stop string. vLLM then discards the step's tokens and leaves them ou
 Workers cannot tell, so the scheduler's counts of outcomes replace theirs.
 """
 
-import copy
+from dataclasses import replace
 from typing import Any
 
 from vllm_triforce.core.plan import plan_of, report_of
@@ -168,6 +168,16 @@ class RequestMetricsMixin(SchedulerBase):
                 for output in client_outputs.outputs:
                     request = self.requests.get(output.request_id)
                     if request and (params := request.sampling_params) and params.stop:
-                        # A copy: a thread encodes outputs while later steps change the request's.
-                        output.spec_decode_metrics = copy.deepcopy(request.spec_decode_metrics)
+                        output.spec_decode_metrics = _copied(request.spec_decode_metrics)
         return outputs
+
+
+def _copied(metrics):
+    """Copy a request's metrics: a thread encodes outputs while later steps change them.
+
+    Their lists have an entry for each step, so no entry is handled in Python.
+    """
+    if metrics is None:
+        return None
+    lists = {name: value[:] for name, value in vars(metrics).items() if isinstance(value, list)}
+    return replace(metrics, **lists)
