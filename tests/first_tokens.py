@@ -24,8 +24,15 @@ STEPS = {256: 1000, 2048: 2000, 8192: 8100}
 PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
 
 
-def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[int, float]]:
-    """Return steps and seconds to the first token of each late prompt, one after another."""
+def in_engine(
+    llm, num_running: int, prompt: int, repeats: int, num_emitted: int = 400
+) -> list[tuple[int, float]]:
+    """Return steps and seconds to the first token of each late prompt, one after another.
+
+    Args:
+        num_emitted: tokens of each running request before the first one, as its context is to be
+            as long with speculation as without.
+    """
     engine, draw = llm.llm_engine, Random(prompt)
     params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
 
@@ -34,9 +41,8 @@ def in_engine(llm, num_running: int, prompt: int, repeats: int) -> list[tuple[in
 
     for n in range(num_running):
         add(f"running {n}", [draw.randrange(3, 200) for _ in range(16)] * 8, params)
-    # As long contexts with speculation as without.
     emitted = 0
-    while emitted < 400 * num_running:
+    while emitted < num_emitted * num_running:
         emitted = sum(len(its.outputs[0].token_ids) for its in engine.step())
     found = []
     for n in range(repeats):

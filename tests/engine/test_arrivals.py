@@ -9,7 +9,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
+from tests.first_tokens import in_engine
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
@@ -124,6 +126,30 @@ def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, noth
     assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))
     wanted = run(stock, prompts, [greedy(6, ignore_eos=True)] * 40)
     assert_same_outputs(stock, wanted, [found[str(i)] for i in range(40)])
+
+
+def test_a_late_prompt_is_read_in_as_many_steps_as_by_stock_vllm(engines, pair):
+    """Beside eight requests that repeat themselves, whose drafts would fill a step."""
+    steps = []
+    for keys in (None, {"method": "triforce", "adaptive": False, "min_context": 0}):
+        llm = engines.get(pair["target"], keys, max_num_batched_tokens=256)
+        steps.append([count for count, _ in in_engine(llm, 8, 1000, 2, num_emitted=100)])
+    assert steps[1] == steps[0] == [5, 5]
+
+
+def test_a_seeded_request_keeps_its_drafts_beside_a_late_prompt(engines, pair, text):
+    """It samples as alone, though the prompt could use all of each step."""
+    keys = triforce(retrieval_budget=192, model=pair["draft"])
+    llm = engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=256)
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
+    seeded = ("seeded", text[1000:1200], params)
+    alone = drive(llm, {0: [seeded]})["seeded"].outputs[0].token_ids
+    other = ("other", text[:1500], greedy(4, ignore_eos=True))
+    with watch(scheduler_of(llm), "schedule") as calls:
+        beside = drive(llm, {0: [seeded], 3: [other]})["seeded"].outputs[0].token_ids
+    assert beside == alone
+    reading = [its for _, its in calls if its.num_scheduled_tokens.get("other", 0) > 100]
+    assert any(its.scheduled_spec_decode_tokens for its in reading)
 
 
 def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):

@@ -80,9 +80,11 @@ def make_scheduler(
     num_blocks: int = 20_000,
     block_size: int = 32,
     prefix_caching: bool = False,
+    scheduler_cls: type | None = None,
     **keys,
 ):
-    """With a KV cache of so many blocks; ``keys`` are TriForce's."""
+    """With a KV cache of so many blocks; ``keys`` are TriForce's, whose schedulers for Runner V2
+    are the default."""
     config = copy.copy(_configured(is_ours, tuple(sorted(keys.items()))))
     config.__class__ = _OnRunnerV2
     for part in ("scheduler_config", "cache_config", "model_config", "additional_config"):
@@ -110,7 +112,7 @@ def make_scheduler(
         (True, False): TriForceSchedulerV2,
         (True, True): TriForceAsyncSchedulerV2,
     }
-    return schedulers[is_ours, is_asynchronous](
+    return (scheduler_cls or schedulers[is_ours, is_asynchronous])(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=_AnyToken(),

@@ -13,6 +13,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.simulation.engine import make_scheduler
+from vllm_triforce.scheduler.v1 import TriForceScheduler
 
 TOKEN, STOP, DRAFT = 7, 3, 8
 BLOCK = 16
@@ -224,12 +225,29 @@ def test_a_prompt_that_waits_for_blocks_is_looked_up_once_a_step(monkeypatch):
 
 
 def test_drafts_behind_the_end_of_a_turn_are_dropped():
-    """Else they would be verified behind the next piece, to which they do not belong."""
-    its = scheduler(20, max_num_batched_tokens=32)
+    """Else they would be verified behind the next piece, to which they do not belong. A scheduler
+    for Runner V2 has a plan without them."""
+    its = scheduler(20, max_num_batched_tokens=32, scheduler_cls=TriForceScheduler)
     add(its, "a", [5] * 20, resumable=True)
-    step(its, token=STOP)
+    output = its.schedule()
+    its.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[STOP]]))
+    its.update_draft_token_ids(DraftTokenIds(["a"], [[DRAFT] * 4]))
     assert its.requests["a"].spec_token_ids
     add(its, "a", [5] * 50, resumable=True)
     outputs = [its.schedule() for _ in range(2)]
     assert [output.num_scheduled_tokens["a"] for output in outputs] == [32, 18]
     assert not any(output.scheduled_spec_decode_tokens for output in outputs)
+
+
+def test_runner_v1_proposes_nothing_that_would_be_cut():
+    """But for a seeded request, which must not depend on arrivals."""
+    for params, expected in (({}, 0), ({"temperature": 1.0, "seed": 3}, 32)):
+        its = scheduler(40, max_num_batched_tokens=64, scheduler_cls=TriForceScheduler)
+        add(its, "a", [5] * 20, **params)
+        output = its.schedule()
+        assert output.num_spec_tokens_to_schedule == 32
+        its.update_from_output(
+            output, ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[TOKEN]])
+        )
+        add(its, "late", [6] * 200)
+        assert its.schedule().num_spec_tokens_to_schedule == expected
