@@ -217,7 +217,7 @@ def test_failed_allocation_names_size_and_remedy():
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
 @pytest.mark.parametrize("entry", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_with_nan_gets_no_tokens_and_the_others_keep_theirs(temperatures, entry, place):
+def test_a_row_ends_before_a_nan_and_the_others_keep_theirs(temperatures, entry, place):
     """An infinity that leaves no distribution counts too."""
     torch.manual_seed(0)
     logits = torch.randn(9, 7)
@@ -237,11 +237,14 @@ def test_a_row_with_nan_gets_no_tokens_and_the_others_keep_theirs(temperatures, 
     if entry == float("inf") and temperatures[1] == 0:
         return  # the largest number there is: greedy has its answer
     assert found.nan_rows == [1]
-    assert found.token_ids[1] == [] and found.probs[1] == [] and found.num_accepted[1] == 0
-    for row in (0, 2):
-        assert found.token_ids[row] == whole.token_ids[row] != []
-        assert found.num_accepted[row] == whole.num_accepted[row]
-        for p, q in zip(found.probs[row], whole.probs[row], strict=True):
+    assert found.token_ids[1] == whole.token_ids[1][:place]
+    assert found.num_accepted[1] == min(place, whole.num_accepted[1])
+    for row in range(3):
+        if row != 1:
+            assert found.token_ids[row] == whole.token_ids[row] != []
+            assert found.num_accepted[row] == whole.num_accepted[row]
+        probs = whole.probs[row][: len(found.token_ids[row])]
+        for p, q in zip(found.probs[row], probs, strict=True):
             assert torch.equal(p, q) and not p.isnan().any()
 
 

@@ -15,6 +15,8 @@ from scipy import stats
 from vllm_triforce.runner_v1 import verification as inner
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
+from vllm_triforce.runner_v1.sources.draft_model import DraftModel
+from vllm_triforce.runner_v1.sources.source import Draft
 
 VOCAB = 5
 ROUNDS = 12_000
@@ -58,6 +60,29 @@ def test_samples_follow_level2(gamma, is_lookup):
         if found.sum() > 500:
             wanted = level2(prefix).double().numpy()
             assert stats.chisquare(found, found.sum() * wanted / wanted.sum()).pvalue > 1e-4, prefix
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_nan_after_a_token_does_not_condition_it(level):
+    """Wherever some tokens lead to a NaN, the token before it follows level 2's distribution."""
+    level1, level2 = distributions(3)(()), distributions(4)(())
+    sampling = SamplingRows(torch.ones(1))
+    noise = InnerNoise(3, torch.device("cpu"))
+    noise.begin([], [(0, 0)])
+    wrong, right = torch.full((1, VOCAB), torch.nan), torch.zeros(1, VOCAB)
+    counts, model = np.zeros(VOCAB), object.__new__(DraftModel)
+    for _ in range(ROUNDS // 3):
+        draft = Draft([[]], [[]])
+        model._sample(level1.log()[None], [0], sampling, noise, draft, None)
+        leads_to_nan = draft.token_ids[0][0] in (1, 2)
+        after = wrong if leads_to_nan and level == 1 else right
+        model._sample(after, [0], sampling, noise, draft, None)
+        after = wrong if leads_to_nan and level == 2 else right
+        logits = torch.cat([level2.log()[None], *[after] * len(draft.token_ids[0])])
+        verified = inner.verify(draft.token_ids, draft.probs, logits, sampling, noise)
+        counts[verified.token_ids[0][0]] += 1
+    wanted = level2.double().numpy()
+    assert stats.chisquare(counts, counts.sum() * wanted / wanted.sum()).pvalue > 1e-4
 
 
 def test_token_distribution_is_vllms():

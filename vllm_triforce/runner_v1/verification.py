@@ -28,15 +28,18 @@ class Verified:
     """Level 2's distribution at each token, [vocab_size]; empty lists if all rows are greedy."""
     num_accepted: list[int] = field(default_factory=list)
     nan_rows: list[int] = field(default_factory=list)
-    """Rows with a NaN in their logits. Nothing is added to them."""
+    """Rows with a NaN in their logits. They end before it."""
 
-    def add_row(self, token_ids: list[int], probs: list[torch.Tensor]) -> None:
-        """Append a row's accepted tokens and the token after them; none for a row with a NaN."""
-        if not token_ids:
+    def add_row(
+        self, draft: list[int], token_ids: list[int], probs: list[torch.Tensor], has_nan: bool
+    ) -> None:
+        """Append a row's accepted tokens and the token after them, which a NaN may prevent."""
+        if has_nan:
             self.nan_rows.append(len(self.token_ids))
         self.token_ids.append(token_ids)
         self.probs.append(probs)
-        self.num_accepted.append(max(0, len(token_ids) - 1))
+        agrees = [token == drafted for token, drafted in zip(token_ids, draft)]
+        self.num_accepted.append((*agrees, False).index(False))
 
 
 def verify(
@@ -58,21 +61,20 @@ def verify(
     lengths = [len(tokens) + 1 for tokens in drafts]
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     probs = token_distribution(logits, sampling.take(owners))
-    nan_rows = {owner for owner, nan in zip(owners, has_nan(probs)) if nan}
-    result = Verified()
+    is_nan, result = has_nan(probs), Verified()
     for row, (tokens, target_probs) in enumerate(zip(drafts, probs.split(lengths))):
-        token_ids: list[int] = []
-        if row not in nan_rows:
-            row_probs = None if draft_probs is None else draft_probs[row]
-            token_ids = verify_row(tokens, row_probs, target_probs, row, noise)
-        result.add_row(token_ids, list(target_probs[: len(token_ids)]))
+        row_is_nan, is_nan = is_nan[: lengths[row]], is_nan[lengths[row] :]
+        num_right = (*row_is_nan, True).index(True)
+        row_probs = None if draft_probs is None else draft_probs[row]
+        token_ids = verify_row(tokens[:num_right], row_probs, target_probs[:num_right], row, noise)
+        result.add_row(tokens, token_ids, list(target_probs[: len(token_ids)]), any(row_is_nan))
     return result
 
 
 def verify_row(
     tokens: list[int],
     draft_probs: list[torch.Tensor] | None,  # [vocab_size] per token; None for one-hot
-    target_probs: torch.Tensor,  # [len(tokens) + 1, vocab_size]
+    target_probs: torch.Tensor,  # [len(tokens) + 1, vocab_size], or one less before a NaN
     row: int,
     noise: InnerNoise,
 ) -> list[int]:
@@ -84,6 +86,9 @@ def verify_row(
         if noise.uniform(row) * draft_prob < float(target[token]):
             continue
         return [*tokens[:place], noise.sample(row, residual(target, draft, token))]
+    if len(target_probs) == len(tokens):
+        # Accepted tokens stay: whether one is dropped must not depend on those after it.
+        return tokens
     return [*tokens, noise.sample(row, target_probs[len(tokens)])]
 
 
@@ -108,10 +113,9 @@ def _verify_greedy(drafts: list[list[int]], best: list[int]) -> Verified:
     for tokens in drafts:
         argmax = best[start : start + len(tokens) + 1]
         start += len(argmax)
-        if NAN_TOKEN in argmax:
-            result.add_row([], [])
-            continue
         agrees = [token == target for token, target in zip(tokens, argmax)]
-        num_accepted = (*agrees, False).index(False)
-        result.add_row(argmax[: num_accepted + 1], [])
+        emitted = argmax[: (*agrees, False).index(False) + 1]
+        if emitted[-1] == NAN_TOKEN:
+            emitted.pop()
+        result.add_row(tokens, emitted, [], NAN_TOKEN in argmax)
     return result

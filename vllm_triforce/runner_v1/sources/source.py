@@ -30,7 +30,7 @@ class Draft:
     """[vocab_size], per row and token, the distribution it was drawn from. None, for a row or for
     all rows, if the distributions are one-hot (prompt lookup, greedy requests)."""
     nan_rows: list[int] = field(default_factory=list)
-    """Rows with a NaN in the draft's logits. Nothing is drafted for them."""
+    """Rows with a NaN in the draft's logits. They end before it."""
     starts_window: bool = False
     """True if the draft read the whole window of a new request."""
     num_catch_up_tokens: int = 0
