@@ -1,4 +1,5 @@
-"""Promise: tensor parallel ranks launch the same, whenever each of them sees a NaN."""
+"""Promise: tensor parallel ranks launch the same, whenever each of them sees a NaN, and with any
+number of threads."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,6 +11,12 @@ import torch
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.routes import LEVELS
 from vllm_triforce.core.plan import RequestPlan, StepPlan, attach_plan, report_of
+from vllm_triforce.runner_v1.acceptance import acceptance_probs
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.sources.draft_model import DraftModel
+from vllm_triforce.runner_v1.sources.source import Draft
+from vllm_triforce.runner_v1.verification import verify
 from vllm_triforce.runner_v2 import runner as module
 from vllm_triforce.runner_v2.slots import Slots
 
@@ -137,3 +144,50 @@ def test_a_rank_that_sees_a_nan_later_launches_the_same(sees_at, monkeypatch):
     assert disabled == {"broken"}
     other, _ = launches(sees_at, plans, monkeypatch)
     assert first == other == [{"broken": 0}] * 3 + [{"waiting": 0}] * 3
+
+
+class AllConfident:
+    """Rule that ends no draft and notes what it is asked with."""
+
+    def __init__(self) -> None:
+        self.confidences: list[float] = []
+
+    def keeps(self, row: int, confidence: float) -> bool:
+        self.confidences.append(confidence)
+        return True
+
+
+def decided(logits: torch.Tensor, sampling: SamplingRows, num_threads: int) -> list:
+    """Return all that a rank decides tokens, lengths and controller by, from gathered logits.
+
+    Args:
+        logits: [2, vocab_size].
+    """
+    torch.set_num_threads(num_threads)
+    noise, rule, draft = InnerNoise(0, CPU), AllConfident(), Draft([[]], [[]])
+    noise.begin([], [(0, 0)])
+    if sampling.all_greedy:
+        draft.probs = None
+    DraftModel._sample(None, logits[:1].clone(), [0], sampling, noise, draft, rule)
+    verified = verify(draft.token_ids, draft.probs, logits.flip(0), sampling, noise)
+    probs = None if draft.probs is None else torch.stack(draft.probs[0])
+    chances = acceptance_probs(torch.tensor([5]), probs, logits[1:], is_greedy=False)
+    exported = [p.numpy().tobytes() for p in verified.probs[0]]
+    return [draft.token_ids, rule.confidences, verified.token_ids, exported, chances.tolist()]
+
+
+@pytest.mark.parametrize(
+    "temperature, top_p, num_seeds", [(0.0, None, 60), (1.0, None, 30), (0.8, 0.9, 10)]
+)
+def test_ranks_with_other_numbers_of_threads_decide_alike(temperature, top_p, num_seeds):
+    """Torch splits some sums among threads, which changes their last bits."""
+    num_threads = torch.get_num_threads()
+    top_p = None if top_p is None else torch.tensor([top_p])
+    sampling = SamplingRows(torch.tensor([temperature]), top_p=top_p)
+    try:
+        for seed in range(num_seeds):
+            logits = 5 * torch.randn(2, 128_256, generator=torch.Generator().manual_seed(seed))
+            one, *others = (decided(logits, sampling, threads) for threads in (1, 2, 3))
+            assert all(other == one for other in others)
+    finally:
+        torch.set_num_threads(num_threads)

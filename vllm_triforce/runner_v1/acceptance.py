@@ -8,6 +8,7 @@ and those behind a rejected token say something too.
 import torch
 from vllm.v1.sample import rejection_sampler
 
+from vllm_triforce.runner_v1.sampling import softmax
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -71,8 +72,7 @@ def acceptance_probs(
         agrees = (target_logits.argmax(-1) == draft_token_ids).float()
         if is_greedy is True:
             return agrees
-    log_totals = target_logits.logsumexp(-1, keepdim=True)
-    probs = (target_logits.gather(1, ids) - log_totals).exp()
+    probs = softmax(target_logits).gather(1, ids)
     if draft_probs is not None:
         probs /= draft_probs.gather(1, ids)
     probs = probs.nan_to_num(0.0).clamp(max=1.0)[:, 0]

@@ -51,6 +51,18 @@ class SamplingRows:
         )
 
 
+def softmax(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+) -> torch.Tensor:  # [num_tokens, vocab_size], float32
+    """Compute probabilities that are equal bit by bit on all ranks of a tensor-parallel group.
+
+    All decisions about tokens are made from these, as each rank makes them by itself, and ranks
+    that decided differently would wait for each other's passes. Torch computes a row of softmax on
+    one thread. Other sums over a row, as of ``logsumexp()``, depend on the number of threads.
+    """
+    return logits.softmax(-1, dtype=torch.float32)
+
+
 def greedy_tokens(
     logits: torch.Tensor,  # [num_tokens, vocab_size]
 ) -> torch.Tensor:  # [num_tokens], int64
@@ -85,10 +97,10 @@ def token_distribution(
         temperature = torch.where(greedy, torch.ones_like(temperature), temperature)
     scaled = logits.float() / temperature[:, None]
     if sampling.min_p is not None:
-        probs = scaled.softmax(-1)
+        probs = softmax(scaled)
         floor = probs.amax(-1, keepdim=True) * sampling.min_p[:, None]
         scaled = scaled.masked_fill(probs < floor, float("-inf"))
-    probs = apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    probs = softmax(apply_top_k_top_p(scaled, sampling.top_k, sampling.top_p))
     if has_greedy:
         best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
         best.masked_fill_(probs[:, :1].isnan(), float("nan"))

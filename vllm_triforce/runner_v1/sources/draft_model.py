@@ -12,7 +12,13 @@ from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.logits_processing import process_logits
-from vllm_triforce.runner_v1.sampling import NAN_TOKEN, greedy_tokens, has_nan, token_distribution
+from vllm_triforce.runner_v1.sampling import (
+    NAN_TOKEN,
+    greedy_tokens,
+    has_nan,
+    softmax,
+    token_distribution,
+)
 from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 
 # Number of extra tokens that a pass of the draft reads without taking notably longer.
@@ -70,7 +76,8 @@ class DraftModel(DraftSource):
     @classmethod
     def build(cls, parts) -> "DraftModel":
         config, vllm_config = parts.config, parts.vllm_config
-        num_slots = vllm_config.scheduler_config.max_num_seqs
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        num_slots = min(max_num_seqs, config.max_speculating_seqs)
         cache, builder = private_cache(
             parts.draft_layers, vllm_config, config, num_slots, parts.device
         )
@@ -96,10 +103,10 @@ class DraftModel(DraftSource):
             stop: ends drafts before ``max_tokens`` (``controller/stop_rule.py``); None for no rule.
         """
         draft = Draft([[] for _ in rows], None if sampling.all_greedy else [[] for _ in rows])
-        active = [i for i, count in enumerate(max_tokens) if count]
+        active = [i for i, count in enumerate(max_tokens) if count and matches[i] is not None]
         ids = [batch.request_ids[row] for row in rows]
         for i in active:
-            # Preempted requests keep their slots, so all may be taken.
+            # Requests outside the batch keep their slots, so all may be taken.
             self.cache.slot(ids[i], evict=lambda: self._evict(batch))
         # Either makes this draft slower than usual, so ObserverV1 does not report its time.
         draft.starts_window = any(ids[i] not in self._windows for i in active)
@@ -208,7 +215,8 @@ class DraftModel(DraftSource):
     ) -> list[int]:
         """Append a token to active rows of ``draft``, and return the rows that have one.
 
-        Rows without are those with a NaN, which are marked, and those that ``stop`` ends.
+        Rows without are those with a NaN, which are marked, and those that ``stop`` ends. They keep
+        their earlier tokens: whether one is dropped must not depend on those after it.
         """
         params, kept = sampling.take(active), []
         probs = None if draft.probs is None else token_distribution(logits, params)
@@ -217,7 +225,7 @@ class DraftModel(DraftSource):
         nan = [token == NAN_TOKEN for token in tokens] if probs is None else has_nan(probs)
         for place, i in enumerate(active):
             if nan[place]:
-                self._discard_row(i, draft)
+                draft.nan_rows.append(i)
                 continue
             # Before the token is drawn: what ends a draft must not depend on the draw.
             if stop is not None and not stop.keeps(i, confidences[place]):
@@ -231,14 +239,6 @@ class DraftModel(DraftSource):
                 row_probs.append(probs[place])
         return kept
 
-    @staticmethod
-    def _discard_row(row: int, draft: Draft) -> None:
-        """Drop the tokens of a row with a NaN."""
-        draft.nan_rows.append(row)
-        draft.token_ids[row] = []
-        if draft.probs is not None:
-            draft.probs[row] = []
-
 
 def _confidences(
     logits: torch.Tensor,  # [num_rows, vocab_size]
@@ -246,11 +246,9 @@ def _confidences(
     sampling,
 ) -> list[float]:
     """Return the largest probability of each row's distribution, of greedy rows before argmax."""
-    logits = logits.float()
     if probs is None:
-        return (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
+        return softmax(logits).amax(-1).tolist()
     confidences = probs.amax(-1)
     if (is_greedy := sampling.is_greedy).any():
-        greedy = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        confidences = torch.where(is_greedy, greedy, confidences)
+        confidences = torch.where(is_greedy, softmax(logits).amax(-1), confidences)
     return confidences.tolist()
