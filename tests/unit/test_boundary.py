@@ -1,9 +1,16 @@
 """Promise: level 3 is told, of each token that it verifies, what that very token was drawn from."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
+from vllm_triforce.runner_v1.noise import InnerNoise
+from vllm_triforce.runner_v1.runner import TriForceProposer
+from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.verification import verify
 
 VOCAB = 8
 
@@ -93,6 +100,35 @@ def test_other_tokens_than_drafted_are_found_by_every_check(check):
     assert torch.equal(rows[:2], torch.eye(VOCAB)[[1, 4]])
 
 
+def test_a_proposal_keeps_its_own_distributions_alone():
+    """4 bytes per token of the vocabulary for each proposed token, whatever a round drew beside."""
+    proposal, noise = Proposal.empty(3), InnerNoise(0, torch.device("cpu"))
+    noise.begin([], [(0, 0)] * 3)
+    drafts = [[1, 2, 3], [4], [5, 6]]
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1))
+    verified = verify(drafts, None, logits, SamplingRows(torch.ones(3)), noise)
+    for row, tokens in enumerate(verified.token_ids):
+        proposal.extend(row, tokens, verified.probs[row])
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage() for p in proposal.probs[row]
+        }
+        num_bytes = sum(storage.nbytes() for storage in storages.values())
+        assert num_bytes == 4 * VOCAB * len(tokens)
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_a_nan_changes_no_distribution_of_the_tokens_before_it(has_nan):
+    """What ended a proposal depends on its tokens, as what they were drawn from must not."""
+    proposer = object.__new__(TriForceProposer)
+    proposer._draft_probs = DraftProbsStore(check=Check.RAISE)
+    disabled = {"one"} if has_nan else set()
+    proposer.built = SimpleNamespace(speculator=SimpleNamespace(disabled_requests=disabled))
+    batch = SimpleNamespace(request_ids=["one"], sampling=SamplingRows(torch.ones(1)))
+    probs = [distribution(0), distribution(1)]
+    proposer._export_proposal(batch, Proposal([[1, 2]], [probs], [5 if has_nan else 2]))
+    assert torch.equal(proposer._draft_probs.take(["one"], [2], [1, 2]), torch.stack(probs))
+
+
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
     with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):
@@ -101,8 +137,6 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
 
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Requests that were speculated on before go first."""
-    from types import SimpleNamespace
-
     from vllm_triforce.runner_v1.batch import RunnerBatch
 
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))

@@ -91,6 +91,7 @@ class Proposal:
         return len(self.token_ids)
 
     def extend(self, row: int, token_ids: list[int], probs: Sequence[torch.Tensor | None]) -> None:
-        """Append tokens and their distributions to a request's proposal."""
+        """Append tokens and copies of their distributions to a request's proposal."""
         self.token_ids[row] += token_ids
-        self.probs[row] += probs
+        # They may be rows of a pass, which would stay in memory as a whole.
+        self.probs[row] += [None if row_probs is None else row_probs.clone() for row_probs in probs]

@@ -113,7 +113,7 @@ class TriForceSpeculator:
         propose(levels, observer)
         observer.on_proposal_end()
         for row, token_ids, probs in zip(rows, levels.proposal.token_ids, levels.proposal.probs):
-            proposal.extend(row, token_ids, probs)
+            proposal.token_ids[row], proposal.probs[row] = token_ids, probs
 
     def _propose_directly(
         self,
