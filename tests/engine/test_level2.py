@@ -137,7 +137,7 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
         )
     worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
     draft = worker.triforce
-    with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max-num-seqs"):
+    with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max_speculating_seqs"):
         private_cache(draft.draft_layers, draft.vllm_config, keys, 8, device)
 
 

@@ -1,12 +1,14 @@
 """Promise: an EAGLE-3 head reads each token with the state that belongs to it."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_triforce.cache.streaming import StateWindow
+from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.hidden_states import HiddenStates
 
 RECENT, CAPACITY = 12, 24
@@ -22,9 +24,9 @@ class Request:
     """A request whose states say by which pass they were made, and its head's cache."""
 
     def __init__(self) -> None:
-        self.states = HiddenStates(lambda rows: rows, torch.float32, CAPACITY + MOST + 1)
+        self.states = HiddenStates(lambda rows: rows, torch.float32, CAPACITY + MOST + 1, 2, 1)
         self.window = StateWindow(RECENT, CAPACITY)
-        self.num_passes = 0
+        self.num_passes = self.num_tokens = 0
         self.newest: dict[int, int] = {}
         """By position, the pass whose state is the newest."""
         self.cache: list[tuple[int, tuple[float, ...]]] = []
@@ -34,7 +36,8 @@ class Request:
         """Run a pass over ``count`` tokens."""
         self.num_passes += 1
         rows = torch.tensor([state_of(self.num_passes, first + i) for i in range(count)])
-        self.states.add(["a"], [first], [count], [rows[:, :1], rows[:, 1:]])
+        self.states.hold(["a"])
+        self.states.add(["a"], [first], [count], [rows[:, :1], rows[:, 1:]], [self.num_tokens])
         self.newest |= dict.fromkeys(range(first, first + count), self.num_passes)
 
     def draft(self, tokens: np.ndarray, num_computed: int, num_drafts: int) -> int:
@@ -67,6 +70,7 @@ def test_each_token_is_read_with_its_newest_state(seed):
     draw = random.Random(seed)
     request = Request()
     tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 120))]
+    request.num_tokens = len(tokens)
     hit = draw.choice([0, draw.randrange(len(tokens))])  # tokens of the prefix cache
     computed = hit
     while computed < len(tokens):
@@ -115,3 +119,86 @@ def test_a_request_of_the_same_id_starts_anew():
     assert request.states.first_known("a") == 8
     request.states.keep({"b"})
     assert not len(request.states)
+
+
+def tensor_bytes(values) -> int:
+    """Return the bytes of all tensors that an object keeps alive."""
+    storages = {}
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif hasattr(value, "__dict__"):
+            waiting += vars(value).values()
+    return sum(storages.values())
+
+
+def test_states_are_kept_of_as_many_requests_as_may_speculate():
+    """Prompts of 24 requests in chunks, then plain steps: two requests' fused states remain."""
+    capacity, hidden, num_aux = 30, 64, 3
+    states = HiddenStates(lambda rows: rows[:, :hidden], torch.float32, capacity, hidden, 2)
+    names, length = [f"r{i}" for i in range(24)], 200
+    # States that wait for their fusion, and indices.
+    most = 4 * (2 * capacity * hidden + 64 * num_aux * hidden) + 8 * 64
+
+    def step(first: int, count: int) -> None:
+        aux = [torch.rand(len(names) * count, hidden) for _ in range(num_aux)]
+        total = max(first + count, length)
+        states.hold(names[:2])
+        states.add(names, [first] * 24, [count] * 24, aux, [total] * 24)
+        assert tensor_bytes(states) <= most
+
+    for first in range(0, length, 50):
+        step(first, 50)
+    for position in range(length, length + 80):
+        step(position, 1)
+    assert [name for name in names if name in states] == names[:2]
+    assert states.first_known("r1") == length + 80 - capacity
+
+
+def test_a_request_takes_the_place_of_one_that_left():
+    """Its states are those of its own passes, also where others wait to be fused."""
+    states = HiddenStates(lambda rows: rows, torch.float32, 8, 1, 2)
+
+    def step(names: str, first: int) -> None:
+        aux = torch.tensor([[1000.0 * ord(name) + first] for name in names])
+        states.add([*names], [first] * len(names), [1] * len(names), [aux])
+
+    states.hold(["a", "b"])
+    step("abc", 10)
+    assert "c" not in states
+    states.release("a")
+    states.hold(["b", "c"])
+    step("bc", 11)
+    assert (states.first_known("b"), states.first_known("c")) == (10, 11)
+    states.hold(["c", "d"])  # there is no room for b any more
+    step("bcd", 12)
+    assert "b" not in states and states.first_known("d") == 12
+    assert states.take("c", 11, 13).tolist() == [[99_011.0], [99_012.0]]
+    assert states.take("d", 12, 13).tolist() == [[100_012.0]]
+
+
+def test_places_go_to_contexts_that_may_be_speculated_on():
+    """Those that hold one come first among them; requests that never speculate get none."""
+    lengths = {"short": 50, "never": 500, "held": 400, "held short": 60, "long": 300}
+    requests = {
+        name: SimpleNamespace(
+            num_tokens=n,
+            sampling_params=SimpleNamespace(logprob_token_ids=[1] if name == "never" else None),
+        )
+        for name, n in lengths.items()
+    }
+    batch = SimpleNamespace(req_ids=list(lengths))
+    runner = SimpleNamespace(input_batch=batch, requests=requests)
+    reader = RunnerBatch(runner, SimpleNamespace(min_context=200), None, (), None)
+    chosen = [reader.rows_with_states({"held", "held short"}, n) for n in range(1, 6)]
+    names = [{batch.req_ids[row] for row in rows} for rows in chosen]
+    assert names[0] == {"held"}
+    assert names[1] == {"held", "long"}
+    assert names[2] == {"held", "long", "held short"}
+    assert names[3] == names[4] == set(lengths) - {"never"}

@@ -116,7 +116,7 @@ class StreamingCache:
     Args:
         window_tokens: capacity of a window.
         block_size: tokens in a block.
-        num_slots: requests that have a window at a time (``max_num_seqs``).
+        num_slots: requests that have a window at a time.
     """
 
     def __init__(

@@ -202,9 +202,10 @@ class Keys:
         None,
         _MEMORY,
         "Requests that are speculated on at a time; others decode plainly. Runner V2 allocates "
-        "buffers for this number. It decodes all requests of a batch plainly above 256 requests or "
-        "four times this number, whichever is larger. On V1 a proposed token of a sampled request "
-        "keeps 4 bytes per token of the vocabulary until it is verified",
+        "buffers for this number, V1 the draft's windows and a head's states. V2 decodes all "
+        "requests of a batch plainly above 256 requests or four times this number, whichever is "
+        "larger. On V1 a proposed token of a sampled request keeps 4 bytes per token of the "
+        "vocabulary until it is verified",
         unit="requests",
         low=1,
         default_text="64; 4 with `kv_offload_gib`",

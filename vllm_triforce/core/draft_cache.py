@@ -42,7 +42,7 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
         f"level 1's cache of {num_slots} windows of {config.window_tokens} tokens",
         num_bytes,
         device,
-        "lower --max-num-seqs, num_recent_tokens or num_sink_tokens",
+        "lower max_speculating_seqs, num_recent_tokens or num_sink_tokens",
     ):
         caches = allocate_layers(list(layers), spec, cache.num_blocks, layout, device)
     for name, layer in layers.items():

@@ -89,6 +89,20 @@ class RunnerBatch:
         by_age = sorted(rows, key=lambda row: request_ids[row] not in speculating)
         return sorted(by_age[:max_rows])
 
+    def rows_with_states(self, held: Collection[str], max_rows: int) -> list[int]:
+        """Choose at most ``max_rows`` rows whose hidden states a head may read.
+
+        Contexts that may be speculated on now go first, and requests in ``held`` before others.
+        """
+        rows = range(len(self._runner.input_batch.req_ids))
+        rows = [row for row in rows if not self.is_never_speculated_on(row)]
+        if len(rows) <= max_rows:
+            return rows
+        is_long = {row: self._request(row).num_tokens >= self._config.min_context for row in rows}
+        chosen = self.limit_rows([row for row in rows if is_long[row]], held, max_rows)
+        short = [row for row in rows if not is_long[row]]
+        return chosen + self.limit_rows(short, held, max_rows - len(chosen))
+
     def is_greedy(self, row: int) -> bool:
         return self._params(row).temperature < GREEDY_EPSILON
 

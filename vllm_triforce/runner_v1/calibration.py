@@ -93,7 +93,7 @@ class Calibration:
         scheduler = vllm_config.scheduler_config
         self._length = config.num_speculative_tokens
         self._max_rows = min(scheduler.max_num_batched_tokens, 128)
-        self._max_reqs = scheduler.max_num_seqs
+        self._max_reqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
         max_context = vllm_config.model_config.max_model_len - self._length - 2
         self._max_context = max(1, min(max_context, (num_blocks - 2) * min(block_sizes)))
         self._context = min(config.calibration_context, self._max_context)

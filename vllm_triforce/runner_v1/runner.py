@@ -6,6 +6,8 @@ sampler gets the draft distributions from ``runner_v1/draft_probs.py``.
 """
 
 import time
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,10 +120,15 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         if self._adapters is not None and not self._level2_model.is_copy:
             speculator.level2.before_pass = self._adapters.before_pass
         self._states: StatesOfSteps | None = None
+        self._preferred: Collection[str] = self._requests
+        """Requests that are speculated on before others."""
         head = speculator.level1.sources.get(HEAD_SOURCE)
         if isinstance(head, Head):
-            self._states = StatesOfSteps(self._runner, head.states)
-            speculator.level2.after_pass = head.states.replace
+            self._preferred = head.states
+            max_seqs = self.config.max_speculating_seqs
+            choose = partial(self._batch.rows_with_states, head.states, max_seqs)
+            self._states = StatesOfSteps(self._runner, head.states, choose)
+            speculator.level2.after_pass = head.states.add
         self._num_blocks = kv_cache_config.num_blocks
         self._steps = PlainSteps(
             self._runner,
@@ -243,7 +250,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         eligible = [row for row, max_len in enumerate(max_lens) if max_len > 0]
-        rows = self._batch.limit_rows(eligible, self._requests, self.config.max_speculating_seqs)
+        rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
         if not rows:
             # Prompts may leave no room for drafts, which says nothing of the steps behind them.
             if num_speculative_tokens:
@@ -303,16 +310,15 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         disabled = self.built.speculator.disabled_requests
         is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
-            if is_greedy[row] or request_id in disabled:
-                # Level 3 compares the argmax; or a NaN ended the proposal early.
+            if is_greedy[row]:  # level 3 compares the argmax
                 self._draft_probs.forget(request_id)
-            else:
-                self._draft_probs.export_proposal(
-                    request_id,
-                    proposal.token_ids[row],
-                    proposal.probs[row],
-                    proposal.num_planned[row],
-                )
+                continue
+            token_ids, num_planned = proposal.token_ids[row], proposal.num_planned[row]
+            if request_id in disabled:  # a NaN ended the proposal before the next token was drawn
+                num_planned = len(token_ids)
+            self._draft_probs.export_proposal(
+                request_id, token_ids, proposal.probs[row], num_planned
+            )
 
     def _draft_probs_of(self, spec_decode_metadata) -> torch.Tensor | None:
         """Return q of the step's draft tokens, for level 3's test.

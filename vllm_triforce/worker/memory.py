@@ -88,8 +88,11 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     itemsize, cache_itemsize = _itemsizes(vllm_config)
     dim = next(iter(layers.values())).head_size
     kinds = len(POLICIES[config.policy].summaries)
-    # Runner V1 stores summaries in the model's dtype, V2 in one byte per number.
-    summary = dim + SCALE_BYTES if vllm_config.use_v2_model_runner else dim * itemsize
+    # Runner V1 stores summaries in the model's dtype, V2 in one byte per number. On V1 a request
+    # that selects in passes has a copy of those of its context.
+    summary = dim + SCALE_BYTES
+    if not vllm_config.use_v2_model_runner:
+        summary = dim * itemsize * (1 + config.selects_in_pass)
     return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 

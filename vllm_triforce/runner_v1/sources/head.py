@@ -14,7 +14,7 @@ class Head(DraftModel):
     """Drafts with a head that reads the target's hidden states beside the tokens.
 
     Where a prompt's start was found in the prefix cache, its states are unknown, and the window
-    begins behind it.
+    begins behind it. So it does where more than ``max_speculating_seqs`` requests ran before.
     """
 
     name = "head"
@@ -24,7 +24,11 @@ class Head(DraftModel):
         super().__init__(model, vllm_config, *args, **kwargs)
         config, _ = read_config(vllm_config)
         self.states = HiddenStates(
-            fusion_of(model), vllm_config.model_config.dtype, config.state_capacity
+            fusion_of(model),
+            vllm_config.model_config.dtype,
+            config.state_capacity,
+            vllm_config.speculative_config.draft_model_config.get_hidden_size(),
+            self.cache.num_free_slots,
         )
         """Filled by the runner, from full passes and from those of level 2."""
 
