@@ -94,8 +94,8 @@ class RunnerBatch:
 
         Contexts that may be speculated on now go first, and requests in ``held`` before others.
         """
-        rows = range(len(self._runner.input_batch.req_ids))
-        rows = [row for row in rows if not self.is_never_speculated_on(row)]
+        num_reqs = len(self._runner.input_batch.req_ids)
+        rows = [row for row in range(num_reqs) if not self.is_never_speculated_on(row)]
         if len(rows) <= max_rows:
             return rows
         is_long = {row: self._request(row).num_tokens >= self._config.min_context for row in rows}

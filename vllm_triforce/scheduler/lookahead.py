@@ -340,13 +340,14 @@ class LookaheadMixin(SchedulerBase):
     def _admissible(self) -> Iterator:
         """Yield waiting requests that nothing but room keeps from being admitted, in order."""
         adapters = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        max_adapters = self.lora_config.max_loras if self.lora_config else 0
         is_paused = self._pause_state != PauseState.UNPAUSED
         for request in chain(self.kv_holding_waiting, () if is_paused else self.waiting):
             if not self._is_ready(request):
                 continue
             if request.lora_request:
                 wanted = adapters | {request.lora_request.lora_int_id}
-                if len(wanted) > self.lora_config.max_loras:
+                if len(wanted) > max_adapters:
                     continue
                 adapters = wanted
             yield request
