@@ -261,7 +261,7 @@ BY_HAND = {
         "metrics.num_draft_tokens",
     },
     "metrics/carrier.py": {"output.get_output", "output", "result"},
-    "scheduler/v1.py": {"output"},
+    "scheduler/v1.py": {"output", "scheduler_output.num_spec_tokens_to_schedule"},
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},

@@ -90,8 +90,8 @@ class LookaheadMixin(SchedulerBase):
         finally:
             self.num_spec_tokens = num_spec_tokens
 
-    def _get_local_prefix_cache_hit(self, request):
-        hit = super()._get_local_prefix_cache_hit(request)
+    def _get_local_prefix_cache_hit(self, request, *args, **kwargs):
+        hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         self._hits[request.request_id] = _Hit(hit[0].blocks, hit[1])
         return hit
 
@@ -345,7 +345,7 @@ class LookaheadMixin(SchedulerBase):
         for request in chain(self.kv_holding_waiting, () if is_paused else self.waiting):
             if not self._is_ready(request):
                 continue
-            if request.lora_request:
+            if self.lora_config and request.lora_request:
                 wanted = adapters | {request.lora_request.lora_int_id}
                 if len(wanted) > max_adapters:
                     continue
