@@ -244,7 +244,6 @@ BY_HAND = {
         "config.lora_config",
         "config.model_config",
         "config.quant_config",
-        "config.speculative_config",
         "model.get_submodule(parent)",  # of the copy
     },
     "core/own_layers.py": {  # of a copy
