@@ -21,13 +21,22 @@ def main() -> int:
     parser.add_argument(
         "--control", action="store_true", help="stock vLLM in TriForce's place: finds nothing"
     )
+    parser.add_argument("--model", choices=["pair", "small", "mimo", "smollm2"])
+    parser.add_argument("--connectors", action="store_true", help="KV connectors in half of them")
     args = parser.parse_args()
     if args.runner == "v2" and os.environ.get("TRITON_INTERPRET") != "1":
         again = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
         return subprocess.call(again, env=v2_environment(), cwd=ROOT)
     from tests.fuzz.campaign import STREAMS_PER_ENGINE, Campaign
 
-    campaign = Campaign(args.runner, args.seed, args.shrink_seconds, args.control)
+    campaign = Campaign(
+        args.runner,
+        args.seed,
+        args.shrink_seconds,
+        args.control,
+        model=args.model,
+        connectors=args.connectors,
+    )
     per_engine = args.per_engine or STREAMS_PER_ENGINE
     campaign.run(60 * args.minutes, per_engine, args.most_engines)
     report = campaign.report()

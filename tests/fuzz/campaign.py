@@ -16,6 +16,8 @@ from tests.fuzz.shrink import shrink
 from tests.fuzz.streams import streams as streams_strategy
 
 STREAMS_PER_ENGINE = 25
+# A pretrained model's streams take as long as many of the others.
+OF_SMOLLM2 = 5
 SHRINK_SECONDS = 60
 # Of a right distribution once in a hundred thousand runs; looked at after every engine.
 LEAST_P_VALUE = 1e-5
@@ -41,6 +43,8 @@ class Campaign:
         runner: "v1" or "v2"; for v2 this process must have been started for it.
         shrink_seconds: for each kind of fault; 0 keeps what was found as it is.
         is_control: stock vLLM in TriForce's place, which must show no fault.
+        model: for all engines; None draws one for each.
+        connectors: whether half of the engines have a KV connector.
     """
 
     def __init__(
@@ -50,7 +54,10 @@ class Campaign:
         shrink_seconds: float = SHRINK_SECONDS,
         is_control: bool = False,
         log=sys.stderr.write,
+        model: str | None = None,
+        connectors: bool = False,
     ) -> None:
+        self._drawn_settings = settings_strategy(runner, model, connectors)
         self.runner, self.number, self._is_control = runner, number, is_control
         self.judge = Judge()
         self.found: dict[str, Found] = {}
@@ -64,7 +71,7 @@ class Campaign:
         """Fuzz; the time includes shrinking."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(self.engines) < most:
-            for chosen in self._drawn(settings_strategy(self.runner), 8):
+            for chosen in self._drawn(self._drawn_settings, 8):
                 if time.monotonic() > deadline or len(self.engines) >= most:
                     break
                 if self._is_control:
@@ -77,11 +84,17 @@ class Campaign:
         if running is None:
             return
         before = copy.deepcopy(self.judge.distribution.pools)
+        acceptance = running.acceptance
+        if chosen["model"] == "smollm2":
+            per_engine = max(1, per_engine // OF_SMOLLM2)
         for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
             if self.judge.counts["driven"] and time.monotonic() > deadline:
                 break
             if running is None:
                 running = self._start(chosen)
+                if running is None:
+                    break
+                running.acceptance = acceptance
             stream_seed = self.number * 1_000_000 + self.judge.counts["driven"]
             self.judge.counts["driven"] += 1
             begun = time.monotonic()
@@ -96,6 +109,9 @@ class Campaign:
                 self._keep(chosen, stream, stream_seed, fault)
         if running is not None:
             running.end()
+        if what := acceptance.fault():
+            self._keep(chosen, acceptance.worst[1], 0, Fault("acceptance", what))
+        self._log(f"acceptance: {acceptance.text()}\n")
         for name, pool in self.judge.distribution.pools.items():
             if pool.p_value() < LEAST_P_VALUE:
                 fault = Fault("distribution", f"{name}: {pool.p_values()}")
@@ -120,7 +136,7 @@ class Campaign:
         number, seconds = self.judge.counts["driven"], time.monotonic() - self._begun
         self._log(f"stream {number}: {fault.check}: {fault.what}\n")
         self.found[fault.kind] = entry = Found(fault, number, seconds, "")
-        if stream and self._shrink_seconds:
+        if stream and self._shrink_seconds and fault.check != "acceptance":
             stream = self._shrunk(chosen, stream, stream_seed, fault)
         entry.script = script(chosen, stream, stream_seed, fault, self.runner)
         self._log(entry.script)
@@ -178,6 +194,8 @@ class Campaign:
             "tokens": judge.counts["tokens"],
             "greedy answers compared": judge.stock.num_compared,
             "of which part at a tie": judge.stock.num_ties,
+            "seeded answers compared": judge.seeds.num_compared,
+            "of which part with one seed of three": judge.seeds.num_roundings,
             "sampled tokens pooled": {name: pool.num_tokens for name, pool in pools.items()},
             "p-values": {name: pool.p_values() for name, pool in pools.items()},
             "settings tried": _tally(self.engines),

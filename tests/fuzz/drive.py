@@ -1,5 +1,6 @@
 """Drives a stream of requests through an engine, step by step, and notes what came out."""
 
+import copy
 import time
 from dataclasses import dataclass, field
 
@@ -20,11 +21,14 @@ class Choice:
     places: list[int] = field(default_factory=list)
     """Of each token within the tokens of its step."""
     finish_reasons: list[str] = field(default_factory=list)
-    """Every one that was reported."""
+    """Every one that was reported; of a session one for each turn."""
     logprobs: list | None = None
     text: str = ""
     cumulative_logprob: float | None = None
     stop_reason: int | str | None = None
+    num_tested: int = 0
+    """Drafts that a full pass accepted, or was the first to reject; of a speculating engine."""
+    num_accepted: int = 0
 
 
 @dataclass
@@ -72,30 +76,56 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
     answers = [Answer() for _ in stream]
     lora = adapters(model) if any(request.get("lora") for request in stream) else {}
     waiting = sorted(range(len(stream)), key=lambda i: stream[i]["arrive"])
-    aborts: dict[int, list[int]] = {}
+    due: dict[int, list[tuple[str, int]]] = {}
+    turns = {i: list(request["turns"]) for i, request in enumerate(stream) if "turns" in request}
     step = num_working = 0
     last_worked = time.monotonic()
     while waiting or engine.has_unfinished_requests():
-        if not engine.has_unfinished_requests() and not aborts:
+        if not engine.has_unfinished_requests() and not due:
             step = max(step, stream[waiting[0]]["arrive"])
         while waiting and stream[waiting[0]]["arrive"] <= step:
             number = waiting.pop(0)
             request = stream[number]
-            engine.add_request(
-                str(number),
-                {"prompt_token_ids": tokens_of(model, request["prompt"])},
-                sampling_params(request["params"]),
-                priority=request.get("priority", 0),
-                lora_request=lora.get(request.get("lora", 0)),
-            )
-            if "abort" in request:
-                aborts.setdefault(step + request["abort"], []).append(number)
-        for number in aborts.pop(step, ()):
-            if not answers[number].num_finished:
+            tokens = tokens_of(model, request["prompt"])
+            if number in turns:
+                _send(engine, number, tokens, request["params"])
+            else:
+                engine.add_request(
+                    str(number),
+                    {"prompt_token_ids": tokens},
+                    sampling_params(request["params"]),
+                    priority=request.get("priority", 0),
+                    lora_request=lora.get(request.get("lora", 0)),
+                )
+            for what in ("abort", "reset"):
+                if what in request:
+                    due.setdefault(step + request[what], []).append((what, number))
+            if "pause" in request:
+                after, steps = request["pause"]
+                due.setdefault(step + after, []).append(("pause", number))
+                due.setdefault(step + after + steps, []).append(("resume", number))
+        for what, number in due.pop(step, ()):
+            if what == "reset":
+                assert engine.reset_prefix_cache(reset_running_requests=True)
+            elif what == "pause":
+                engine.sleep(level=0, mode="keep")
+            elif what == "resume":
+                engine.wake_up(tags=["scheduling"])
+            elif not answers[number].num_finished:
                 engine.abort_request([str(number)])
                 answers[number].is_aborted = True
         for output in engine.step():
-            _note(answers[int(output.request_id)], output)
+            number = int(output.request_id)
+            _note(answers[number], output)
+            if number in turns and output.outputs[0].finish_reason is not None:
+                following = turns[number].pop(0) if turns[number] else None
+                _send(
+                    engine,
+                    number,
+                    following and tokens_of(model, following),
+                    stream[number]["params"],
+                )
+                answers[number].num_finished += following is None
         step += 1
         if scheduler_of(llm).running:
             num_working, last_worked = num_working + 1, time.monotonic()
@@ -105,7 +135,23 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
                 raise DoesNotEnd(f"nothing runs for {MAX_SECONDS_WAITING} seconds")
         if num_working > MAX_STEPS:
             raise DoesNotEnd(f"{MAX_STEPS} steps")
+    engine.wake_up(tags=["scheduling"])
     return answers
+
+
+def _send(engine, number: int, tokens: list[int] | None, params: dict) -> None:
+    """Send a piece of a session's input; None: nothing more comes."""
+    request = engine.input_processor.process_inputs(
+        str(number),
+        {"prompt_token_ids": list(tokens or [0])},  # which is extended
+        sampling_params(params),
+        supported_tasks=engine.get_supported_tasks(),
+        resumable=tokens is not None,
+    )
+    request.external_req_id = str(number)
+    # Both extend the prompt, each its own: usually they are in two processes.
+    engine.engine_core.add_request(copy.deepcopy(request))
+    engine.output_processor.add_request(request, None)
 
 
 def _note(answer: Answer, output) -> None:
@@ -117,7 +163,11 @@ def _note(answer: Answer, output) -> None:
     for found in output.outputs:
         choice = answer.choices.setdefault(found.index, Choice())
         tokens = list(found.token_ids)
-        if not choice.finish_reasons:
+        if metrics := found.spec_decode_metrics:
+            steps = list(zip(metrics.per_step_accepted, metrics.per_step_drafted))
+            choice.num_accepted = sum(accepted for accepted, _ in steps)
+            choice.num_tested = sum(min(accepted + 1, drafted) for accepted, drafted in steps)
+        if not choice.finish_reasons or not output.finished:
             choice.places += range(len(tokens) - len(choice.token_ids))
             choice.token_ids, choice.logprobs = tokens, found.logprobs
             choice.text, choice.stop_reason = found.text, found.stop_reason

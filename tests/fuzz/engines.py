@@ -1,14 +1,16 @@
 """Engines of the fuzzer, stock and with TriForce, in this process."""
 
 import gc
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from tests.fuzz.models import adapter_of, draft_of, target_of
-from tests.fuzz.settings import MAX_MODEL_LEN
+from tests.fuzz.settings import PROMPT_TOKENS, SHORT, max_model_len_of
 from tests.inside import scheduler_of
 from tests.one_process import allow_many_engines
+from tests.parity.cases import REASONING
 from tests.parity.disturbing import replaced
 
 ARGUMENTS = dict(
@@ -16,12 +18,14 @@ ARGUMENTS = dict(
     distributed_executor_backend="uni",
     gpu_memory_utilization=0.1,
     enforce_eager=True,
-    max_model_len=MAX_MODEL_LEN,
+    max_model_len=SHORT,
     disable_log_stats=True,
 )
 # A place more than there are adapters (patches/README.md, requests without adapters on the CPU).
 LORA = dict(enable_lora=True, max_loras=3, max_lora_rank=8)
-STOCK = dict(max_num_seqs=16, block_size=32, num_gpu_blocks_override=16 * 25)
+STOCK = dict(max_num_seqs=16, block_size=32)
+# Their answers depend on them, so that a stock engine has them too.
+OF_STOCK = ("max_model_len", "logprobs_mode", "kv_cache_dtype", "reasoning")
 
 
 def start(settings: dict):
@@ -29,11 +33,12 @@ def start(settings: dict):
     if settings["triforce"] is None:
         return _start(settings["model"], settings["lora"], None, **settings["engine"])
     keys = dict(settings["triforce"])
-    if keys.pop("with_draft"):
-        keys["model"] = draft_of(settings["model"])
+    if draft := keys.pop("draft"):
+        keys["model"] = draft_of(settings["model"], draft)
     keys |= {"method": "triforce", "log_interval": 0}
+    engine = settings["engine"] | {"per_request_spec_decode_metrics": "detailed"}
     with _placing(keys.pop("num_device_layers", None)):
-        return _start(settings["model"], settings["lora"], keys, **settings["engine"])
+        return _start(settings["model"], settings["lora"], keys, **engine)
 
 
 @contextmanager
@@ -51,8 +56,12 @@ def _placing(num_device_layers: int | None) -> Iterator[None]:
         yield
 
 
-def start_stock(model: str, lora: bool, **arguments):
-    return _start(model, lora, None, **{**STOCK, **arguments})
+def start_stock(settings: dict):
+    own = {name: settings["engine"][name] for name in OF_STOCK if name in settings["engine"]}
+    # A stream fits, once more for what is asked again.
+    num_blocks = 2 * PROMPT_TOKENS[max_model_len_of(settings)] // STOCK["block_size"]
+    own["num_gpu_blocks_override"] = num_blocks
+    return _start(settings["model"], settings["lora"], None, **{**STOCK, **own})
 
 
 def _start(model: str, lora: bool, keys: dict | None, **arguments):
@@ -68,6 +77,15 @@ def _start(model: str, lora: bool, keys: dict | None, **arguments):
     allow_many_engines()
     gc.collect()
     arguments = {**ARGUMENTS, **(LORA if lora else {}), **arguments}
+    if arguments.pop("reasoning", False):
+        arguments |= REASONING
+    if arguments.pop("connector", False):
+        folder = tempfile.mkdtemp(prefix="fuzz-connector-")
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": folder},
+        }
     return LLM(target_of(model), speculative_config=keys, **arguments)
 
 
@@ -77,6 +95,15 @@ def adapters(model: str) -> dict:
 
     numbered = {i: LoRARequest(f"adapter {i}", i, adapter_of(model, i)) for i in (1, 2)}
     return {0: None, **numbered}
+
+
+@contextmanager
+def without_connector() -> Iterator[None]:
+    """For a stock engine beside one with a KV connector, which is the process's."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    with replaced(kv_transfer_state, "_KV_CONNECTOR_AGENT", None):
+        yield
 
 
 @contextmanager

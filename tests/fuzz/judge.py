@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz import engines
+from tests.fuzz.alone import Acceptance, Seeds, compared_acceptance
 from tests.fuzz.boundary import BoundaryWatch
 from tests.fuzz.checks import badly_answered, kept
 from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import drive
+from tests.fuzz.settings import max_model_len_of
 from tests.fuzz.stock import Stock
 from tests.inside import worker_of
 
@@ -21,7 +23,8 @@ class Fault:
     """Something wrong with a stream."""
 
     check: str
-    """``engine``, ``boundary``, ``greedy``, ``answers``, ``kept`` or ``sampled``."""
+    """``engine``, ``boundary``, ``greedy``, ``answers``, ``kept``, ``sampled``, ``seeds`` or
+    ``acceptance``."""
     what: str
     ends_engine: bool = False
 
@@ -41,9 +44,14 @@ class Running:
         # Model Runner V2 has no such boundary: it reads draft logits from a buffer of its own.
         is_v1 = hasattr(runner, "drafter")
         self.watch = BoundaryWatch(runner) if is_v1 else None
+        self.acceptance = Acceptance()
 
     def end(self) -> None:
         """Also of one that is broken."""
+        if "connector" in self.settings["engine"]:
+            from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+            ensure_kv_transfer_shutdown()
         self.llm = self.watch = None
         gc.collect()
 
@@ -53,6 +61,7 @@ class Judge:
     """Figures and pools of a whole run."""
 
     stock: Stock = field(default_factory=Stock)
+    seeds: Seeds = field(default_factory=Seeds)
     distribution: Distribution = field(default_factory=Distribution)
     counts: Counter = field(default_factory=Counter)
     watches_boundary: bool = True
@@ -72,20 +81,26 @@ class Judge:
         torch.manual_seed(seed)
         try:
             answers = drive(running.llm, model, stream)
+            pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
+            unlike = self.seeds.differences(running.llm, settings, stream, answers)
             left = kept(running.llm, model)
         except Exception as error:
             return [*self._boundary(running), Fault("engine", _where(error), True)]
+        running.acceptance.add(stream, pairs)
         faults = self._boundary(running)
+        faults += [Fault("seeds", what) for what in unlike]
         faults += [Fault("kept", what, True) for what in left]
-        faults += [Fault("answers", what) for what in badly_answered(model, stream, answers)]
+        badly = badly_answered(model, max_model_len_of(settings), stream, answers)
+        faults += [Fault("answers", what) for what in badly]
         if self.compares_greedy:
             differences = self.stock.differences(settings, stream, answers)
             faults += [Fault("greedy", what) for what in differences]
         distribution = self.distribution if pools else Distribution()
         mode = settings["engine"].get("logprobs_mode", "raw_logprobs")
-        faults += [
-            Fault("sampled", what) for what in distribution.add(model, stream, answers, mode)
-        ]
+        if "kv_cache_dtype" not in settings["engine"]:  # which the distribution's model lacks
+            faults += [
+                Fault("sampled", what) for what in distribution.add(model, stream, answers, mode)
+            ]
         if pools:
             self.counts["streams"] += 1
             self.counts["requests"] += len(stream)

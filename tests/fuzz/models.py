@@ -1,23 +1,40 @@
-"""The fuzzer's two pairs of models and prompts for them.
+"""The fuzzer's models and prompts for them.
 
 ``pair`` is the embedded one: real text, real acceptance. ``small`` is random with a vocabulary of
-one token per character, so that what should come out is cheap to know, grammars included.
+one token per character, so that what should come out is cheap to know, grammars included; ``mimo``
+is like it and has an MTP layer. ``smollm2`` is the pretrained one, where it has been made.
 """
 
 import functools
+import pydoc_data.topics
 import random
 import string
 import tempfile
 from pathlib import Path
 
-from tests.models import PAIR, held_out_tokens, make_adapter, make_llama
+from tests.models import (
+    PAIR,
+    ROOT,
+    held_out_tokens,
+    make_adapter,
+    make_head,
+    make_llama,
+    make_mimo,
+)
 
 BOS, EOS = 0, 1
 CHARACTERS = string.ascii_letters + string.digits
 VOCAB_SIZE = 2 + len(CHARACTERS)
-MODELS = ("pair", "small")
+SMOLLM2 = ROOT / "build" / "smollm2" / "gqa"
+# Where drafts come from; None is prompt lookup.
+DRAFTS = {
+    "pair": (None, "model", "head"),
+    "small": (None, "model", "head"),
+    "mimo": (None, "head"),
+    "smollm2": (None, "head"),
+}
 # Prompts are cut from so many tokens, the same in every run.
-CORPUS_TOKENS = 8000
+CORPUS_TOKENS = 16000
 ECHO_TOKENS = 23
 
 
@@ -32,21 +49,29 @@ def _folder() -> Path:
 def target_of(model: str) -> str:
     if model == "pair":
         return str(PAIR / "target")
-    target = make_llama(
-        _folder() / "target",
-        vocab_size=VOCAB_SIZE,
-        num_heads=4,
-        num_kv_heads=2,
-        std=0.11,
-        query_scale=2.5,
-        seed=3,
-    )
+    if model == "smollm2":
+        return str(SMOLLM2)
+    shape = dict(vocab_size=VOCAB_SIZE, num_kv_heads=2, std=0.11, query_scale=2.5, seed=3)
+    if model == "mimo":
+        target = make_mimo(_folder() / "mimo", **shape)
+    else:
+        target = make_llama(_folder() / "target", num_heads=4, **shape)
     _save_tokenizer(target)
     return target
 
 
 @functools.cache
-def draft_of(model: str) -> str:
+def draft_of(model: str, kind: str) -> str:
+    """A draft ``model``, or a ``head``: an EAGLE-3 head, or a target with an MTP layer."""
+    if kind == "head":
+        if model == "smollm2":
+            return str(ROOT / "examples" / "models" / "smollm2_head")
+        if model == "mimo":
+            return target_of(model)
+        half = {"pair": 2048, "small": VOCAB_SIZE // 2}[model]
+        layers = (1, 2, 3) if model == "pair" else (0, 1, 2)
+        folder = _folder() / f"head-{model}"
+        return make_head(folder, target_of(model), draft_vocab=half, layers=layers)
     if model == "pair":
         return str(PAIR / "draft")
     return _first_layer_of(target_of(model), _folder() / "draft")
@@ -83,10 +108,15 @@ def _save_tokenizer(folder: str) -> None:
 
 @functools.cache
 def corpus(model: str) -> list[int]:
-    if model == "pair":
+    if model in ("pair", "smollm2"):
         from transformers import AutoTokenizer
 
-        return held_out_tokens(AutoTokenizer.from_pretrained(target_of(model)), CORPUS_TOKENS)
+        tokenizer = AutoTokenizer.from_pretrained(target_of(model))
+        if model == "pair":
+            return held_out_tokens(tokenizer, CORPUS_TOKENS)
+        return tokenizer("\n\n".join(pydoc_data.topics.topics.values()))["input_ids"][
+            :CORPUS_TOKENS
+        ]
     draw = random.Random(0)
     return [draw.randrange(2, VOCAB_SIZE) for _ in range(CORPUS_TOKENS)]
 

@@ -32,7 +32,7 @@ SETTINGS = {
         "num_sink_tokens": 4,
         "num_recent_tokens": 60,
         "refresh_interval": 3,
-        "with_draft": True,
+        "draft": "model",
         "num_speculative_tokens": 6,
         "gamma": 2,
         "adaptive": False,

@@ -1,42 +1,63 @@
 """Random settings of an engine: a dict that is printed, and started, as it is."""
 
+import torch
 from hypothesis import strategies as st
 
+from tests.fuzz.models import DRAFTS, SMOLLM2
 from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce.selection import POLICIES
 
-MAX_MODEL_LEN = 768
+SHORT = 768
+# Above 4,096 tokens the default retrieval budget depends on the context.
+LONG = {"small": 12288, "mimo": 12288, "pair": 12288, "smollm2": 8192}
+# Of all prompts of a stream, by ``max_model_len``: so that a stream takes a minute at most.
+PROMPT_TOKENS = {SHORT: 10 * SHORT, 8192: 14000, 12288: 30000}
 MAX_TOKENS = 48
+MODELS = {
+    "v1": ["small", "small", "pair", "pair", "mimo"] + ["smollm2"] * SMOLLM2.exists(),
+    "v2": ["small", "pair", "small", "mimo"],
+}
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 # Guidance does not know the tokenizer of "small", and outlines ends a text where it first may end,
 # which its oracle does not know.
-BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto",)}
+BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto",), "mimo": ("auto",)}
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
-UNCHUNKED = 8192
+UNCHUNKED = 32768
 
 
 @st.composite
-def settings(draw, runner: str = "v1", model: str | None = None) -> dict:
-    """``model``, ``engine`` (arguments of ``LLM``), ``triforce`` (its keys) and ``lora``."""
-    model = model or draw(st.sampled_from(["small", "pair", "small"]))
+def settings(draw, runner: str = "v1", model: str | None = None, connectors: bool = False) -> dict:
+    """``model``, ``engine`` (arguments of ``LLM``), ``triforce`` (its keys) and ``lora``.
+
+    Args:
+        connectors: whether half of the engines on Runner V1 have a KV connector.
+    """
+    model = model or draw(st.sampled_from(MODELS[runner]))
     block_size = draw(st.sampled_from([32, 32, 64, 128] if runner == "v1" else [32, 64]))
     lora = model == "pair" and draw(st.integers(0, 5)) == 0
+    engine = _engine(draw, runner, model, block_size)
+    if connectors and draw(st.booleans()):
+        engine["connector"] = True
     return {
         "model": model,
         "lora": lora,
-        "engine": _engine(draw, runner, model, block_size),
-        "triforce": _triforce(draw, runner, block_size),
+        "engine": engine,
+        "triforce": _triforce(draw, runner, model, block_size, engine),
     }
 
 
 def _engine(draw, runner: str, model: str, block_size: int) -> dict:
-    num_seqs = draw(st.sampled_from([2, 3, 4, 8] if runner == "v1" else [2, 4]))
-    fits_one = -(-MAX_MODEL_LEN // block_size) + 1
-    roomy = fits_one * (num_seqs + 1)
+    is_long = runner == "v1" and (model == "smollm2" or draw(st.booleans()))
+    max_model_len = LONG[model] if is_long else SHORT
+    num_seqs = draw(st.sampled_from([2, 3, 4, 8, 16, 64] if runner == "v1" else [2, 4, 8]))
+    fits_one = -(-max_model_len // block_size) + 1
+    # Room for the proposals of all, too.
+    roomy = -(-PROMPT_TOKENS[max_model_len] // block_size) + 8 * num_seqs + fits_one
     is_cramped = draw(st.booleans())
     # At least the null block and those of one request as long as may be.
     num_blocks = fits_one + draw(st.integers(0, 384 // block_size)) if is_cramped else roomy
     engine = {
+        "max_model_len": max_model_len,
         "block_size": block_size,
         "max_num_seqs": num_seqs,
         "num_gpu_blocks_override": num_blocks,
@@ -46,35 +67,57 @@ def _engine(draw, runner: str, model: str, block_size: int) -> dict:
         "seed": draw(st.integers(0, 3)),
         "logprobs_mode": draw(st.sampled_from(["raw_logprobs", *LOGPROBS_MODES])),
     }
+    if is_long:  # small steps would take too long, and stock's engines too much memory
+        engine["max_num_batched_tokens"] = draw(st.sampled_from([512, 2048, UNCHUNKED, UNCHUNKED]))
+        engine["logprobs_mode"] = "raw_logprobs"
+    if model == "smollm2":
+        engine["enable_prefix_caching"] = True  # prompts of one beginning are read once
     if runner == "v1":
-        engine["structured_outputs_config"] = {"backend": draw(st.sampled_from(BACKENDS[model]))}
-        if draw(st.sampled_from([False] * 19 + [True])):
+        backends = BACKENDS.get(model, BACKENDS["pair"])
+        engine["structured_outputs_config"] = {"backend": draw(st.sampled_from(backends))}
+        if draw(st.sampled_from([False] * 9 + [True])):
             engine["enforce_eager"] = False
+    if torch.cpu._is_avx512_supported() and draw(st.sampled_from([False] * 7 + [True])):
+        engine["kv_cache_dtype"] = "fp8"
+    if model == "pair" and draw(st.integers(0, 3)) == 0:
+        engine["reasoning"] = True
     return engine
 
 
-def _triforce(draw, runner: str, block_size: int) -> dict:
-    """What may be left out is left out at times."""
-    keys = {
+def _triforce(draw, runner: str, model: str, block_size: int, engine: dict) -> dict:
+    """The defaults in a third of the engines, fixed lengths with the default budget in another;
+    what may be left out is left out at times."""
+    keys: dict = {"draft": draw(st.sampled_from(DRAFTS[model]))}
+    if draw(st.integers(0, 4)) == 0:
+        keys["level2_model"] = "bfloat16"
+    how = draw(st.sampled_from(["defaults", "default budget", "any"]))
+    if how == "defaults" and runner == "v1":
+        return keys
+    keys["adaptive"] = False  # on V2 it would measure passes in Triton's interpreter
+    if how != "any":
+        return keys | {"min_context": 0}
+    keys |= {
         "retrieval_budget": draw(st.sampled_from([3, 4, 6, 8])) * block_size,
         "min_context": draw(st.sampled_from([0, 0, 40, 150])),
-        "num_sink_tokens": draw(st.sampled_from([1, 4, 16])),
         "num_recent_tokens": draw(st.sampled_from([20, 60, 240])),
         "refresh_interval": draw(st.sampled_from([0, 0, 3, 8] if runner == "v1" else [0, 3, 8, 8])),
     }
-    keys["with_draft"] = draw(st.booleans())
+    if keys["draft"] != "head":  # whose window has no sinks
+        keys["num_sink_tokens"] = draw(st.sampled_from([1, 4, 16]))
     if draw(st.integers(0, 3)):
         keys["num_speculative_tokens"] = draw(st.sampled_from([1, 2, 3, 4, 6, 9]))
     if draw(st.integers(0, 3)):
         keys["gamma"] = draw(st.sampled_from([1, 2, 3, 4]))
-    if not keys["with_draft"]:
+    if not keys["draft"]:
         keys["prompt_lookup_max"] = draw(st.sampled_from([1, 3, 8]))
     if draw(st.integers(0, 4)) == 0:
         keys["selection"] = draw(st.sampled_from(sorted(POLICIES)))
-    keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", "1,3", "2,3"]))
-    if keys["levels"] == "2,3":  # keys of drafts are refused
-        keys = {key: keys[key] for key in keys if key not in LEVEL1_KEYS} | {"with_draft": False}
-    keys["adaptive"] = False  # on V2 it would measure passes in Triton's interpreter
+    # Of two levels the others' keys would be refused.
+    if "level2_model" not in keys:
+        others = ["1,3"] if keys["draft"] else ["1,3", "2,3"]
+        keys["levels"] = draw(st.sampled_from(["1,2,3", "1,2,3", "1,2,3", *others]))
+    if keys.get("levels") == "2,3":
+        keys = {key: value for key, value in keys.items() if key not in LEVEL1_KEYS}
     if runner == "v1":
         keys["adaptive"] = draw(st.integers(0, 2)) == 0
         if keys["adaptive"] and draw(st.booleans()):
@@ -91,7 +134,27 @@ def _triforce(draw, runner: str, block_size: int) -> dict:
     return keys
 
 
+def max_model_len_of(settings: dict) -> int:
+    return settings["engine"].get("max_model_len", SHORT)
+
+
 def may_have_seeds(settings: dict) -> bool:
     """Stock vLLM's CPU build ends on a seeded sampled prompt that is read in chunks
     (patches/README.md), also where a step's tokens are shared with others."""
     return settings["engine"]["max_num_batched_tokens"] >= UNCHUNKED
+
+
+def seeds_must_hold(settings: dict) -> bool:
+    """True if a seeded request must sample the same tokens beside any others.
+
+    docs/troubleshooting.md has the exceptions: drafts that a full KV cache cuts, a head's prefix
+    hits, and more requests than may speculate.
+    """
+    engine, keys = settings["engine"], settings["triforce"] or {}
+    room = PROMPT_TOKENS[max_model_len_of(settings)] // engine["block_size"]
+    return (
+        may_have_seeds(settings)
+        and engine["num_gpu_blocks_override"] > room
+        and not (keys.get("draft") == "head" and engine["enable_prefix_caching"])
+        and "max_speculating_seqs" not in keys
+    )

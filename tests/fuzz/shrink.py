@@ -41,7 +41,7 @@ def _smaller(stream: list[dict]) -> Iterator[list[dict]]:
 
 def _simpler(request: dict) -> Iterator[dict]:
     params, prompt = request["params"], request["prompt"]
-    for key in ("abort", "priority", "lora"):
+    for key in ("abort", "priority", "lora", "pause", "reset", "turns"):
         if request.get(key):
             yield {name: value for name, value in request.items() if name != key}
     if request["arrive"]:

@@ -1,12 +1,22 @@
 """Random streams of requests: lists of dicts that are printed, and driven, as they are."""
 
+import json
+
 from hypothesis import strategies as st
 
 from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, EOS, VOCAB_SIZE
-from tests.fuzz.settings import MAX_MODEL_LEN, MAX_TOKENS, may_have_seeds
+from tests.fuzz.settings import (
+    MAX_TOKENS,
+    PROMPT_TOKENS,
+    SHORT,
+    max_model_len_of,
+    may_have_seeds,
+)
 
-VOCAB = {"pair": 4096, "small": VOCAB_SIZE}
-END = {"pair": 2, "small": EOS}
+VOCAB = {"pair": 4096, "small": VOCAB_SIZE, "mimo": VOCAB_SIZE, "smollm2": 49152}
+END = {"pair": 2, "small": EOS, "mimo": EOS, "smollm2": 2}
+# Models with a token for each character.
+OF_CHARACTERS = ("small", "mimo")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -17,9 +27,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 # Strings that begin within tokens, end within them and go over several; and one that never comes.
-STOPS = {
-    "pair": ["self", "e", "\n", " = ", "f.", "return None", "\n    ", "never said"],
-    "small": [*CHARACTERS[::5], "ab", "Z0", "kLm"],
+TEXT_STOPS = ["self", "e", "\n", " = ", "f.", "return None", "\n    ", "never said"]
+CHARACTER_STOPS = [*CHARACTERS[::5], "ab", "Z0", "kLm"]
+TAG = {
+    "type": "triggered_tags",
+    "triggers": ["self."],
+    "tags": [
+        {"begin": "self.", "content": {"type": "regex", "pattern": "_[a-z]{1,8}"}, "end": "("}
+    ],
 }
 REGEXES = [r"(self\._[a-z]{1,8} = [0-9]{1,3}\n){1,3}", r"[ a-m]{6,}", r"[0-9]{2,9}(, [0-9]{1,3})*"]
 CHOICES = [["return self", "return None"], ["a", "ab", "abcdefgh"]]
@@ -32,28 +47,43 @@ def _once_in(draw, number: int) -> bool:
 
 @st.composite
 def streams(draw, settings: dict, runner: str = "v1", most: int | None = None) -> list[dict]:
-    """2 to 10 requests; equal prompts and common beginnings among them."""
-    most = most or (10 if runner == "v1" else 5)
+    """2 to 10 requests, now and then up to 64; equal prompts and common beginnings among them."""
+    is_crowd = _once_in(draw, 6)
+    most = most or {"v1": (10, 64), "v2": (5, 12)}[runner][is_crowd]
+    # A turn comes as soon as the last one is answered, and meanwhile its session holds blocks
+    # though it does not run: stock vLLM's scheduler ends at a reset ("Failed to reset KV cache").
+    may_reset = draw(st.booleans())
     requests: list[dict] = []
-    for _ in range(draw(st.integers(2, most))):
-        requests.append(draw(_requests(settings, runner, requests)))
+    room = PROMPT_TOKENS[max_model_len_of(settings)] if runner == "v1" else 5 * 330
+    for _ in range(draw(st.integers(most // 2 if is_crowd else 2, most))):
+        request = draw(_requests(settings, runner, requests, room, may_reset))
+        room -= request["prompt"]["length"] * request["params"].get("n", 1)
+        if room < 0 and len(requests) > 1:
+            break
+        requests.append(request)
     return requests
 
 
 @st.composite
-def _requests(draw, settings: dict, runner: str, earlier: list[dict]) -> dict:
+def _requests(
+    draw, settings: dict, runner: str, earlier: list[dict], room: int, may_reset: bool
+) -> dict:
     model = settings["model"]
     if earlier and _once_in(draw, 6):
         prompt = draw(st.sampled_from(earlier))["prompt"]
     else:
-        prompt = _prompt(draw, settings, runner)
-    most_tokens = MAX_TOKENS if runner == "v1" else 24
+        prompt = _prompt(draw, settings, runner, room)
+    most_tokens = MAX_TOKENS if runner == "v1" and model != "smollm2" else 24
     params = {"max_tokens": draw(st.integers(1, most_tokens)), "temperature": 0}
+    if not may_reset and runner == "v1" and _once_in(draw, 8):
+        return _session(draw, prompt, params, settings)
     if draw(st.booleans()):
         _sample(draw, params, settings, runner)
     elif _once_in(draw, 4):
         params["seed"] = draw(st.integers(0, 3))  # which draws nothing
-    _shape(draw, params, model, runner)
+    _shape(draw, params, settings, runner)
+    if prompt["length"] > 1000:  # tables of log-probabilities of a whole vocabulary
+        params.pop("prompt_logprobs", None)
     if settings["lora"]:
         # vLLM 0.32.0's CPU layers apply adapters to the logits of sampled tokens alone: stock vLLM
         # fails on a prompt's (``bgmv_shrink`` in vllm/lora/ops/torch_ops/lora_ops.py).
@@ -63,6 +93,10 @@ def _requests(draw, settings: dict, runner: str, earlier: list[dict]) -> dict:
         request["arrive"] = draw(st.integers(1, 40))
     if _once_in(draw, 10):
         request["abort"] = draw(st.integers(0, 20))
+    if _once_in(draw, 20):
+        request["pause"] = [draw(st.integers(0, 20)), draw(st.integers(1, 5))]
+    if may_reset and _once_in(draw, 12):
+        request["reset"] = draw(st.integers(1, 20))
     if settings["engine"]["scheduling_policy"] == "priority":
         request["priority"] = draw(st.integers(0, 2))
     if settings["lora"]:
@@ -70,8 +104,31 @@ def _requests(draw, settings: dict, runner: str, earlier: list[dict]) -> dict:
     return request
 
 
-def _prompt(draw, settings: dict, runner: str) -> dict:
+def _session(draw, prompt: dict, params: dict, settings: dict) -> dict:
+    """A greedy request with input in pieces, each sent when the last one is answered."""
+    if draw(st.booleans()):
+        params["ignore_eos"] = True
+    if draw(st.booleans()):
+        tokens = st.integers(3, VOCAB[settings["model"]] - 1)
+        params["stop_token_ids"] = draw(st.lists(tokens, min_size=1, max_size=24))
+    most = 300 if max_model_len_of(settings) == SHORT else 3000
+    first = prompt | {"length": min(prompt["length"], most)}
+    turns = [
+        {"kind": "text", "start": draw(st.integers(0, 3000)), "length": draw(st.integers(2, 100))}
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    arrive = draw(st.integers(0, 20))
+    return {"prompt": first, "params": params, "arrive": arrive, "turns": turns}
+
+
+def _prompt(draw, settings: dict, runner: str, room: int) -> dict:
     """Lengths of any size, or around the end of a block or of the context."""
+    if (max_model_len := max_model_len_of(settings)) > SHORT:
+        # Of all magnitudes in one batch, and from few places: beginnings are read once.
+        most = min(draw(st.sampled_from([100, 600, 2000, 5000, max_model_len - 60])), room)
+        start = 1000 * draw(st.integers(0, 1 if settings["model"] == "smollm2" else 3))
+        length = draw(st.integers(most // 2, max(most, 50)))
+        return {"kind": "text", "start": start, "length": max(1, length)}
     block_size = settings["engine"]["block_size"]
     longest = 700 if runner == "v1" else 330
     how = draw(st.sampled_from(range(10)))
@@ -80,11 +137,11 @@ def _prompt(draw, settings: dict, runner: str) -> dict:
     elif how < 9 or runner != "v1":
         length = block_size * draw(st.integers(1, longest // block_size)) + draw(st.integers(-2, 2))
     else:
-        length = MAX_MODEL_LEN - draw(st.integers(2, 12))
+        length = SHORT - draw(st.integers(2, 12))
     prompt = {
         "kind": "echo" if _once_in(draw, 4) else "text",
-        "start": draw(st.integers(0, CORPUS_TOKENS - MAX_MODEL_LEN)),
-        "length": max(1, min(length, MAX_MODEL_LEN - 2)),
+        "start": draw(st.integers(0, CORPUS_TOKENS - SHORT)),
+        "length": max(1, min(length, SHORT - 2, room)),
     }
     if _once_in(draw, 4):
         prompt["shared"] = draw(st.sampled_from([31, 64, 128, 300]))
@@ -105,21 +162,25 @@ def _sample(draw, params: dict, settings: dict, runner: str) -> None:
         params["n"] = draw(st.integers(2, 3))
 
 
-def _shape(draw, params: dict, model: str, runner: str) -> None:
+def _shape(draw, params: dict, settings: dict, runner: str) -> None:
     """What changes logits, and what ends a request."""
-    tokens = st.integers(2 if model == "small" else 3, VOCAB[model] - 1)
+    model = settings["model"]
+    tokens = st.integers(2 if model in OF_CHARACTERS else 3, VOCAB[model] - 1)
+    if settings["engine"].get("reasoning") and _once_in(draw, 2):
+        params["thinking_token_budget"] = draw(st.integers(0, 30))
     if _once_in(draw, 8):
-        _structure(draw, params, model, runner)
+        _structure(draw, params, settings, runner)
     if "structured" not in params:
         if not _once_in(draw, 3):
             params["ignore_eos"] = True
         if _once_in(draw, 8):
             params["min_tokens"] = draw(st.integers(1, params["max_tokens"]))
         if _once_in(draw, 8):
-            most = 24 if model == "pair" else 4
+            most = 4 if model in OF_CHARACTERS else 24
             params["stop_token_ids"] = draw(st.lists(tokens, min_size=1, max_size=most))
         if _once_in(draw, 8):
-            params["stop"] = draw(st.lists(st.sampled_from(STOPS[model]), min_size=1, max_size=3))
+            stops = CHARACTER_STOPS if model in OF_CHARACTERS else TEXT_STOPS
+            params["stop"] = draw(st.lists(st.sampled_from(stops), min_size=1, max_size=3))
             if _once_in(draw, 2):
                 params["include_stop_str_in_output"] = True
         if _once_in(draw, 10):
@@ -151,20 +212,20 @@ def _shape(draw, params: dict, model: str, runner: str) -> None:
         params["text"] = True
 
 
-def _structure(draw, params: dict, model: str, runner: str) -> None:
+def _structure(draw, params: dict, settings: dict, runner: str) -> None:
     if runner != "v1":
         return
-    if model == "small":
+    if settings["model"] in OF_CHARACTERS:
         # A class of characters for each place, once or more: what is allowed is known by counting.
         sizes = draw(st.lists(st.integers(2, 30), min_size=1, max_size=3))
         starts = [draw(st.integers(0, len(CHARACTERS) - size)) for size in sizes]
         classes = [CHARACTERS[start : start + size] for start, size in zip(starts, sizes)]
         params["structured"] = {"classes": classes}
         return
-    params["structured"] = draw(
-        st.sampled_from(
-            [{"json": SCHEMA}]
-            + [{"regex": regex} for regex in REGEXES]
-            + [{"choice": choice} for choice in CHOICES]
-        )
-    )
+    kinds = [{"json": SCHEMA}]
+    kinds += [{"regex": regex} for regex in REGEXES]
+    kinds += [{"choice": choice} for choice in CHOICES]
+    if settings["engine"]["structured_outputs_config"]["backend"] == "auto":  # not all have tags
+        tags = json.dumps({"type": "structural_tag", "format": TAG})
+        kinds += [{"structural_tag": tags}] * 3
+    params["structured"] = draw(st.sampled_from(kinds))
