@@ -11,9 +11,9 @@ from tests.fuzz.drive import Answer, drive
 from tests.fuzz.settings import seeds_must_hold
 
 # Of a stream; the rest cost time.
-MOST_REQUESTS = 4
+MOST_SEEDED, MOST_SAMPLED = 4, 8
 # A deficit of acceptance that is a fault, where it is so many standard errors as well.
-LEAST_DEFICIT, LEAST_Z, LEAST_REQUESTS = 0.03, 4.0, 12
+LEAST_DEFICIT, LEAST_Z, LEAST_REQUESTS = 0.03, 3.5, 12
 
 
 def alone(llm, model: str, request: dict) -> Answer:
@@ -85,7 +85,7 @@ def compared_acceptance(
         and any(choice.num_tested for choice in answers[i].choices.values())
     ]
     pairs = []
-    for i in random.Random(number).sample(chosen, min(MOST_REQUESTS, len(chosen))):
+    for i in random.Random(number).sample(chosen, min(MOST_SAMPLED, len(chosen))):
         pair = []
         for answer in (answers[i], alone(llm, settings["model"], stream[i])):
             choices = answer.choices.values()
@@ -130,7 +130,7 @@ class Seeds:
             and "seed" in request["params"]
             and not answers[i].is_aborted
         ]
-        for i in seeded[:MOST_REQUESTS]:
+        for i in seeded[:MOST_SEEDED]:
             self.num_compared += 1
             has = [answers[i].choices[n].token_ids for n in sorted(answers[i].choices)]
             own = alone(llm, settings["model"], stream[i])

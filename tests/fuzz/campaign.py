@@ -75,7 +75,9 @@ class Campaign:
                 if time.monotonic() > deadline or len(self.engines) >= most:
                     break
                 if self._is_control:
-                    chosen = chosen | {"triforce": None}
+                    # Stock's own Runner V1 mixes requests' thinking budgets up (patches/README.md).
+                    engine = {k: v for k, v in chosen["engine"].items() if k != "reasoning"}
+                    chosen = chosen | {"triforce": None, "engine": engine}
                 self._one_engine(chosen, deadline, per_engine)
 
     def _one_engine(self, chosen: dict, deadline: float, per_engine: int) -> None:

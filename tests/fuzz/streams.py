@@ -53,10 +53,15 @@ def streams(draw, settings: dict, runner: str = "v1", most: int | None = None) -
     # A turn comes as soon as the last one is answered, and meanwhile its session holds blocks
     # though it does not run: stock vLLM's scheduler ends at a reset ("Failed to reset KV cache").
     may_reset = draw(st.booleans())
+    # The most usual requests, in which a difference of acceptance shows best.
+    are_plain = max_model_len_of(settings) > SHORT and draw(st.booleans())
     requests: list[dict] = []
     room = PROMPT_TOKENS[max_model_len_of(settings)] if runner == "v1" else 5 * 330
     for _ in range(draw(st.integers(most // 2 if is_crowd else 2, most))):
-        request = draw(_requests(settings, runner, requests, room, may_reset))
+        if are_plain:
+            request = _plain(draw, _prompt(draw, settings, runner, room), settings)
+        else:
+            request = draw(_requests(settings, runner, requests, room, may_reset))
         room -= request["prompt"]["length"] * request["params"].get("n", 1)
         if room < 0 and len(requests) > 1:
             break
@@ -75,6 +80,9 @@ def _requests(
         prompt = _prompt(draw, settings, runner, room)
     most_tokens = MAX_TOKENS if runner == "v1" and model != "smollm2" else 24
     params = {"max_tokens": draw(st.integers(1, most_tokens)), "temperature": 0}
+    is_long = max_model_len_of(settings) > SHORT
+    if is_long:  # or few would run at the same time
+        params["max_tokens"] = draw(st.integers(12, most_tokens))
     if not may_reset and runner == "v1" and _once_in(draw, 8):
         return _session(draw, prompt, params, settings)
     if draw(st.booleans()):
@@ -90,7 +98,7 @@ def _requests(
         params.pop("prompt_logprobs", None)
     request = {"prompt": prompt, "params": params, "arrive": 0}
     if draw(st.booleans()):
-        request["arrive"] = draw(st.integers(1, 40))
+        request["arrive"] = draw(st.integers(1, 4 if is_long else 40))
     if _once_in(draw, 10):
         request["abort"] = draw(st.integers(0, 20))
     if _once_in(draw, 20):
@@ -102,6 +110,15 @@ def _requests(
     if settings["lora"]:
         request["lora"] = draw(st.integers(0, 2))
     return request
+
+
+def _plain(draw, prompt: dict, settings: dict) -> dict:
+    params = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    if draw(st.sampled_from([False, False, True])):
+        params["temperature"] = 0
+    elif may_have_seeds(settings) and draw(st.booleans()):
+        params["seed"] = draw(st.integers(0, 2**31 - 1))
+    return {"prompt": prompt, "params": params, "arrive": draw(st.integers(0, 3))}
 
 
 def _session(draw, prompt: dict, params: dict, settings: dict) -> dict:
@@ -166,9 +183,12 @@ def _shape(draw, params: dict, settings: dict, runner: str) -> None:
     """What changes logits, and what ends a request."""
     model = settings["model"]
     tokens = st.integers(2 if model in OF_CHARACTERS else 3, VOCAB[model] - 1)
-    if settings["engine"].get("reasoning") and _once_in(draw, 2):
+    has_budget = settings["engine"].get("reasoning") and draw(st.booleans())
+    if has_budget:
+        # In stock vLLM a forced token that a grammar forbids ends the request with an error, and
+        # one that is not among allowed tokens comes all the same.
         params["thinking_token_budget"] = draw(st.integers(0, 30))
-    if _once_in(draw, 8):
+    elif _once_in(draw, 8):
         _structure(draw, params, settings, runner)
     if "structured" not in params:
         if not _once_in(draw, 3):
@@ -190,7 +210,7 @@ def _shape(draw, params: dict, settings: dict, runner: str) -> None:
                 "min_pattern_size": 1,
                 "min_count": count,
             }
-        if _once_in(draw, 12):
+        if _once_in(draw, 12) and not has_budget:
             chosen = draw(st.lists(tokens, min_size=12, max_size=24, unique=True))
             params["allowed_token_ids"] = sorted(chosen)
     if _once_in(draw, 8):
