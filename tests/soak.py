@@ -1,13 +1,17 @@
 """Soak: random requests in bursts through a server whose cache is too small for them.
 
     python -m tests.soak --requests 1000          # 10 to 25 minutes on 2 cores; --help for more
+    python -m tests.soak --minutes 120 --keys '{}' --bench
+    python -m tests.soak --minutes 120 --keys '{}' --bench --model smollm2
+
+``--bench`` runs vLLM's own client, ``vllm bench serve``, again and again at the same time.
 
 Prompts of 1 to 4,000 tokens and up to 160 more, random sampling parameters, priorities, grammars,
 a tenth aborted while they stream; the controller chooses. Checked:
 every greedy output equals stock vLLM's (float32; an aborted one as far as it came; ties as in
 tests/generation.py), every request answered exactly once with as many tokens as vLLM counts, what
-has a grammar follows it, all blocks and private caches free at the end, memory flat, and nothing
-found wrong where proposals are handed up.
+has a grammar follows it, all blocks and private caches free at the end, memory flat, no counter
+falls, and nothing found wrong where proposals are handed up.
 
 ``seed`` on sampled requests is a run of its own (``--seeds``), prompts read whole: stock vLLM's
 CPU build ends the engine on a seeded prompt that is read in chunks (patches/README.md).
@@ -15,17 +19,21 @@ CPU build ends the engine on a seeded prompt that is read in chunks (patches/REA
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.models import PAIR, held_out_tokens
+from tests.fuzz.models import corpus, draft_of, target_of
+from tests.models import PAIR
 from tests.serving import MODEL, Server, change, serve
 
 MAX_PROMPT = 4000
@@ -47,6 +55,11 @@ FLAT_MEMORY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "MALLOC_MMAP_THRESHOLD_"
 WHOLE_PROMPTS = ["--max-num-batched-tokens", str(16 * 4352)]
 KEYS = {"model": str(PAIR / "draft"), "retrieval_budget": 256}
 SERVER += ["--speculative-config", json.dumps(KEYS | {"log_interval": 5})]
+# Its prompts take long to read, and 46 KiB of KV cache a token.
+SMOLLM2 = ["--max-model-len", "6400", "--num-gpu-blocks-override", "320", "--max-num-seqs", "8"]
+LONGEST = {"pair": MAX_PROMPT, "smollm2": 6000}
+MAX_STOCK = {"pair": 10240, "smollm2": 6400}
+BENCH_PROMPTS = 24
 
 
 @dataclass
@@ -73,12 +86,18 @@ _LETTERS = set(" abcdefghijklm")
 
 
 def random_cases(
-    count: int, seed: int, text: list[int], vocab_size: int = 4096, seeds: bool = False
+    count: int,
+    seed: int,
+    text: list[int],
+    vocab_size: int = 4096,
+    seeds: bool = False,
+    longest: int = MAX_PROMPT,
 ) -> list[Case]:
     """Prompts are stretches of real text, some with a common beginning, or random tokens.
 
     Args:
         seeds: whether half of the sampled requests have a seed.
+        longest: tokens of a prompt.
     """
     draw = random.Random(seed)
     shared = text[:600]
@@ -87,9 +106,9 @@ def random_cases(
     cases = [Case(text[place : place + 200], growing, None) for place in range(0, 160, 10)]
     for _ in range(count - len(cases)):
         # Half of them evenly spread, half by magnitude.
-        length = draw.randint(1, MAX_PROMPT)
+        length = draw.randint(1, longest)
         if draw.random() < 0.5:
-            length = int(MAX_PROMPT ** draw.random())
+            length = int(longest ** draw.random())
         begin = draw.randrange(len(text) - length)
         prompt = text[begin : begin + length]
         kind = draw.random()
@@ -162,8 +181,24 @@ async def send(client, case: Case) -> None:
     case.num_answers += 1
 
 
-async def drive(address: str, cases: list[Case], seed: int, on_progress=None) -> None:
-    """Sends the cases in bursts; at most MAX_OUTSTANDING are under way."""
+def cases_for(minutes: float, seed: int, *args, **how) -> Iterator[Case]:
+    """Draw ``random_cases()`` by the hundred until the time is over."""
+    end = time.monotonic() + 60 * minutes
+    for number in itertools.count():
+        for case in random_cases(100, seed + number, *args, **how):
+            if time.monotonic() > end:
+                return
+            yield case
+
+
+async def drive(
+    address: str, cases: Iterable[Case], seed: int, sent: list[Case], on_progress=None
+) -> None:
+    """Sends the cases in bursts; at most MAX_OUTSTANDING are under way.
+
+    Args:
+        sent: takes each case.
+    """
     import openai
 
     draw = random.Random(seed + 1)
@@ -179,12 +214,12 @@ async def drive(address: str, cases: list[Case], seed: int, on_progress=None) ->
             gate.release()
 
     tasks = []
-    while len(tasks) < len(cases):
-        for _ in range(draw.randint(1, 24) if tasks else 16):
-            if len(tasks) == len(cases):
-                break
+    cases = iter(cases)
+    while burst := list(itertools.islice(cases, draw.randint(1, 24) if tasks else 16)):
+        for case in burst:
             await gate.acquire()
-            tasks.append(asyncio.create_task(one(cases[len(tasks)])))
+            sent.append(case)
+            tasks.append(asyncio.create_task(one(case)))
         if on_progress is not None:
             on_progress(len(tasks))
         for task in tasks:
@@ -202,11 +237,14 @@ class MemoryWatch:
         self._processes = server.processes()
         self.samples: dict[str, list[int]] = {name: [] for name in self._processes}
 
-    async def run(self, interval: float) -> None:
+    interval = 0.5
+    """Seconds between two samples."""
+
+    async def run(self) -> None:
         while True:
             for name, process in self._processes.items():
                 self.samples[name].append(process.memory_info().rss)
-            await asyncio.sleep(interval)
+            await asyncio.sleep(self.interval)
 
     def growth_mib(self) -> dict[str, float]:
         """From the median of the second quarter to that of the last, by process."""
@@ -217,12 +255,98 @@ class MemoryWatch:
             found[name] = (late[len(late) // 2] - early[len(early) // 2]) / 2**20
         return found
 
+    def slope_mib(self) -> dict[str, float]:
+        """MiB an hour, of the line through the second half, by process."""
+        found = {}
+        for name, samples in self.samples.items():
+            late = samples[len(samples) // 2 :]
+            hours = [self.interval * i / 3600 for i in range(len(late))]
+            found[name] = statistics.linear_regression(hours, late).slope / 2**20
+        return found
+
     def series_mib(self, count: int) -> dict[str, list[int]]:
         """Evenly spaced samples, the last one included."""
         return {
             name: [samples[len(samples) * (i + 1) // count - 1] >> 20 for i in range(count)]
             for name, samples in self.samples.items()
         }
+
+
+class CounterWatch:
+    """The server's counters, which must not fall; read as the soak goes."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before: dict[str, float] = {}
+        self.num_read = 0
+
+    async def run(self, interval: float) -> None:
+        while True:
+            await asyncio.to_thread(self.read)
+            await asyncio.sleep(interval)
+
+    def read(self) -> None:
+        now = {
+            name: value
+            for name, value in self._server.metrics().items()
+            if name.split("{")[0].endswith(("_total", "_count", "_sum", "_bucket"))
+        }
+        fallen = {
+            name: (value, now.get(name))
+            for name, value in self._before.items()
+            if now.get(name, -1) < value
+        }
+        assert not fallen, fallen
+        self._before = now
+        self.num_read += 1
+
+
+class Bench:
+    """``vllm bench serve`` with prompts of mixed lengths, run again and again."""
+
+    def __init__(self, server: Server, model: str, folder: Path, seed: int) -> None:
+        from transformers import AutoTokenizer
+
+        self.num_completed = 0
+        self._result = folder / "bench.json"
+        tokenizer = AutoTokenizer.from_pretrained(target_of(model))
+        draw, text = random.Random(seed), corpus(model)
+        lines = []
+        for _ in range(BENCH_PROMPTS):
+            length = int(50 * (LONGEST[model] / 50) ** draw.random())
+            begin = draw.randrange(len(text) - length)
+            # A text may have a few more tokens than those that it was made of.
+            prompt = tokenizer.decode(text[begin : begin + length], skip_special_tokens=True)
+            lines.append(json.dumps({"prompt": prompt, "output_tokens": draw.randint(8, 128)}))
+        (folder / "bench.jsonl").write_text("\n".join(lines))
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+            *("--base-url", server.address, "--model", MODEL, "--tokenizer", target_of(model)),
+            *("--dataset-name", "custom", "--dataset-path", str(folder / "bench.jsonl")),
+            *("--custom-output-len", "-1", "--skip-chat-template", "--disable-tqdm"),
+            *(
+                "--num-prompts",
+                str(BENCH_PROMPTS),
+                "--max-concurrency",
+                "4",
+                "--temperature",
+                "0.7",
+            ),
+            *("--save-result", "--result-dir", str(folder), "--result-filename", "bench.json"),
+        ]
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+            printed, _ = await process.communicate()
+            assert process.returncode == 0, printed.decode()[-3000:]
+            result = json.loads(self._result.read_text())
+            assert (result["completed"], result["failed"]) == (BENCH_PROMPTS, 0), result
+            self.num_completed += BENCH_PROMPTS
 
 
 def check_answers(cases: list[Case]) -> None:
@@ -322,25 +446,42 @@ def check_nothing_is_kept(server: Server, seconds: float = 30) -> None:
     assert max(held.values()) <= 1, held
 
 
-def soak(server: Server, cases: list[Case], seed: int, on_progress=None) -> dict:
-    """Drives the cases and checks all but the greedy outputs; returns the figures."""
+def soak(
+    server: Server, wanted: Iterable[Case], seed: int, on_progress=None, bench: Bench | None = None
+) -> tuple[dict, list[Case]]:
+    """Drives the cases and checks all but the greedy outputs; returns the figures and the cases.
+
+    Args:
+        bench: a second client.
+    """
     before, start = server.metrics(), time.monotonic()
-    watch = MemoryWatch(server)
+    watch, counters, cases = MemoryWatch(server), CounterWatch(server), []
 
     async def run() -> None:
-        watching = asyncio.create_task(watch.run(0.5))
-        await drive(server.address, cases, seed, on_progress)
-        watching.cancel()
+        watching = [asyncio.create_task(watch.run()), asyncio.create_task(counters.run(5))]
+        is_over = asyncio.Event()
+        beside = asyncio.create_task(bench.run(is_over)) if bench else None
+        await drive(server.address, wanted, seed, cases, on_progress)
+        is_over.set()
+        if beside:
+            await beside
+        for task in watching:
+            if task.done():
+                task.result()  # a counter that fell
+            task.cancel()
 
     asyncio.run(run())
+    counters.read()
     seconds = time.monotonic() - start
     check_answers(cases)
     check_nothing_is_kept(server)
     counted = change(before, server.metrics())
     assert not counted["vllm:triforce_boundary_faults_total"]
     aborted = [case for case in cases if None in case.finish_reasons]
-    return {
+    figures = {
         "requests": len(cases),
+        "requests of vLLM's client": bench.num_completed if bench else 0,
+        "readings of the counters": counters.num_read,
         "greedy": sum(case.is_greedy for case in cases),
         "with min_p": sum("min_p" in case.params for case in cases),
         "with a grammar": sum("structured_outputs" in case.params for case in cases),
@@ -359,14 +500,23 @@ def soak(server: Server, cases: list[Case], seed: int, on_progress=None) -> dict
         "level 2 accepted": int(counted["vllm:triforce_level2_accepted_tokens_total"]),
         "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
         "memory growth (MiB)": {k: round(v, 1) for k, v in watch.growth_mib().items()},
+        "memory, second half (MiB an hour)": {k: round(v, 1) for k, v in watch.slope_mib().items()},
         "memory, ten samples (MiB)": watch.series_mib(10),
         "seconds": round(seconds, 1),
     }
+    return figures, cases
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, help="requests for so long, instead")
+    parser.add_argument("--model", choices=LONGEST, default="pair")
+    parser.add_argument("--keys", type=json.loads, help="TriForce's, beside the draft or head")
+    parser.add_argument("--bench", action="store_true", help="vllm bench serve at the same time")
+    parser.add_argument(
+        "--compare", type=int, default=2000, help="greedy outputs of so many, the last"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", action="store_true", help="requests with a seed, whole prompts")
     parser.add_argument("--max-growth-mib", type=float, default=32)
@@ -376,35 +526,45 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    text = held_out_tokens(tokenizer, 12_000)
-    cases = random_cases(args.requests, args.seed, text, seeds=args.seeds)
+    target = target_of(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    text, how = corpus(args.model)[:12_000], {"vocab_size": len(tokenizer), "seeds": args.seeds}
+    how["longest"] = LONGEST[args.model]
+    cases: Iterable[Case] = random_cases(args.requests, args.seed, text, **how)
+    if args.minutes:
+        cases = cases_for(args.minutes, args.seed, text, **how)
+    keys = KEYS if args.keys is None else args.keys
+    if args.keys is not None or args.model != "pair":
+        draft = draft_of(args.model, "model" if args.model == "pair" else "head")
+        keys = (args.keys or {}) | {"model": draft}
     arguments = [*SERVER, *(WHOLE_PROMPTS if args.seeds else ())]
+    arguments += SMOLLM2 if args.model == "smollm2" else []
+    arguments += ["--speculative-config", json.dumps(keys | {"log_interval": 5})]
     begun = time.monotonic()
 
     def progress(sent: int) -> None:
-        sys.stderr.write(f"{sent} of {len(cases)} sent, {time.monotonic() - begun:.0f} s\n")
+        sys.stderr.write(f"{sent} sent, {time.monotonic() - begun:.0f} s\n")
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        serve(
-            str(PAIR / "target"), args.log or Path(folder) / "log", *arguments, **FLAT_MEMORY
-        ) as server,
+        serve(target, args.log or Path(folder) / "log", *arguments, **FLAT_MEMORY) as server,
     ):
+        bench = Bench(server, args.model, Path(folder), args.seed) if args.bench else None
         try:
-            figures = soak(server, cases, args.seed, progress)
+            figures, cases = soak(server, cases, args.seed, progress, bench)
         except Exception:
             sys.stderr.write(server.text()[-6000:])
             raise
     print(json.dumps(figures, indent=2), flush=True)
-    assert figures["preemptions"], "nothing was preempted: the cache is too large for this load"
+    if args.model == "pair":
+        assert figures["preemptions"], "nothing was preempted: the cache is too large for this load"
     from vllm import LLM
 
     from tests.conftest import ENGINE
 
     print(f"outputs that follow their grammar: {check_grammars(tokenizer, cases)}")
-    stock = LLM(str(PAIR / "target"), max_model_len=10240, **ENGINE)
-    compared, ties = check_greedy(stock, cases)
+    stock = LLM(target, max_model_len=MAX_STOCK[args.model], **ENGINE)
+    compared, ties = check_greedy(stock, cases[-args.compare :])
     print(f"greedy outputs compared with stock vLLM: {compared}, of which {ties} part at a tie")
     growth = figures["memory growth (MiB)"]
     assert max(growth.values()) < args.max_growth_mib, growth

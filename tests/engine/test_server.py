@@ -417,7 +417,7 @@ def test_metrics_have_vllms_labels_and_types(server):
 def test_short_soak(server, stock, text):
     """tests/soak.py with 40 requests: preempted, aborted, none lost, twice, leaked or wrong."""
     cases = soak.random_cases(40, 1, text)
-    figures = soak.soak(server, cases, 1)
+    figures, _ = soak.soak(server, cases, 1)
     assert figures["preemptions"] > 0 and figures["proposals"] > 50
     compared, _ = soak.check_greedy(stock, cases)
     assert compared > 20
