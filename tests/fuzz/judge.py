@@ -66,6 +66,7 @@ class Judge:
     counts: Counter = field(default_factory=Counter)
     watches_boundary: bool = True
     compares_greedy: bool = True
+    compares_alone: bool = True
 
     def check(self, running: Running, stream: list[dict], seed: int, pools: bool = True):
         """Drives one stream and checks it.
@@ -81,8 +82,10 @@ class Judge:
         torch.manual_seed(seed)
         try:
             answers = drive(running.llm, model, stream)
-            pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
-            unlike = self.seeds.differences(running.llm, settings, stream, answers)
+            pairs, unlike = [], []
+            if self.compares_alone:
+                pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
+                unlike = self.seeds.differences(running.llm, settings, stream, answers)
             left = kept(running.llm, model)
         except Exception as error:
             return [*self._boundary(running), Fault("engine", _where(error), True)]

@@ -92,7 +92,7 @@ def streams_until_caught(
     running: Running, number: int, most: int, least_p_value: float, watches_boundary: bool
 ) -> tuple[int | None, Judge]:
     """Streams until a check other than greedy ones says that something is wrong."""
-    judge = Judge(watches_boundary=watches_boundary, compares_greedy=False)
+    judge = Judge(watches_boundary=watches_boundary, compares_greedy=False, compares_alone=False)
     for i in range(most):
         faults = judge.check(running, mixed_stream(number * most + i), number * most + i)
         unseeded = judge.distribution.pools["without seed"]

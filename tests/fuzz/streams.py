@@ -59,7 +59,7 @@ def streams(draw, settings: dict, runner: str = "v1", most: int | None = None) -
     room = PROMPT_TOKENS[max_model_len_of(settings)] if runner == "v1" else 5 * 330
     for _ in range(draw(st.integers(most // 2 if is_crowd else 2, most))):
         if are_plain:
-            request = _plain(draw, _prompt(draw, settings, runner, room), settings)
+            request = _plain(draw, room, settings)
         else:
             request = draw(_requests(settings, runner, requests, room, may_reset))
         room -= request["prompt"]["length"] * request["params"].get("n", 1)
@@ -112,8 +112,10 @@ def _requests(
     return request
 
 
-def _plain(draw, prompt: dict, settings: dict) -> dict:
-    params = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "ignore_eos": True}
+def _plain(draw, room: int, settings: dict) -> dict:
+    prompt = _of_magnitude(draw, [1000, 5000], room, settings)
+    tokens = MAX_TOKENS if settings["model"] == "smollm2" else 2 * MAX_TOKENS
+    params = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
     if draw(st.sampled_from([False, False, True])):
         params["temperature"] = 0
     elif may_have_seeds(settings) and draw(st.booleans()):
@@ -138,14 +140,18 @@ def _session(draw, prompt: dict, params: dict, settings: dict) -> dict:
     return {"prompt": first, "params": params, "arrive": arrive, "turns": turns}
 
 
+def _of_magnitude(draw, magnitudes: list[int], room: int, settings: dict) -> dict:
+    """Of one of the magnitudes or as long as may be; from few places: beginnings are read once."""
+    longest = max_model_len_of(settings) - 2 * MAX_TOKENS
+    most = max(50, min(draw(st.sampled_from([*magnitudes, longest])), room))
+    start = 1000 * draw(st.integers(0, 1 if settings["model"] == "smollm2" else 3))
+    return {"kind": "text", "start": start, "length": draw(st.integers(most // 2, most))}
+
+
 def _prompt(draw, settings: dict, runner: str, room: int) -> dict:
     """Lengths of any size, or around the end of a block or of the context."""
-    if (max_model_len := max_model_len_of(settings)) > SHORT:
-        # Of all magnitudes in one batch, and from few places: beginnings are read once.
-        most = min(draw(st.sampled_from([100, 600, 2000, 5000, max_model_len - 60])), room)
-        start = 1000 * draw(st.integers(0, 1 if settings["model"] == "smollm2" else 3))
-        length = draw(st.integers(most // 2, max(most, 50)))
-        return {"kind": "text", "start": start, "length": max(1, length)}
+    if max_model_len_of(settings) > SHORT:
+        return _of_magnitude(draw, [100, 600, 2000, 5000], room, settings)
     block_size = settings["engine"]["block_size"]
     longest = 700 if runner == "v1" else 330
     how = draw(st.sampled_from(range(10)))
