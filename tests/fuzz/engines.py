@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tests.fuzz.models import adapter_of, draft_of, target_of
+from tests.fuzz.models import adapter_of, draft_of, scratch, target_of
 from tests.fuzz.settings import PROMPT_TOKENS, SHORT, max_model_len_of
 from tests.inside import scheduler_of
 from tests.one_process import allow_many_engines
@@ -80,7 +80,7 @@ def _start(model: str, lora: bool, keys: dict | None, **arguments):
     if arguments.pop("reasoning", False):
         arguments |= REASONING
     if arguments.pop("connector", False):
-        folder = tempfile.mkdtemp(prefix="fuzz-connector-")
+        folder = tempfile.mkdtemp(prefix="connector-", dir=scratch())
         arguments["kv_transfer_config"] = {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",

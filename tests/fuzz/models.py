@@ -39,9 +39,9 @@ ECHO_TOKENS = 23
 
 
 @functools.cache
-def _folder() -> Path:
+def scratch() -> Path:
     holder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
-    _folder.holder = holder  # removed when the process ends
+    scratch.holder = holder  # removed when the process ends
     return Path(holder.name)
 
 
@@ -53,9 +53,9 @@ def target_of(model: str) -> str:
         return str(SMOLLM2)
     shape = dict(vocab_size=VOCAB_SIZE, num_kv_heads=2, std=0.11, query_scale=2.5, seed=3)
     if model == "mimo":
-        target = make_mimo(_folder() / "mimo", **shape)
+        target = make_mimo(scratch() / "mimo", **shape)
     else:
-        target = make_llama(_folder() / "target", num_heads=4, **shape)
+        target = make_llama(scratch() / "target", num_heads=4, **shape)
     _save_tokenizer(target)
     return target
 
@@ -70,11 +70,11 @@ def draft_of(model: str, kind: str) -> str:
             return target_of(model)
         half = {"pair": 2048, "small": VOCAB_SIZE // 2}[model]
         layers = (1, 2, 3) if model == "pair" else (0, 1, 2)
-        folder = _folder() / f"head-{model}"
+        folder = scratch() / f"head-{model}"
         return make_head(folder, target_of(model), draft_vocab=half, layers=layers)
     if model == "pair":
         return str(PAIR / "draft")
-    return _first_layer_of(target_of(model), _folder() / "draft")
+    return _first_layer_of(target_of(model), scratch() / "draft")
 
 
 def _first_layer_of(target: str, folder: Path) -> str:
@@ -91,7 +91,7 @@ def _first_layer_of(target: str, folder: Path) -> str:
 @functools.cache
 def adapter_of(model: str, number: int) -> str:
     """Adapters are numbered from 1."""
-    return make_adapter(_folder() / f"adapter-{model}-{number}", target_of(model), seed=number)
+    return make_adapter(scratch() / f"adapter-{model}-{number}", target_of(model), seed=number)
 
 
 def _save_tokenizer(folder: str) -> None:
