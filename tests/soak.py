@@ -38,7 +38,7 @@ from tests.serving import MODEL, Server, change, serve
 
 MAX_PROMPT = 4000
 MAX_TOKENS = 160
-MAX_OUTSTANDING = 48
+MAX_OUTSTANDING = {"pair": 48, "smollm2": 12}
 # 140 blocks of 32 tokens: 4,480, where one request may want 4,160 and sixteen run together.
 SERVER = [
     *("--max-model-len", "4352", "--max-num-seqs", "16", "--num-gpu-blocks-override", "140"),
@@ -59,7 +59,7 @@ SERVER += ["--speculative-config", json.dumps(KEYS | {"log_interval": 5})]
 SMOLLM2 = ["--max-model-len", "6400", "--num-gpu-blocks-override", "320", "--max-num-seqs", "8"]
 LONGEST = {"pair": MAX_PROMPT, "smollm2": 6000}
 MAX_STOCK = {"pair": 10240, "smollm2": 6400}
-BENCH_PROMPTS = 24
+BENCH_PROMPTS = 12
 
 
 @dataclass
@@ -192,9 +192,14 @@ def cases_for(minutes: float, seed: int, *args, **how) -> Iterator[Case]:
 
 
 async def drive(
-    address: str, cases: Iterable[Case], seed: int, sent: list[Case], on_progress=None
+    address: str,
+    cases: Iterable[Case],
+    seed: int,
+    sent: list[Case],
+    on_progress=None,
+    model: str = "pair",
 ) -> None:
-    """Sends the cases in bursts; at most MAX_OUTSTANDING are under way.
+    """Sends the cases in bursts; at most MAX_OUTSTANDING[model] are under way.
 
     Args:
         sent: takes each case.
@@ -202,7 +207,7 @@ async def drive(
     import openai
 
     draw = random.Random(seed + 1)
-    gate = asyncio.Semaphore(MAX_OUTSTANDING)
+    gate = asyncio.Semaphore(MAX_OUTSTANDING[model])
     client = openai.AsyncOpenAI(
         base_url=f"{address}/v1", api_key="none", timeout=1200, max_retries=0
     )
@@ -447,7 +452,12 @@ def check_nothing_is_kept(server: Server, seconds: float = 30) -> None:
 
 
 def soak(
-    server: Server, wanted: Iterable[Case], seed: int, on_progress=None, bench: Bench | None = None
+    server: Server,
+    wanted: Iterable[Case],
+    seed: int,
+    on_progress=None,
+    bench: Bench | None = None,
+    model: str = "pair",
 ) -> tuple[dict, list[Case]]:
     """Drives the cases and checks all but the greedy outputs; returns the figures and the cases.
 
@@ -461,7 +471,7 @@ def soak(
         watching = [asyncio.create_task(watch.run()), asyncio.create_task(counters.run(5))]
         is_over = asyncio.Event()
         beside = asyncio.create_task(bench.run(is_over)) if bench else None
-        await drive(server.address, wanted, seed, cases, on_progress)
+        await drive(server.address, wanted, seed, cases, on_progress, model)
         is_over.set()
         if beside:
             await beside
@@ -551,7 +561,7 @@ def main() -> None:
     ):
         bench = Bench(server, args.model, Path(folder), args.seed) if args.bench else None
         try:
-            figures, cases = soak(server, cases, args.seed, progress, bench)
+            figures, cases = soak(server, cases, args.seed, progress, bench, args.model)
         except Exception:
             sys.stderr.write(server.text()[-6000:])
             raise
