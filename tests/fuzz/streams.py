@@ -57,11 +57,12 @@ def streams(draw, settings: dict, runner: str = "v1", most: int | None = None) -
     are_plain = max_model_len_of(settings) > SHORT and draw(st.booleans())
     requests: list[dict] = []
     room = PROMPT_TOKENS[max_model_len_of(settings)] if runner == "v1" else 5 * 330
+    longest = 2 * room // most if is_crowd else room
     for _ in range(draw(st.integers(most // 2 if is_crowd else 2, most))):
         if are_plain:
-            request = _plain(draw, room, settings)
+            request = _plain(draw, min(room, longest), settings)
         else:
-            request = draw(_requests(settings, runner, requests, room, may_reset))
+            request = draw(_requests(settings, runner, requests, min(room, longest), may_reset))
         room -= request["prompt"]["length"] * request["params"].get("n", 1)
         if room < 0 and len(requests) > 1:
             break
