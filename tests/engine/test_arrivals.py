@@ -131,8 +131,8 @@ def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, noth
 def test_a_late_prompt_is_read_in_as_many_steps_as_by_stock_vllm(engines, pair):
     """Beside eight requests that repeat themselves, whose drafts would fill a step."""
     steps = []
-    for keys in (None, {"method": "triforce", "adaptive": False, "min_context": 0}):
-        llm = engines.get(pair["target"], keys, max_num_batched_tokens=256)
+    for keys in (None, triforce(num_speculative_tokens=31)):
+        llm = engines.get(pair["target"], keys, max_num_batched_tokens=256, max_num_seqs=16)
         steps.append([count for count, _ in in_engine(llm, 8, 1000, 2, num_emitted=100)])
     assert steps[1] == steps[0] == [5, 5]
 
@@ -148,8 +148,8 @@ def test_a_seeded_request_keeps_its_drafts_beside_a_late_prompt(engines, pair, t
     with watch(scheduler_of(llm), "schedule") as calls:
         beside = drive(llm, {0: [seeded], 3: [other]})["seeded"].outputs[0].token_ids
     assert beside == alone
-    reading = [its for _, its in calls if its.num_scheduled_tokens.get("other", 0) > 100]
-    assert any(its.scheduled_spec_decode_tokens for its in reading)
+    reading = [its for _, its in calls if max(its.num_scheduled_tokens.values(), default=0) > 200]
+    assert all(its.scheduled_spec_decode_tokens for its in reading[:3])
 
 
 def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
