@@ -45,7 +45,7 @@ class Block:
         found = []
         for line in _lines(text):
             words = shlex.split(line, comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.S):
+            while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0], re.S):
                 words = words[1:]
             if words:
                 found.append(words)
