@@ -159,7 +159,7 @@ def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert first.disturbed["warned"], "the log says so once"
     rows, together = first.disturbed["rows"], len(job.rounds[0])
     assert together in rows and rows[-1] < together, "it is disabled, the others are not"
-    # On Runner V2 the scheduler hears of it, long before the request, the last to end, does.
+    # On Runner V2 the scheduler hears of it, long before the request ends.
     assert not any(first.disturbed.get("able", ())[-2:])
     assert first.counted.num_level2_accepted > 0
     assert first.disturbed["finite"], "what it may have reached is cleaned"

@@ -263,12 +263,15 @@ class _Inside:
         # Of an engine, the first is logged.
         is_first = id(llm) not in self._has_warned
         self._has_warned.add(id(llm))
+        batches = [args[0] for args, _ in proposals]
+        hit = next(batch.request_ids[0] for batch in batches if len(batch) == together)
         said |= {
             "struck": poison.has_struck,
             "warned": [w.startswith("NaN in level 1's or level 2's") for w in warnings]
             == [True] * is_first,
-            "rows": [len(args[0]) for args, _ in proposals],
-            "able": [len(args[0]) for args, _ in plans],
+            "rows": [len(batch) for batch in batches],
+            # Whether the scheduler takes the one that is hit for able to propose.
+            "able": [hit in able for (able, *_), _ in plans],
             "finite": are_finite(llm),
         }
 
