@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.generation import generate
 from tests.head_oracle import LAYERS, STEPS, VOCAB, expected_logits, mtp_logits
-from tests.inside import built
+from tests.inside import built, worker_of
 from tests.models import as_speculators, make_head, make_mimo
+from tests.outputs import run
 
 pytestmark = pytest.mark.engine
 
@@ -45,6 +47,26 @@ def test_logits_are_those_of_the_training_script(
         logits = logits.clone()
         logits[ids] = float("-inf")  # so that what is left is outside the draft vocabulary
         assert logits.max() == float("-inf")
+
+
+def test_a_head_takes_the_memory_that_is_reserved(engines, pair, text, heads):
+    """Windows and states of ``max_speculating_seqs`` requests; the others take their places."""
+    llm = engines.get(pair["target"], direct(heads[VOCAB]) | {"max_speculating_seqs": 2})
+    reserved, _ = worker_of(llm).extra_memory()
+    source = built(llm).speculator.level1.sources["head"]
+    windows = sum(layer.kv_cache.nbytes for layer in source._layers.values())
+    assert windows == reserved["the draft's windows"]
+    assert source.states._rings.nbytes == reserved["the head's states"]
+    drafted: set[str] = set()
+    take = source.states.take
+    source.states.take = lambda name, *span: drafted.add(name) or take(name, *span)
+    try:
+        prompts = [text[300 * i : 300 * i + 250] for i in range(4)]
+        same = dict(temperature=0, ignore_eos=True, detokenize=False)
+        run(llm, prompts, [SamplingParams(**same, max_tokens=n) for n in (6, 12, 24, 24)])
+    finally:
+        source.states.take = take
+    assert len(drafted) == 4
 
 
 def direct(head: str) -> dict:

@@ -20,6 +20,18 @@ class _Place:
     first: int = 0
     end: int = 0
 
+    def extend(self, first: int, end: int, oldest: int) -> range:
+        """Add a pass over positions ``first`` to ``end - 1``, and return those to keep.
+
+        Args:
+            oldest: first position that is of use.
+        """
+        if not self.first <= first <= self.end:  # those between were computed elsewhere
+            self.first = first
+        self.end = end
+        self.first = max(self.first, min(end, oldest))
+        return range(max(first, self.first), end)
+
 
 class HiddenStates:
     """Keeps the states at the newest ``capacity`` positions of at most ``max_requests`` requests.
@@ -104,12 +116,9 @@ class HiddenStates:
             begin += length
             if (place := self._places.get(request_id)) is None:
                 continue
-            if not place.first <= first <= place.end:  # those between were computed elsewhere
-                place.first = first
-            place.end = end = first + length
+            end = first + length
             newest = end if num_tokens is None else max(end, num_tokens[i])
-            place.first = max(place.first, min(end, newest - self._capacity))
-            kept = range(max(first, place.first), end)
+            kept = place.extend(first, end, newest - self._capacity)
             rows += range(begin - len(kept), begin)
             places += [place.index * self._capacity + p % self._capacity for p in kept]
         if not rows:
