@@ -93,6 +93,9 @@ def _requests(
     _shape(draw, params, settings, runner)
     if prompt["length"] > 1000:  # tables of log-probabilities of a whole vocabulary
         params.pop("prompt_logprobs", None)
+    if may_reset:
+        # Stock vLLM counts a thinking budget anew for a request that lost its KV cache.
+        params.pop("thinking_token_budget", None)
     if settings["lora"]:
         # vLLM 0.32.0's CPU layers apply adapters to the logits of sampled tokens alone: stock vLLM
         # fails on a prompt's (``bgmv_shrink`` in vllm/lora/ops/torch_ops/lora_ops.py).

@@ -158,6 +158,17 @@ def test_a_share_of_the_budget_goes_to_each_proposal():
     assert [planned[name].num_tokens for name in "abcd"] == [15] * 4
 
 
+def test_a_seeded_request_does_not_share():
+    """How much it proposes must not depend on how many others do."""
+    its = scheduler(60, max_num_batched_tokens=64)
+    for name in "abc":
+        add(its, name, [5] * 10)
+    add(its, "seeded", [5] * 10, temperature=1.0, seed=3)
+    step(its)
+    planned = step(its).triforce_plan.proposing
+    assert [planned[name].num_tokens for name in ("seeded", *"abc")] == [32, 10, 9, 9]
+
+
 @pytest.mark.parametrize("num_tokens, scheduled", [(64, 16), (128, 32)])
 def test_prompts_are_read_in_the_chunks_that_vllm_reads(num_tokens, scheduled):
     its = reading(num_tokens, num_running=1)

@@ -121,7 +121,8 @@ class PassSelection:
         if padded is not None:
             # The votes of candidates may be 0, as those of padding are.
             votes = votes.masked_fill(padded, float("-inf"))
-        # Sorted: the best of a row are the first of them, in the same order whatever the batch.
+        # Sorted: the best of a row are the first of them, in the same order whatever the batch, but
+        # for equal votes.
         best = votes.topk(self._max_selected, dim=-1, sorted=True).indices
         ids = self._present_ids.gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._max_selected]

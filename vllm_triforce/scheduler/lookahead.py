@@ -224,12 +224,14 @@ class LookaheadMixin(SchedulerBase):
             needs: of the next step.
         """
         requests = {name: self.requests[name] for name in wanted}
-        # Whoever wants less than an equal share leaves the rest to the others.
+        # Whoever wants less than an equal share leaves the rest to the others. Seeded requests do
+        # not share, as their samples must not depend on how many propose.
         order = sorted(wanted, key=lambda name: (not has_seed(requests[name]), wanted[name]))
         shares: dict[str, int] = {}
         for name in order:
             num_spare = self._num_spare(requests[name], needs) - sum(shares.values())
-            share = -(-max(0, num_spare) // (len(wanted) - len(shares)))
+            num_sharing = 1 if has_seed(requests[name]) else len(wanted) - len(shares)
+            share = -(-max(0, num_spare) // num_sharing)
             shares[name] = min(wanted[name], share)
         return shares
 

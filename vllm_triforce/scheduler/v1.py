@@ -77,7 +77,9 @@ class TriForceScheduler(
         # Nobody need propose what the next step has no room for. The limit is everybody's.
         num_spare = max(0, self.max_num_scheduled_tokens - needs.num_tokens)
         if not any(map(has_seed, self.running)):
-            scheduler_output.num_spec_tokens_to_schedule = min(self.num_spec_tokens, num_spare)
+            scheduler_output.num_spec_tokens_to_schedule = min(
+                scheduler_output.num_spec_tokens_to_schedule, -(-num_spare // len(proposing))
+            )
 
     def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.
