@@ -7,8 +7,7 @@ import torch
 
 from vllm_triforce.cache.allocation import checked_allocation
 
-# Tokens whose states wait, each several times as large as when it is fused, so that plain steps do
-# not fuse one token at a time.
+# Tokens whose states are fused together. States before fusion are several times as large.
 _MAX_PENDING = 64
 
 

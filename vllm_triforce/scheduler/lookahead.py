@@ -43,14 +43,14 @@ def has_seed(request) -> bool:
 
 
 class Needs(NamedTuple):
-    """What the next step needs without drafts."""
+    """Blocks and tokens of the next step, drafts excluded."""
 
     num_blocks: int
     num_tokens: int
 
 
 class _Hit(NamedTuple):
-    """What the prefix cache has of a waiting request."""
+    """Blocks and tokens of a waiting request that the prefix cache has."""
 
     blocks: tuple
     num_tokens: int
@@ -224,8 +224,8 @@ class LookaheadMixin(SchedulerBase):
             needs: of the next step.
         """
         requests = {name: self.requests[name] for name in wanted}
-        # Whoever wants less than an equal share leaves the rest to the others. Seeded requests do
-        # not share, as their samples must not depend on how many propose.
+        # Proposals shorter than an equal share leave the rest to longer ones. Seeded requests
+        # do not share: their samples must not depend on the number of proposals.
         order = sorted(wanted, key=lambda name: (not has_seed(requests[name]), wanted[name]))
         shares: dict[str, int] = {}
         for name in order:
@@ -363,7 +363,7 @@ class LookaheadMixin(SchedulerBase):
         return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
     def _hit(self, request) -> _Hit:
-        """Return what the prefix cache had of a waiting request when it was last looked up.
+        """Return a waiting request's newest lookup in the prefix cache.
 
         vLLM looks a request up in each step in which it could be admitted. Before the first one,
         this does, without the events of ``KVCacheManager.get_computed_blocks()``.

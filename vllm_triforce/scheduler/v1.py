@@ -74,7 +74,7 @@ class TriForceScheduler(
             return
         needs = self._next_needs()
         self._lend(scheduler_output, dict.fromkeys(proposing, self.num_spec_tokens), needs)
-        # Nobody need propose what the next step has no room for. The limit is everybody's.
+        # The next step would cut longer proposals. vLLM has one limit for all requests of a step.
         num_spare = max(0, self.max_num_scheduled_tokens - needs.num_tokens)
         if not any(map(has_seed, self.running)):
             scheduler_output.num_spec_tokens_to_schedule = min(
