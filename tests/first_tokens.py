@@ -21,19 +21,21 @@ from tests.simulation.world import MACHINES, Text, World
 
 # Tokens of a step, and of the late prompt: read in several steps, or just in one.
 STEPS = {256: 1000, 2048: 2000, 8192: 8100}
+TURNS = 4  # of stock vLLM and TriForce, one after the other
 PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
 
 
 def in_engine(
-    llm, num_running: int, prompt: int, repeats: int, num_emitted: int = 400
+    llm, num_running: int, prompt: int, repeats: int, seed: int = 0, num_emitted: int = 400
 ) -> list[tuple[int, float]]:
     """Return steps and seconds to the first token of each late prompt, one after another.
 
     Args:
+        seed: of the prompts; a prompt read twice is in the prefix cache.
         num_emitted: tokens of each running request before the first one, as its context is to be
             as long with speculation as without.
     """
-    engine, draw = llm.llm_engine, Random(prompt)
+    engine, draw = llm.llm_engine, Random(f"{prompt} {num_running} {seed}")
     params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
 
     def add(name: str, tokens: list[int], params) -> None:
@@ -134,15 +136,16 @@ def main() -> None:
         for budget, prompt in budgets.items() if runner in asked else ():
             engines = Engines()
             for size in (8, 32):
-                found = []
-                for is_ours in (False, True):
-                    if runner == "v1":
-                        keys = {"method": "triforce"} if is_ours else None
-                        settings = {"max_num_batched_tokens": budget, "max_num_seqs": 40}
-                        llm = engines.get(str(PAIR / "target"), keys, **settings)
-                        found.append(in_engine(llm, size, prompt, 6))
-                    else:
-                        found.append(in_simulation(is_ours, size, budget, prompt))
+                found: list[list] = [[], []]
+                for turn in range(TURNS if runner == "v1" else 1):
+                    for is_ours in (False, True) if turn % 2 == 0 else (True, False):
+                        if runner == "v1":
+                            keys = {"method": "triforce"} if is_ours else None
+                            settings = {"max_num_batched_tokens": budget, "max_num_seqs": 40}
+                            llm = engines.get(str(PAIR / "target"), keys, **settings)
+                            found[is_ours] += in_engine(llm, size, prompt, 6, turn)
+                        else:
+                            found[is_ours] += in_simulation(is_ours, size, budget, prompt)
                 _print(runner, size, budget, prompt, *found)
             engines.clear()
     if "schedule" in asked:
