@@ -7,10 +7,13 @@ vLLM's schedulers over a device of computed times (``tests/simulation``), in its
 ``schedule``: seconds of ``schedule()`` while a prompt of 96,000 cached tokens waits for KV blocks.
 """
 
+import os
 import sys
 import time
 from random import Random
 from statistics import mean, median
+
+os.environ.setdefault("VLLM_TRIFORCE_CHECK", "")  # as a server has it, not as tests have it
 
 from vllm import SamplingParams
 
@@ -30,10 +33,12 @@ def in_engine(
 ) -> list[tuple[int, float]]:
     """Return steps and seconds to the first token of each late prompt, one after another.
 
+    A late prompt comes when the running requests have emitted the same number of tokens with
+    speculation as without: a step's attention takes as long as their contexts are.
+
     Args:
-        seed: of the prompts; a prompt read twice is in the prefix cache.
-        num_emitted: tokens of each running request before the first one, as its context is to be
-            as long with speculation as without.
+        seed: of the prompts; a prompt that is read twice is in the prefix cache.
+        num_emitted: tokens of each running request before the first late prompt, on average.
     """
     engine, draw = llm.llm_engine, Random(f"{prompt} {num_running} {seed}")
     params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
@@ -41,25 +46,27 @@ def in_engine(
     def add(name: str, tokens: list[int], params) -> None:
         engine.add_request(name, {"prompt_token_ids": tokens}, params)
 
-    for n in range(num_running):
-        add(f"running {n}", [draw.randrange(3, 200) for _ in range(16)] * 8, params)
-    emitted = 0
-    while emitted < num_emitted * num_running:
-        emitted = sum(len(its.outputs[0].token_ids) for its in engine.step())
+    def step() -> list[str]:
+        outputs = engine.step()
+        emitted.update({its.request_id: len(its.outputs[0].token_ids) for its in outputs})
+        return [its.request_id for its in outputs]
+
+    running = [f"running {n}" for n in range(num_running)]
+    emitted = dict.fromkeys(running, 0)
+    for name in running:
+        add(name, [draw.randrange(3, 200) for _ in range(16)] * 8, params)
     found = []
     for n in range(repeats):
+        while sum(emitted[name] for name in running) < (num_emitted + 80 * n) * num_running:
+            step()
+        late = f"late {n}"
         once = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        add(f"late {n}", [draw.randrange(3, 200) for _ in range(prompt)], once)
-        start, steps, first = time.perf_counter(), 0, None
-        while first is None:
-            outputs = engine.step()
-            steps += 1
-            names = [its.request_id for its in outputs]
-            first = time.perf_counter() - start if f"late {n}" in names else None
-        found.append((steps, first))
-        for _ in range(8):
-            engine.step()
-    engine.abort_request([f"running {n}" for n in range(num_running)])
+        add(late, [draw.randrange(3, 200) for _ in range(prompt)], once)
+        start, num_steps = time.perf_counter(), 1
+        while late not in step():
+            num_steps += 1
+        found.append((num_steps, time.perf_counter() - start))
+    engine.abort_request(running)
     while engine.has_unfinished_requests():
         engine.step()
     return found
