@@ -75,8 +75,7 @@ TABLE: list[Surface] = [
     calls(FLASH, "FlashAttentionBackend.supports_head_size", "head_size", BACKENDS_GPU),
     has("platforms/interface.py", "Platform", "fp8_dtype", BACKENDS_GPU),
     # Sampling, and the fault that is mended.
-    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/top_p.py"),
-    offers("v1/sample/rejection_sampler.py", "apply_top_k_top_p", "vllm_triforce/runner_v1/top_p.py"),
+    calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v1/sampling.py"),
     calls("v1/sample/ops/topk_topp_sampler.py", "apply_top_k_top_p", "logits, k, p", "vllm_triforce/runner_v2/sampling.py"),
     # A captured launch writes to these, which a larger batch replaces.
     offers("v1/sample/ops/topk_topp_triton.py", "_TRITON_BUFFER_CACHE _TRITON_SPLIT_CACHE _TRITON_TABLE_CACHE", "vllm_triforce/runner_v2/sampling.py"),

@@ -2,9 +2,8 @@
 
 Once speculation is configured, Model Runner V1 prepares every batch for the rejection sampler and
 the drafter. For a step that has no drafts and needs none, ``PlainSteps`` sets the runner's
-``speculative_config`` to None. The runner then takes the path that it takes without TriForce, but
-for a faster top-p on a CPU (``top_p.py``), which keeps the same tokens. The same wrapper times the
-steps for the controller.
+``speculative_config`` to None. The runner then takes the path that it takes without TriForce. The
+same wrapper times the steps for the controller.
 """
 
 import time
@@ -17,7 +16,6 @@ from vllm_triforce.controller.controller import Planned
 from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.core.head import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
-from vllm_triforce.runner_v1.top_p import FastTopP
 from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps
@@ -82,7 +80,6 @@ class PlainSteps:
         """Placeholder drafts removed from the step, by request."""
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
-        self._fast_top_p = FastTopP() if runner.device.type == "cpu" else None
 
     def add_propose_seconds(self, seconds: float) -> None:
         """Add to the time that the current step spends on its proposal."""
@@ -135,10 +132,7 @@ class PlainSteps:
         """
         if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
             spec_decode_metadata = None
-        if self._fast_top_p is None or self._runner.input_batch.no_top_p:
-            return self._sample(logits, spec_decode_metadata)
-        with self._fast_top_p:
-            return self._sample(logits, spec_decode_metadata)
+        return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output, *args, **kwargs):
         """Sample the step's tokens and end the plain step, if it was one."""

@@ -68,8 +68,8 @@ def fix_kernel_rebinding() -> None:
     """Let vLLM's CPU build scan all loaded modules if llvmlite is among them; idempotent.
 
     To replace kernels, vLLM reads ``vars(value).get("kernel")`` for every value of every module.
-    numba, loaded by ``ngram`` and ``runner_v1/top_p_rows.py``, brings ``llvmlite.binding.ffi.lib``.
-    That object returns a foreign function for any name, ``__dict__`` too, and that has no ``get``.
+    numba, loaded by ``ngram``, brings ``llvmlite.binding.ffi.lib``. That object returns a foreign
+    function for any name, ``__dict__`` too, and that has no ``get``.
     """
     from vllm.triton_utils import dispatcher
 

@@ -208,14 +208,6 @@ REJECTION_SAMPLE = Swap(
     "acceptance (`runner_v1/acceptance.py`). Calls vLLM's function",
     "vLLM's rejection sampler reports the probabilities",
 )
-TOP_K_TOP_P = Swap(
-    "vllm.v1.sample (two modules)",
-    "apply_top_k_top_p",
-    "while tokens are sampled: on the CPU vLLM sorts the vocabulary for each token. The "
-    "replacement (`runner_v1/top_p.py`) keeps the same tokens, and leaves rows that rounding or "
-    "ties decide to vLLM",
-    "vLLM's CPU path does not sort",
-)
 EXPAND_KERNEL = Swap(
     "vllm.utils.cpu_triton_utils",
     "_expand_kernel_impl",
@@ -228,8 +220,8 @@ DISPATCHER_VARS = Swap(
     "vars",
     "after numba is loaded, no other engine starts on the CPU in the same process: "
     "`_rebind_kernels` expects a dict of `vars(value)` for each value of a module, and llvmlite's "
-    "`lib` returns a foreign function. vLLM 0.32.0 and 0.33.0. numba compiles "
-    "`runner_v1/top_p_rows.py` and vLLM's `ngram`, and the benchmark has several engines",
+    "`lib` returns a foreign function. vLLM 0.32.0 and 0.33.0. numba compiles vLLM's "
+    "`ngram`, and the benchmark has several engines",
     "vLLM checks for a dict",
     is_new=True,
 )
