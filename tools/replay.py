@@ -33,7 +33,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import FIXED_GAMMA
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.runner_v1.sources.prompt_lookup import PromptLookup
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -212,7 +212,7 @@ class Decoder:
             route, length = self._rule
             length = min(length, end - position - 1)
             if length > 0 and (route == "levels" or match):
-                name = LEVELS if route == "levels" else self._traits.name
+                name = HIERARCHICAL if route == "levels" else self._traits.name
                 choice = Choice(name, length, match.confidence if match else None)
             is_settled = is_reevaluation = False
         else:
@@ -233,7 +233,7 @@ class Decoder:
                 proposing_s += DECISION_S
                 (choice,) = controller.choose([self._candidate(controller, position, end, match)])
         drafted, accepted, probs, is_typical = 0, 0, None, True
-        if choice.route == LEVELS:
+        if choice.route == HIERARCHICAL:
             is_typical = self._has_selection
             if not self._has_selection:
                 proposing_s += self._truth.first_selection(context)

@@ -9,7 +9,7 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
 CACHE = "vllm_triforce/core/draft_cache.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
-OURS2 = "vllm_triforce/runner_v2/speculator.py"
+OURS2 = "vllm_triforce/runner_v2/base_adapter.py"
 OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/reports.py"
 BATCH2 = "vllm_triforce/runner_v2/batch.py"
 GRAPHS = "vllm_triforce/runner_v2/passes.py"

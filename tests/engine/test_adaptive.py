@@ -20,7 +20,7 @@ from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
 from vllm_triforce.controller import CostModel
-from vllm_triforce.controller.routes import LEVELS, PLAIN, PLAIN_ROUTE, Choice
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.selection import POLICIES
@@ -36,7 +36,7 @@ class Dice:
         self.draw = random.Random(seed)
         self.decided: Counter[str] = Counter()
         self._sources = {source.name: source for source in controller.sources}
-        self._routes = [PLAIN_ROUTE, LEVELS, LEVELS, *self._sources]
+        self._routes = [PLAIN_ROUTE, HIERARCHICAL, HIERARCHICAL, *self._sources]
         self._controller = controller
 
     def choose(self, candidates, num_plain=0):
@@ -53,7 +53,7 @@ class Dice:
         source = self._sources.get(route)
         confidence = None if source is None else source.confidence(candidate.confidence)
         if source is not None and confidence is None:
-            route = LEVELS
+            route = HIERARCHICAL
         self.decided[route] += 1
         if route == PLAIN_ROUTE:
             return PLAIN
@@ -124,7 +124,13 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
         assert_same_tokens(stock, p, wanted, tokens)
     assert counted.num_level2_accepted > 60 and counted.num_level3_rejections > 10
     names = [source.name for source in controller_of(llm).sources]
-    wanted = {"rest", PLAIN_ROUTE, LEVELS, *names, *(f"level 1: {name}" for name in [None, *names])}
+    wanted = {
+        "rest",
+        PLAIN_ROUTE,
+        HIERARCHICAL,
+        *names,
+        *(f"level 1: {name}" for name in [None, *names]),
+    }
     assert all(dice.decided[name] > 2 for name in wanted), dice.decided
 
 
@@ -184,7 +190,7 @@ def test_a_draft_that_nobody_asks_keeps_steps_comparable(engines, pair, monkeypa
     keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
     llm = engines.get(pair["target"], keys)
     controller, forgotten = controller_of(llm), []
-    choices = lambda found, *_: [Choice(LEVELS, min(3, c.most)) for c in found]  # noqa: E731
+    choices = lambda found, *_: [Choice(HIERARCHICAL, min(3, c.most)) for c in found]  # noqa: E731
     monkeypatch.setattr(controller, "choose", choices)
     monkeypatch.setattr(controller, "choose_draft", lambda *_: (None, 0))
     monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))

@@ -188,7 +188,7 @@ class _Inside:
             self._guard = HostMemoryGuard(worker.offload.memory.view)
             self._watching.enter_context(self._guard.watching())
             if not worker.triforce.config.is_plain:
-                _check_pool(built(llm).proposer.level2.pool, built(llm).rows)
+                _check_pool(built(llm).speculator.level2.pool, built(llm).rows)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
@@ -206,7 +206,7 @@ class _Inside:
     def policy(self, llm) -> str:
         if self._speculator(llm).config.is_plain:
             return ""
-        return built(llm).proposer.level2.selections.policy.name
+        return built(llm).speculator.level2.selections.policy.name
 
     def held(self, llm) -> dict[str, int]:
         if self._speculator(llm).config.is_plain:
@@ -239,9 +239,9 @@ class _Inside:
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
         from vllm_triforce.core.eligibility import logger
 
-        proposer, rows = built(llm).proposer, built(llm).rows
+        speculator, rows = built(llm).speculator, built(llm).rows
         # Level 1's last is that of a single token.
-        owner = proposer.level2.model_pass if level == 2 else proposer.level1.passes[-1]
+        owner = speculator.level2.model_pass if level == 2 else speculator.level1.passes[-1]
         layer = owner.model.model.layers[2 if level == 2 else 0]
 
         def is_due(number: int) -> bool:
@@ -256,7 +256,7 @@ class _Inside:
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "model", poison),
-            watch(proposer, "propose") as proposals,
+            watch(speculator, "propose") as proposals,
             watch(scheduler, "plan_step") as plans,
         ):
             yield said
@@ -286,12 +286,12 @@ def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
     from tests.parity.dice import Dice
     from vllm_triforce.core.plan import StepPlan
-    from vllm_triforce.runner_v2.speculator import SpeculatorV2
+    from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 
     dice = Dice(speculator, seed)
 
     def begin_step(scheduler_output) -> None:
-        SpeculatorV2.begin_step(speculator, scheduler_output)
+        BaseAdapterV2.begin_step(speculator, scheduler_output)
         most = speculator.num_speculative_steps
         able = {name: most for name in scheduler_output.num_scheduled_tokens}
         speculator.plan = StepPlan(0, dice.proposing(able))

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping
 
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.plan import RequestPlan
 
 
@@ -17,9 +17,9 @@ class Dice:
     def __init__(self, speculator, seed: int) -> None:
         from vllm_triforce.runner_v2.sources.prompt_lookup import PromptLookupV2
 
-        sources = speculator.built.proposer.sources
+        sources = speculator.built.speculator.sources
         sources.setdefault("prompt_lookup", PromptLookupV2(8))
-        self._routes = [LEVELS, LEVELS, *sources]
+        self._routes = [HIERARCHICAL, HIERARCHICAL, *sources]
         self._draw = random.Random(seed)
 
     def proposing(self, able: Mapping[str, int]) -> dict[str, RequestPlan]:

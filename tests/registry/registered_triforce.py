@@ -1,10 +1,10 @@
 """TriForce as it would be with the registry: no wrapper, no worker of its own."""
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.runner_v1.runner import TriForceProposer
+from vllm_triforce.runner_v1.runner import RunnerAdapterV1
 
 
-class RegisteredProposer(TriForceProposer):
+class RegisteredProposer(RunnerAdapterV1):
     def __init__(self, vllm_config, device, runner) -> None:
         keys = vllm_config.speculative_config.method_config
         config = TriForceConfig(**keys).with_defaults(can_adapt=False)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.world import Machine, Text, World
 from vllm_triforce.controller import PLAIN, Choice
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 
 
 class FixedDecisions:
@@ -36,7 +36,7 @@ class FixedDecisions:
 
 
 FIXED = [
-    *((Choice(LEVELS, n), r) for n, r in ((3, 2), (6, 3), (6, 2), (9, 4), (12, 5), (12, 4))),
+    *((Choice(HIERARCHICAL, n), r) for n, r in ((3, 2), (6, 3), (6, 2), (9, 4), (12, 5), (12, 4))),
     *((Choice("draft_model", n), -(-n // 2)) for n in (1, 2, 3, 4, 6, 8)),
 ]
 

@@ -7,7 +7,7 @@ from tests.first_tokens import in_simulation
 from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.test_invariants import mixed
 from tests.simulation.world import MACHINES, TEXTS, World
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import sampling_seed
 from vllm_triforce.core.plan import plan_of
 
@@ -53,4 +53,4 @@ def test_what_is_proposed_delays_no_first_token(is_asynchronous):
     scheduler.schedule = watched
     long = [Arrival(0.0, 4000, 400, {"temperature": 0.0}) for _ in range(3)]
     engine.run(long + mixed(1, 40, longest=1500, rate=8.0))
-    assert LEVELS in routes[False] and LEVELS not in routes[True]
+    assert HIERARCHICAL in routes[False] and HIERARCHICAL not in routes[True]

@@ -9,7 +9,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import decodes_plainly
 from vllm_triforce.core.plan import RequestPlan, plan_of
 from vllm_triforce.runner_v1.batch import room_for_proposal
@@ -202,7 +202,7 @@ class Worker:
 
     def _verify(self, name: str, state: _State, num_tokens: int) -> int:
         text, route = self.world.text, state.route
-        rates = {LEVELS: text.level2, "prompt_lookup": text.lookup}
+        rates = {HIERARCHICAL: text.level2, "prompt_lookup": text.lookup}
         rate = rates.get(route, text.level1 * text.level2)
         return self.world.accepted(rate, name, state.computed, num_tokens)
 
@@ -239,9 +239,11 @@ class Worker:
                 state.limit,
                 self.config.min_context,
             )
-            row = self._levels(name, most, its) if route == LEVELS else (max(0, most), 0, 0, 0)
+            row = (
+                self._levels(name, most, its) if route == HIERARCHICAL else (max(0, most), 0, 0, 0)
+            )
             interval = max(1, self.config.refresh_interval)
-            if route == LEVELS and state.num_passes % interval == 0:
+            if route == HIERARCHICAL and state.num_passes % interval == 0:
                 is_first = state.num_passes == 0
                 seconds += machine.selection * (state.computed if is_first else 256)
                 state.num_passes += 1

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.runner_v2 import calibration
 
 # Sizes of vLLM's CUDA graphs, in tokens: a pass computes as many as the graph that it fits.
@@ -89,7 +89,7 @@ class Machine:
         if route == "prompt_lookup":
             return self.begin
         seconds = self.begin + self.drafting(num_rows, num_rounds * gamma)
-        if route == LEVELS:
+        if route == HIERARCHICAL:
             seconds += num_rounds * self.level2(num_rows, gamma + 1)
         return seconds
 
@@ -102,9 +102,9 @@ class Machine:
             count = num_tokens // length
             clock.now += self.full_pass([length] * count, [context_len] * count)
 
-        def propose(batch, draft_tokens, route=LEVELS) -> None:
+        def propose(batch, draft_tokens, route=HIERARCHICAL) -> None:
             clock.now += self.proposing(route, batch.rows, batch.rounds, config.gamma)
-            clock.now += self.selection * batch.context * batch.rows * (route == LEVELS)
+            clock.now += self.selection * batch.context * batch.rows * (route == HIERARCHICAL)
 
         batches = SimpleNamespace(
             max_rows=min(max_reqs, config.max_speculating_seqs),

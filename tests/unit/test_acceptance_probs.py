@@ -16,7 +16,7 @@ from vllm_triforce.controller.acceptance import (
     Rates,
     expected_by_length,
 )
-from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
 from vllm_triforce.runner_v1.acceptance import acceptance_probs
 from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
@@ -160,7 +160,7 @@ def test_they_count_for_level_2_alone():
     acceptance.observe_full_pass("a", Choice("lookup", 4, 0), 4, 0, [0.0, 1.0, 1.0, 1.0])
     assert acceptance.greedy.of("lookup", False, 0).value < before
     before = acceptance.greedy.level2.value
-    acceptance.observe_full_pass("a", Choice(LEVELS, 8), 8, 0, [0.0] + 7 * [1.0])
+    acceptance.observe_full_pass("a", Choice(HIERARCHICAL, 8), 8, 0, [0.0] + 7 * [1.0])
     assert acceptance.greedy.level2.value > before - 0.03
 
 

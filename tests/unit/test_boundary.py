@@ -8,7 +8,7 @@ import torch
 from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.runner import TriForceProposer
+from vllm_triforce.runner_v1.runner import RunnerAdapterV1
 from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.verification import verify
 
@@ -119,14 +119,14 @@ def test_a_proposal_keeps_its_own_distributions_alone():
 @pytest.mark.parametrize("has_nan", [False, True])
 def test_a_nan_changes_no_distribution_of_the_tokens_before_it(has_nan):
     """What ended a proposal depends on its tokens, as what they were drawn from must not."""
-    proposer = object.__new__(TriForceProposer)
-    proposer._draft_probs = DraftProbsStore(check=Check.RAISE)
+    adapter = object.__new__(RunnerAdapterV1)
+    adapter._draft_probs = DraftProbsStore(check=Check.RAISE)
     disabled = {"one"} if has_nan else set()
-    proposer.built = SimpleNamespace(speculator=SimpleNamespace(disabled_requests=disabled))
+    adapter.built = SimpleNamespace(speculator=SimpleNamespace(disabled_requests=disabled))
     batch = SimpleNamespace(request_ids=["one"], sampling=SamplingRows(torch.ones(1)))
     probs = [distribution(0), distribution(1)]
-    proposer._export_proposal(batch, Proposal([[1, 2]], [probs], [5 if has_nan else 2]))
-    assert torch.equal(proposer._draft_probs.take(["one"], [2], [1, 2]), torch.stack(probs))
+    adapter._export_proposal(batch, Proposal([[1, 2]], [probs], [5 if has_nan else 2]))
+    assert torch.equal(adapter._draft_probs.take(["one"], [2], [1, 2]), torch.stack(probs))
 
 
 def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):

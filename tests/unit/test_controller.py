@@ -32,7 +32,7 @@ from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import interpolate
 from vllm_triforce.controller.options import Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import plan, plan_by_routes
-from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Route
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
@@ -154,7 +154,7 @@ def test_options_add_up_their_passes():
     ]
     rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
     rates[1].round_tokens = 3.0
-    routes = {LEVELS: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
+    routes = {HIERARCHICAL: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
     costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=0.01, draft_s=0.0004)
     options = build_options(model, candidates, rates, lengths, costs, routes, {})
@@ -168,19 +168,19 @@ def test_options_add_up_their_passes():
         seconds = n * per_token + 0.5 * (attention[n + 1] - attention[1])
         # The match of two tokens grows by each that is accepted, up to the class of eight.
         by_place = {
-            LEVELS: [rates[row].level2] * n,
+            HIERARCHICAL: [rates[row].level2] * n,
             LOOKUP: [rates[row].of(LOOKUP, False, min(1 + i, 7)) for i in range(n)],
             DRAFT: [rates[row].of(DRAFT, False, 0)] * n,
         }[choice.route]
         tokens = sum(math.prod(rate.value for rate in by_place[:i]) for i in range(1, n + 1))
-        if choice.route == LEVELS:
+        if choice.route == HIERARCHICAL:
             seconds += 0.002 + n / rates[row].round_tokens * 0.01
         elif choice.route == DRAFT:
             seconds += n * 0.0004
         assert options.seconds[row, column] == pytest.approx(seconds)
         assert options.tokens[row, column] == pytest.approx(tokens)
     wanted = {("a", route, n) for route in routes for n in (1, 4, 7)}
-    wanted |= {("b", route, n) for route in (LEVELS, DRAFT) for n in (1, 4, 16)}
+    wanted |= {("b", route, n) for route in (HIERARCHICAL, DRAFT) for n in (1, 4, 16)}
     assert seen == wanted
 
 
@@ -354,8 +354,8 @@ def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
     """Prompt lookup pays, and level 2 had a bad start."""
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(0.3, weight=8, memory=512)
-    late = routes_taken(found, {LEVELS: level2, LOOKUP: 0.6}, 4, 100_000)
-    share = late.count(LEVELS) / len(late)
+    late = routes_taken(found, {HIERARCHICAL: level2, LOOKUP: 0.6}, 4, 100_000)
+    share = late.count(HIERARCHICAL) / len(late)
     assert late.count(PLAIN_ROUTE) < 0.1 * len(late)
     assert share > 0.8 if is_better else 0 < share < 0.02, share
 
@@ -363,8 +363,8 @@ def test_a_better_route_than_one_that_pays_is_found(level2, is_better):
 def test_a_trial_is_charged_the_tokens_of_the_present_route():
     """Wrong matches take no time, but cost the tokens of the present route."""
     found = controller(LONG_PAYS, has_draft=False)
-    late = routes_taken(found, {LEVELS: 0.97, LOOKUP: 0.0}, 8, 20_000)
-    assert late.count(LEVELS) > 0.97 * len(late), Counter(late)
+    late = routes_taken(found, {HIERARCHICAL: 0.97, LOOKUP: 0.0}, 8, 20_000)
+    assert late.count(HIERARCHICAL) > 0.97 * len(late), Counter(late)
 
 
 def test_reading_a_window_again_is_part_of_the_plan():
@@ -426,7 +426,7 @@ def test_a_text_that_changes_is_noticed():
 
 def test_given_values_are_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
-    assert found.choose([Candidate("a", 10, 5)]) == [Choice(LEVELS, 5)]
+    assert found.choose([Candidate("a", 10, 5)]) == [Choice(HIERARCHICAL, 5)]
     assert found.choose_draft("a", False, matched(4), 1, 4) == (DRAFT, 3)
     by_length = controller(NOTHING_PAYS, num_speculative_tokens=5)
     assert by_length.choose([Candidate("a", 10, 5)]) == [PLAIN]
@@ -442,7 +442,7 @@ def test_a_seeded_request_does_not_depend_on_times():
             found.add((one.choose([seeded])[0], one.choose_draft("a", True, matched(5), 1, 15)))
             one.observe_full_pass("a", 6, 0)
             one.observe_step(StepTime(True, [7], [20_000], 1.0, 6), one.take_plan())
-    assert found == {(Choice(LEVELS, 6), (DRAFT, 2))}
+    assert found == {(Choice(HIERARCHICAL, 6), (DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
     assert given.choose_draft("a", True, matched(5), 1, 15) == (DRAFT, 3), "not changed"

@@ -13,7 +13,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 
 GAMMA = 2
 # An 8B model with grouped heads on an H200, by arithmetic: its weights are most of what is read, up
@@ -126,7 +126,7 @@ class Device:
                 gained = 1
                 if name in waiting:
                     choice, proposed, *rounds = waiting[name]
-                    rate = self.level2 if choice.route == LEVELS else self.draft * self.level2
+                    rate = self.level2 if choice.route == HIERARCHICAL else self.draft * self.level2
                     kept = accepted(draw, rate, proposed)
                     outcomes[name] = Outcome(proposed, proposed, kept, *rounds)
                     gained += kept
@@ -159,7 +159,7 @@ class Device:
     def _propose(self, draw, plan) -> tuple[dict, float]:
         """Return the proposal of each planned request, and the seconds of all."""
         truth, seconds, made = self.truth, 0.0, {}
-        by_levels = {n: its for n, its in plan.items() if its[0].route == LEVELS}
+        by_levels = {n: its for n, its in plan.items() if its[0].route == HIERARCHICAL}
         count = len(by_levels)
         if by_levels:
             rounds = max(its[1] for its in by_levels.values())
@@ -223,7 +223,7 @@ def test_never_slower(world, level2, draft, context, size, delay):
 
 FIXED = [
     (PLAIN, 0),
-    *((Choice(LEVELS, n), r) for n, r in ((3, 2), (6, 3), (6, 2), (9, 4), (12, 5), (12, 4))),
+    *((Choice(HIERARCHICAL, n), r) for n, r in ((3, 2), (6, 3), (6, 2), (9, 4), (12, 5), (12, 4))),
     *((Choice(DRAFT, n), 0) for n in (1, 2, 3, 4, 6)),
 ]
 
@@ -295,7 +295,7 @@ def test_a_decision_that_holds_is_for_those_that_are_still_there():
     # Who has a seed waits for nothing.
     seeded = Candidate("s", 100_000, 12, has_seed=True)
     _, then = made.decide(["a", "s"], lambda name: seeded if name == "s" else candidate(name))
-    assert then["s"] == (Choice(LEVELS, 6), 3)
+    assert then["s"] == (Choice(HIERARCHICAL, 6), 3)
     clock.now += 1.0
     assert made.decide(["d"], candidate)[1].keys() == {"d"}
 
@@ -318,7 +318,7 @@ def test_proposals_are_longer_than_their_rounds_on_average(most):
     candidate = Candidate("a", 100_000, most)
     choice, rounds = made.decide(["a"], lambda name: candidate)[1]["a"]
     mean = made.controller.acceptance.of("a").round_tokens * rounds
-    assert choice.route == LEVELS and min(most, mean) <= choice.num_tokens <= most
+    assert choice.route == HIERARCHICAL and min(most, mean) <= choice.num_tokens <= most
     assert choice.num_tokens > mean or choice.num_tokens == most
 
 
@@ -327,7 +327,7 @@ def test_nothing_is_proposed_before_passes_are_measured():
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})
     seeded = Candidate("a", 100_000, 12, has_seed=True)
-    assert made.decide(["a"], lambda name: seeded)[1] == {"a": (Choice(LEVELS, 6), 3)}
+    assert made.decide(["a"], lambda name: seeded)[1] == {"a": (Choice(HIERARCHICAL, 6), 3)}
     made.controller.start(CostModel(MHA_ON_GPU))
     assert set(made.decide(["a"], lambda name: only)[1]) == {"a"}
 
@@ -344,7 +344,7 @@ def test_seeded_proposals_depend_on_nothing_learned(level2):
     Device(MHA_ON_GPU, level2, 0.5).decode(made, 2, 200, 100_000)
     seeded = Candidate("seeded", 100_000, 12, has_seed=True, is_greedy=False)
     choice, rounds = made.decide(["seeded"], lambda name: seeded)[1]["seeded"]
-    assert choice == Choice(LEVELS, 6) and rounds == 3
+    assert choice == Choice(HIERARCHICAL, 6) and rounds == 3
 
 
 def test_rates_are_those_of_the_text():

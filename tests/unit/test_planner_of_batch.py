@@ -10,7 +10,7 @@ import pytest
 
 from vllm_triforce.controller.options import Options
 from vllm_triforce.controller.planner import StepCosts, plan_by_routes
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 
 LOOKUP, DRAFT = "prompt_lookup", "draft_model"
 PLAIN, NUM_REQS = 10.0, 3
@@ -18,8 +18,8 @@ PLAIN, NUM_REQS = 10.0, 3
 
 def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
     """Draw options by levels, draft and prompt lookup for three requests."""
-    routes = [LEVELS, LEVELS, DRAFT, DRAFT, LOOKUP]
-    each = {LEVELS: draw.uniform(1, 8), DRAFT: draw.uniform(0.2, 3), LOOKUP: 0.0}
+    routes = [HIERARCHICAL, HIERARCHICAL, DRAFT, DRAFT, LOOKUP]
+    each = {HIERARCHICAL: draw.uniform(1, 8), DRAFT: draw.uniform(0.2, 3), LOOKUP: 0.0}
     passes = np.array([[1, draw.choice([2, 3]), 2, 4, 0] for _ in range(NUM_REQS)], dtype=float)
     shared = passes * np.array([each[route] for route in routes]) / NUM_REQS
     own = np.array([[draw.uniform(0, 0.6) for _ in routes] for _ in range(NUM_REQS)])
@@ -37,21 +37,23 @@ def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
         shared_s=shared,
     )
     model = SimpleNamespace(
-        error=0.0, round_seconds=lambda n, num_drafts: each[LEVELS], draft=lambda n: each[DRAFT]
+        error=0.0,
+        round_seconds=lambda n, num_drafts: each[HIERARCHICAL],
+        draft=lambda n: each[DRAFT],
     )
     return options, model
 
 
 def step(options: Options, model, columns) -> tuple[float, float]:
     """Return seconds and speed-up of a plan, pass by pass."""
-    seconds, gained, passes = PLAIN + 0.1, 1.0, {LEVELS: 0.0, DRAFT: 0.0, LOOKUP: 0.0}
+    seconds, gained, passes = PLAIN + 0.1, 1.0, {HIERARCHICAL: 0.0, DRAFT: 0.0, LOOKUP: 0.0}
     for row, column in enumerate(columns):
         if column >= 0:
             seconds += options.seconds[row, column] - options.shared_s[row, column]
             gained *= 1 + options.tokens[row, column]
             route = options.routes[column]
             passes[route] = max(passes[route], options.passes[row, column])
-    seconds += passes[LEVELS] * model.round_seconds(1, 2) + passes[DRAFT] * model.draft(1)
+    seconds += passes[HIERARCHICAL] * model.round_seconds(1, 2) + passes[DRAFT] * model.draft(1)
     if max(columns) < 0:
         seconds = PLAIN
     return seconds, gained ** (1 / len(columns)) * PLAIN / seconds

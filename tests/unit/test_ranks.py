@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.plan import RequestPlan, StepPlan, attach_plan, report_of
 from vllm_triforce.runner_v1.acceptance import acceptance_probs
 from vllm_triforce.runner_v1.noise import InnerNoise
@@ -20,13 +20,13 @@ from vllm_triforce.runner_v1.verification import verify
 from vllm_triforce.runner_v2 import runner as module
 from vllm_triforce.runner_v2.slots import Slots
 
-ALL = RequestPlan(LEVELS, 6, 3)
+ALL = RequestPlan(HIERARCHICAL, 6, 3)
 NAMES = ["broken", "waiting"]
 CPU = torch.device("cpu")
 
 
-class Proposer:
-    """The proposer over one slot; the logits of the slot's first owner have a NaN."""
+class Speculator:
+    """The speculator over one slot; the logits of the slot's first owner have a NaN."""
 
     num_proposed = torch.zeros(2, dtype=torch.int32)
     draft_logits = None
@@ -54,7 +54,7 @@ class Rows(list):
         self.request_ids, self.states = [*self], np.array(list(plans))
 
 
-def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
+def a_rank(built, monkeypatch) -> module.RunnerAdapterV2:
     """Make the speculator without vLLM's base, over a build of our own."""
     flags = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
 
@@ -66,10 +66,10 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
         self.target_layers, self._runner = {}, runner
         self._handler = SimpleNamespace(set_proposals=lambda *args: None)
 
-    monkeypatch.setattr(module.SpeculatorV2, "__init__", init)
-    monkeypatch.setattr(module.SpeculatorV2, "draft_layers", {})
+    monkeypatch.setattr(module.BaseAdapterV2, "__init__", init)
+    monkeypatch.setattr(module.BaseAdapterV2, "draft_layers", {})
     for name, value in {
-        "SpeculatorBuild": built,
+        "SpeculatorPartsV2": built,
         "install_request_listener": flags,
         "replace_rejection_sampler": None,
         "disable_recording_in_plain_graphs": None,
@@ -79,7 +79,7 @@ def a_rank(built, monkeypatch) -> module.TriForceSpeculatorV2:
     config = TriForceConfig(min_context=0).with_defaults(can_adapt=False, has_fixed_shapes=True)
     states = SimpleNamespace(req_id_to_index=dict.fromkeys(NAMES))
     runner = SimpleNamespace(req_states=states, block_tables=None, vllm_config=None)
-    rank = module.TriForceSpeculatorV2(None, CPU, runner, config.resolve(16), None)
+    rank = module.RunnerAdapterV2(None, CPU, runner, config.resolve(16), None)
     rank.allocate(SimpleNamespace(num_blocks=9))
     return rank
 
@@ -108,9 +108,9 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, se
         The rows of each step with their slots, and requests reported as disabled.
     """
     slots = Slots(1)
-    proposer = Proposer(slots)
+    speculator = Speculator(slots)
     built = SimpleNamespace(
-        proposer=proposer,
+        speculator=speculator,
         slots=slots,
         adapters=None,
         hidden_states=None,
@@ -125,11 +125,11 @@ def launches(sees_at: int, plans: list[StepPlan], monkeypatch) -> tuple[list, se
     launched, disabled = [], set()
     for step, plan in enumerate(plans):
         attach_plan(scheduled := SimpleNamespace(), plan)
-        proposer.launched = {}
+        speculator.launched = {}
         rank.begin_step(scheduled)
-        proposer.known_counters.num_nan_requests = int(step >= sees_at)
+        speculator.known_counters.num_nan_requests = int(step >= sees_at)
         rank.propose(STEP, *[None] * 10)
-        launched.append(proposer.launched)
+        launched.append(speculator.launched)
         report = report_of(rank.end_step(SimpleNamespace(req_ids=NAMES)))
         disabled |= set(report.disabled) if report else set()
     return launched, disabled

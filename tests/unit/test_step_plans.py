@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.async_controller import AsyncController, Outcome
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.plan import (
     RequestPlan,
     RequestReport,
@@ -27,7 +27,7 @@ from vllm_triforce.core.plan import attach_report as send
 from vllm_triforce.scheduler.v2 import StepPlanMixin
 
 PLACEHOLDERS = [-1] * 6
-ALL = RequestPlan(LEVELS, 6, 3)
+ALL = RequestPlan(HIERARCHICAL, 6, 3)
 
 
 def resolved(can_adapt: bool = False, **keys):
@@ -143,10 +143,10 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
 @pytest.mark.parametrize(
     ("levels", "most", "expected"),
     [
-        ("1,2,3", 6, RequestPlan(LEVELS, 6, 3)),
-        ("1,2,3", 1, RequestPlan(LEVELS, 1, 1)),
+        ("1,2,3", 6, RequestPlan(HIERARCHICAL, 6, 3)),
+        ("1,2,3", 1, RequestPlan(HIERARCHICAL, 1, 1)),
         ("1,3", 5, RequestPlan("prompt_lookup", 5, 3)),
-        ("2,3", 4, RequestPlan(LEVELS, 4, 4)),
+        ("2,3", 4, RequestPlan(HIERARCHICAL, 4, 4)),
     ],
 )
 def test_fixed_plans(levels, most, expected):

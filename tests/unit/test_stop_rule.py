@@ -8,7 +8,7 @@ import pytest
 from tests.unit.worlds import DRAFT, LONG_PAYS, controller, matched
 from vllm_triforce.controller import Candidate, Choice
 from vllm_triforce.controller.options import EndedDrafts
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.controller.stop_rule import ConfidenceRates, StopRule
 
 # Confidences of the classes in ``rule()``, and the acceptance of each.
@@ -133,7 +133,7 @@ def test_the_classes_of_a_draft_are_not_another_routes(chosen):
     ended = found.stop_rules.direct(DRAFT, [candidate], 0)
     ended.classes[0] += [7, 7]
     found.stop_rules.ended([candidate], [2], ended, num_passes=2)
-    assert found.stop_rules.observe_direct("a", LEVELS, 5, 5, None) == 5
+    assert found.stop_rules.observe_direct("a", HIERARCHICAL, 5, 5, None) == 5
 
 
 def test_a_class_that_is_never_drafted_returns_to_its_prior():
@@ -158,5 +158,5 @@ def test_the_options_have_what_ended_drafts_were(chosen):
     (column,) = [c for c in columns if options.is_possible[0, c]]
     assert options.lengths[0, column] == 3 and options.tokens[0, column] == pytest.approx(1.25)
     assert options.passes[0, column] == 4 and options.shared_s[0, column] > 0
-    others = [c for c in range(len(options.routes)) if options.routes[c] == LEVELS]
+    others = [c for c in range(len(options.routes)) if options.routes[c] == HIERARCHICAL]
     assert options.is_possible[0, others].sum() > 1

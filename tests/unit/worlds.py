@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Controller, CostModel, StepTime
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, SourceTraits
 
 # One source whose tokens take passes, and one that has some where it finds a match.
 DRAFT, LOOKUP = "a draft", "a lookup"
@@ -154,7 +154,7 @@ class World:
     def _propose(self, draw, controller: Controller, choices: dict, is_greedy: bool) -> float:
         """Run the passes of a step's proposals, and return their seconds."""
         truth, seconds = CostModel(self.measured), 0.0
-        made = {name: 0 for name, choice in choices.items() if choice.route == LEVELS}
+        made = {name: 0 for name, choice in choices.items() if choice.route == HIERARCHICAL}
         while rows := [name for name in made if made[name] < choices[name].num_tokens]:
             counts = []
             for name in rows:

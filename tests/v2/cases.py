@@ -74,7 +74,7 @@ def _first_drafts(asked: dict) -> dict:
         "num_speculative_tokens": STEPS,
     }
     llm = make_engine(asked["target"], keys)
-    source = built(llm).proposer.sources["head"]
+    source = built(llm).speculator.sources["head"]
     logits = []
 
     def draw(sampling, hidden, step):
@@ -109,13 +109,13 @@ def _verified(llm, prompts) -> dict:
 def _memory(llm) -> dict:
     """Bytes that are reserved for what is kept, and that it takes."""
     speculator, parts = speculator_of(llm), built(llm)
-    selections, draft = parts.proposer.level2.selections, parts.proposer.sources["draft_model"]
+    selections, draft = parts.speculator.level2.selections, parts.speculator.sources["draft_model"]
     draft_layers = speculator.draft_layers.values()
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
     votes = 0 if selections.in_pass is None else selections.in_pass.num_bytes
     kept = {
-        "proposals' distributions": parts.proposer.draft_logits.logits.nbytes,
+        "proposals' distributions": parts.speculator.draft_logits.logits.nbytes,
         "selections": selections.num_bytes - summaries - votes,
         "votes": votes,
         "queries": parts.recorder.queries.nbytes,
@@ -181,9 +181,9 @@ def _grammar(llm, prompts) -> dict:
         tokens = original(input_batch, *args, **kwargs)
         for row, name in enumerate(input_batch.req_ids):
             state = input_batch.idx_mapping_np[row]
-            length = int(built(llm).proposer.num_proposed[state])
+            length = int(built(llm).speculator.num_proposed[state])
             if length and runner.sampler.sampling_states.temperature.np[state] > 0:
-                table = built(llm).proposer.draft_logits
+                table = built(llm).speculator.draft_logits
                 probs = table.logits[table.slot_of_state[state], :length].float().softmax(-1)
                 own = probs.gather(1, tokens[row, :length, None])[:, 0].tolist()
                 handed_up.setdefault(int(name.split("-")[0]), []).extend(own)

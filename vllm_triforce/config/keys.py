@@ -16,7 +16,7 @@ METHOD = "triforce"
 MAX_NUM_SPECULATIVE_TOKENS = 128
 
 # Sets of levels that can run; the last one is plain decoding.
-LEVELS = ("1,2,3", "1,3", "2,3", "3")
+LEVEL_SETS = ("1,2,3", "1,3", "2,3", "3")
 
 # The paper's gamma 2 and gamma 1, used where the controller chooses neither.
 FIXED_LENGTH, FIXED_GAMMA = 6, 2
@@ -98,7 +98,7 @@ class Keys:
         change="for runs that must not depend on timing",
     )
     levels: str = _key(
-        LEVELS[0],
+        LEVEL_SETS[0],
         _PROPOSAL,
         "Levels that take part. `1,3` passes drafts straight to the full pass, `2,3` drafts with "
         "the target over its retrieval cache, `3` is plain decoding with `kv_offload_gib`",

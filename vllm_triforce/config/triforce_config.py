@@ -17,7 +17,7 @@ from vllm_triforce.config.keys import (
     FIXED_GAMMA,
     FIXED_LENGTH,
     KEYS,
-    LEVELS,
+    LEVEL_SETS,
     METHOD,
     Keys,
     check_key,
@@ -163,9 +163,10 @@ class TriForceConfig(Keys):
             check_key(name, getattr(self, name))
         if self.draft_sources is not None:
             parse_sources(self.draft_sources)
-        if self.levels not in LEVELS:
+        if self.levels not in LEVEL_SETS:
             raise ValueError(
-                f"levels={self.levels!r} is not a set of levels that can run. Use one of {LEVELS}."
+                f"levels={self.levels!r} is not a set of levels that can run. Use one of "
+                f"{LEVEL_SETS}."
             )
         if self.selection not in POLICIES.names:
             raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.routes import LEVELS, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.943 to 0.955 of SmolLM2."""
@@ -254,7 +254,7 @@ class Acceptance:
         takes_passes = any(s.name == choice.route and s.takes_passes for s in self._sources)
         model_probs = probs[:num_drafted] if probs and takes_passes else None
         for rates in self.both(request_id):
-            if choice.route == LEVELS:
+            if choice.route == HIERARCHICAL:
                 rates.level2.add(num_drafted, num_accepted, probs)
             elif choice.confidence is not None:
                 rates.add_draft(

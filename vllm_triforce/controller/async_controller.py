@@ -13,7 +13,7 @@ from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice
 
 # Deciding may take this share of the time: a decision holds for longer, but not beyond so long.
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
@@ -162,10 +162,12 @@ class AsyncController:
         choices = self.controller.choose(list(candidates), num_plain)
         rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
         # Requests share rounds: one that lacks tokens goes on while another has rounds left.
-        shared = max((n for n, choice in zip(rounds, choices) if choice.route == LEVELS), default=0)
+        shared = max(
+            (n for n, choice in zip(rounds, choices) if choice.route == HIERARCHICAL), default=0
+        )
         choices = self.controller.extend_to_shared_rounds(candidates, choices, shared)
         return {
-            c.request_id: (choice, n if c.has_seed or choice.route != LEVELS else shared)
+            c.request_id: (choice, n if c.has_seed or choice.route != HIERARCHICAL else shared)
             for c, choice, n in zip(candidates, choices, rounds)
             if choice is not PLAIN
         }
@@ -175,7 +177,7 @@ class AsyncController:
 
         Seeded requests use ``ROUND_PRIOR``, so their samples do not depend on learned acceptance.
         """
-        if choice.route != LEVELS:
+        if choice.route != HIERARCHICAL:
             return -(-choice.num_tokens // self.controller.config.gamma)
         round_tokens = ROUND_PRIOR
         if not candidate.has_seed:
@@ -235,7 +237,7 @@ class AsyncController:
         )
 
     def _learn(self, name: str, outcome: Outcome, choice: Choice) -> None:
-        if choice.route == LEVELS and outcome.num_rounds:
+        if choice.route == HIERARCHICAL and outcome.num_rounds:
             self.controller.acceptance.observe_rounds(
                 name,
                 self._source_of_levels,
@@ -247,7 +249,7 @@ class AsyncController:
             self.controller.observe_full_pass(
                 name, outcome.num_verified, outcome.num_accepted, choice
             )
-        elif outcome.num_proposed == 0 and choice.route != LEVELS:
+        elif outcome.num_proposed == 0 and choice.route != HIERARCHICAL:
             # Nothing to propose is as good as a rejection.
             self.controller.observe_full_pass(name, 1, 0, choice)
         else:

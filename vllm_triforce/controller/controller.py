@@ -25,7 +25,7 @@ from vllm_triforce.controller.planner import (
     plan_by_routes,
     unshared_seconds,
 )
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.stop_rule import StopRules
 from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
@@ -269,7 +269,7 @@ class Controller:
             model.draft(count) / count,
             self.config.gamma if self._whole_rounds else 0,
         )
-        routes: dict[str, SourceTraits | None] = {LEVELS: None}
+        routes: dict[str, SourceTraits | None] = {HIERARCHICAL: None}
         if self.config.levels == "1,3":
             routes = {self._preferred.name: self._preferred}
         elif "gamma" in self.chooses:
@@ -294,7 +294,7 @@ class Controller:
             return choices
         extended = []
         for candidate, choice in zip(candidates, choices):
-            if choice.route == LEVELS and not candidate.has_seed:
+            if choice.route == HIERARCHICAL and not candidate.has_seed:
                 longest = min(candidate.most, self.config.num_speculative_tokens)
                 num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
                 choice = replace(choice, num_tokens=num_tokens)

@@ -9,7 +9,7 @@ from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
 from vllm_triforce.controller.acceptance import Acceptance, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
 
 
 class FixedLengths:
@@ -29,7 +29,7 @@ class FixedLengths:
         if self._config.levels == "1,3":
             confidence = self._source.confidence(candidate.confidence)
             return Choice(self._source.name, length, confidence)
-        return Choice(LEVELS, length)
+        return Choice(HIERARCHICAL, length)
 
     def tokens_until(self, candidate: Candidate) -> int:
         """Return the tokens of context before speculation begins where ``min_context`` is chosen;

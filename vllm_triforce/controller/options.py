@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.routes import LEVELS, PLAIN, Choice, Route, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, Route, SourceTraits
 
 # Proposals over which the setup of a request's first one is spread, at most.
 _MAX_PROPOSALS = 16
@@ -132,7 +132,7 @@ def build_options(
     Args:
         rates: acceptance, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
-        routes: in the order of the options' columns; None for ``LEVELS``.
+        routes: in the order of the options' columns; None for ``HIERARCHICAL``.
         ended: what a source's draft is expected to be where a rule ends it, for each candidate.
             This is then the route's only option.
     """
@@ -209,7 +209,7 @@ def _acceptance(
     route: Route, rates: Rates, confidences: Mapping[Route, int | None], max_tokens: int
 ) -> list[float]:
     """Return the full pass's acceptance of each token by this route, [max_tokens]."""
-    if route == LEVELS:
+    if route == HIERARCHICAL:
         return [rates.level2.value] * max_tokens
     confidence = confidences[route]
     if confidence is None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Options
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 
 # Step times that are tried first, between the plain and the longest step on a scale of ratios.
 _STARTS = np.linspace(0, 1, 12)
@@ -178,7 +178,7 @@ def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) ->
     for route, passes_of_reqs in by_route.items():
         count = len(passes_of_reqs)
         pass_s = costs.model.draft(count)
-        if route == LEVELS:
+        if route == HIERARCHICAL:
             pass_s = costs.model.round_seconds(count, costs.drafts_per_round)
         seconds += max(passes_of_reqs) * pass_s
     return seconds

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Route = str
-"""Way of a proposal to the full pass: ``LEVELS``, the name of a source whose tokens go straight
-there, or ``PLAIN_ROUTE`` for no proposal."""
+"""Way of a proposal to the full pass: ``HIERARCHICAL`` through levels 1 and 2, the name of a source
+whose tokens go straight there, or ``PLAIN_ROUTE`` for no proposal."""
 
 PLAIN_ROUTE: Route = "plain"
-LEVELS: Route = "levels 1 and 2"
+HIERARCHICAL: Route = "levels 1 and 2"
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Choice:
     """A proposal of ``num_tokens`` by a route.
 
     Args:
-        confidence: class of confidence of a source's tokens; None by ``LEVELS``.
+        confidence: class of confidence of a source's tokens; None by ``HIERARCHICAL``.
     """
 
     route: Route

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.metrics.carrier import set_on_result
 
 # Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
@@ -76,7 +76,7 @@ def fixed_plan(config: ResolvedConfig, max_tokens: int) -> RequestPlan:
     if config.levels == "1,3":
         return RequestPlan(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
     per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
-    return RequestPlan(LEVELS, max_tokens, -(-max_tokens // per_round))
+    return RequestPlan(HIERARCHICAL, max_tokens, -(-max_tokens // per_round))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import SourceParts
-from vllm_triforce.runner_v1.speculator import TriForceSpeculator
+from vllm_triforce.runner_v1.speculator import SpeculatorV1
 from vllm_triforce.selection import POLICIES
 
 
-class BuiltSpeculator:
+class SpeculatorPartsV1:
     """The speculator, and the parts that the runner's adapter needs.
 
     Args:
@@ -78,7 +78,7 @@ class BuiltSpeculator:
         )
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
-        self.speculator = TriForceSpeculator(
+        self.speculator = SpeculatorV1(
             Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
             RetrievalLevel(level2_model, groups, attention, cache, device),
             controller,

@@ -21,7 +21,7 @@ from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.source import DraftSource
-from vllm_triforce.runner_v1.speculator import TriForceSpeculator
+from vllm_triforce.runner_v1.speculator import SpeculatorV1
 
 # Tokens of context at which attention takes next to no time.
 _NO_CONTEXT = 16
@@ -72,7 +72,7 @@ class Calibration:
 
     def __init__(
         self,
-        speculator: TriForceSpeculator,
+        speculator: SpeculatorV1,
         config: ResolvedConfig,
         target,
         vllm_config,

@@ -5,7 +5,7 @@ import math
 from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.levels import Matches
 from vllm_triforce.runner_v1.sources.source import TokenSource
-from vllm_triforce.runner_v1.speculator import TriForceSpeculator
+from vllm_triforce.runner_v1.speculator import SpeculatorV1
 
 
 class RestingMatches:
@@ -19,7 +19,7 @@ class RestingMatches:
         runner: vLLM's runner.
     """
 
-    def __init__(self, runner, batch: RunnerBatch, speculator: TriForceSpeculator) -> None:
+    def __init__(self, runner, batch: RunnerBatch, speculator: SpeculatorV1) -> None:
         self._runner = runner
         self._batch = batch
         self._speculator = speculator

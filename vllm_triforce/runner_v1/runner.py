@@ -26,7 +26,7 @@ from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
-from vllm_triforce.runner_v1.build import BuiltSpeculator
+from vllm_triforce.runner_v1.build import SpeculatorPartsV1
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
@@ -45,7 +45,7 @@ logger = init_logger("vllm.triforce")
 _NUM_BACKOFF_STEPS = 8
 
 
-class TriForceProposer(RunnerAdapter, DraftModelProposer):
+class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
     """TriForce in place of vLLM's draft model."""
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
@@ -103,7 +103,7 @@ class TriForceProposer(RunnerAdapter, DraftModelProposer):
         tables = self._runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
         draft = getattr(self, "model", None)
-        self.built = BuiltSpeculator(
+        self.built = SpeculatorPartsV1(
             SourceParts(self.vllm_config, self.config, draft, self.draft_layers, self.device),
             self._level2_model,
             self.target_layers,

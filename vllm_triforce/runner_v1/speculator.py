@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm_triforce.controller import Candidate, Controller
-from vllm_triforce.controller.routes import LEVELS, PLAIN_ROUTE, Choice
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Choice
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
@@ -21,7 +21,7 @@ from vllm_triforce.runner_v1.verification import Verified
 _LONGEST = 8
 
 
-class TriForceSpeculator:
+class SpeculatorV1:
     """Proposes by levels 1 and 2, or directly by level 1, as the controller chooses.
 
     Args:
@@ -50,13 +50,13 @@ class TriForceSpeculator:
         candidates = self._candidates(batch, matches)
         choices = self.controller.choose(candidates, batch.num_plain_reqs)
         proposal.num_planned = [choice.num_tokens for choice in choices]
-        rows = [row for row, choice in enumerate(choices) if choice.route == LEVELS]
+        rows = [row for row, choice in enumerate(choices) if choice.route == HIERARCHICAL]
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
         self._propose_directly(batch, proposal, candidates, choices, matches)
         self.counters.num_nan_requests = self.disabled_requests.num_disabled
         self.counters.num_direct_proposals += sum(
-            bool(token_ids) and choice.route != LEVELS
+            bool(token_ids) and choice.route != HIERARCHICAL
             for token_ids, choice in zip(proposal.token_ids, choices)
         )
         self.counters.add_proposal([token_ids for token_ids in proposal.token_ids if token_ids])
@@ -126,7 +126,7 @@ class TriForceSpeculator:
         """Propose level 1's drafts for the requests whose route skips level 2."""
         rows_by_source: dict[str, list[int]] = {}
         for row, choice in enumerate(choices):
-            if choice.route not in (LEVELS, PLAIN_ROUTE):
+            if choice.route not in (HIERARCHICAL, PLAIN_ROUTE):
                 rows_by_source.setdefault(choice.route, []).append(row)
         if not rows_by_source:
             return

@@ -1,4 +1,4 @@
-"""Build TriForce's proposer for Model Runner V2."""
+"""Build TriForce's speculator for Model Runner V2."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +19,13 @@ from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
-from vllm_triforce.runner_v2.levels import LevelParts, ProposerV2
+from vllm_triforce.runner_v2.levels import LevelParts
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slots
 from vllm_triforce.runner_v2.sources.source import SourcePartsV2
+from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 if TYPE_CHECKING:
     from vllm_triforce.offload.cache import OffloadedCache
@@ -40,7 +41,7 @@ class LoadedModel(NamedTuple):
     """Config in which a pass finds the layers."""
 
 
-class SpeculatorBuild:
+class SpeculatorPartsV2:
     """Proposer of one engine, and the parts of it that the runner's adapter uses.
 
     Args:
@@ -178,6 +179,6 @@ class SpeculatorBuild:
         logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=device)
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         draft_logits = DraftLogits.allocate(logits, max_num_seqs)
-        self.proposer = ProposerV2(
+        self.speculator = SpeculatorV2(
             LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
         )

@@ -16,15 +16,15 @@ import torch
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.build import SpeculatorBuild
-from vllm_triforce.runner_v2.levels import ProposerV2
+from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.sampling import SamplingV2
+from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 
-class TrialBatches:
+class DummyBatches:
     """Makes batches of requests that do not exist, over unused KV blocks.
 
     Args:
@@ -32,7 +32,7 @@ class TrialBatches:
     """
 
     def __init__(
-        self, build: SpeculatorBuild, runner, num_blocks: int, device: torch.device
+        self, build: SpeculatorPartsV2, runner, num_blocks: int, device: torch.device
     ) -> None:
         self._build = build
         self._runner = runner
@@ -128,8 +128,8 @@ class CalibrationV2:
 
     config: ResolvedConfig
     dummy_run: Callable
-    proposer: ProposerV2
-    batches: TrialBatches
+    speculator: SpeculatorV2
+    batches: DummyBatches
     max_context: int
     max_reqs: int
     max_tokens: int
@@ -164,17 +164,17 @@ class CalibrationV2:
         draft = draft_per_row = 0.0
         num_reqs = min(4, self.batches.max_rows)
         for route in self._routes():
-            if self.proposer.keeps_window(route):
+            if self.speculator.keeps_window(route):
                 draft = self._measure_round(route, 1) / self.config.gamma
                 if num_reqs > 1:
                     added = self._measure_round(route, num_reqs) / self.config.gamma - draft
                     draft_per_row = max(0.0, added / (num_reqs - 1))
         # Draft passes of a round.
-        num_drafts = self.config.gamma * self.proposer.keeps_window(self.config.sources[0])
-        level2 = max(0.0, self._measure_round(LEVELS, 1) - num_drafts * draft)
+        num_drafts = self.config.gamma * self.speculator.keeps_window(self.config.sources[0])
+        level2 = max(0.0, self._measure_round(HIERARCHICAL, 1) - num_drafts * draft)
         level2_per_row = 0.0
         if num_reqs > 1:
-            batch_round = self._measure_round(LEVELS, num_reqs) - num_drafts * (
+            batch_round = self._measure_round(HIERARCHICAL, num_reqs) - num_drafts * (
                 draft + (num_reqs - 1) * draft_per_row
             )
             level2_per_row = max(0.0, (batch_round - level2) / (num_reqs - 1))
@@ -191,7 +191,7 @@ class CalibrationV2:
         )
 
     def _routes(self) -> list[str]:
-        return [LEVELS, *self.config.sources]
+        return [HIERARCHICAL, *self.config.sources]
 
     def _measure_full_pass(self, num_reqs: int, num_tokens: int, context: int) -> float:
         """Measure a full pass; ``num_tokens`` a request are 1 or ``num_speculative_tokens + 1``."""
@@ -243,7 +243,7 @@ class CalibrationV2:
         long_len = self.max_context
         short_len = min(self.config.min_retrieval_budget, long_len // 2)
         short_s, long_s = (
-            self._min_seconds(partial(self._propose, LEVELS, 1, n, _FEW_ROUNDS, True))
+            self._min_seconds(partial(self._propose, HIERARCHICAL, 1, n, _FEW_ROUNDS, True))
             for n in (short_len, long_len)
         )
         return max(0.0, long_s - short_s) / max(1, long_len - short_len)
@@ -251,18 +251,18 @@ class CalibrationV2:
     def _propose(
         self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool
     ) -> None:
-        proposer, num_tokens = self.proposer, self.config.num_speculative_tokens
+        speculator, num_tokens = self.speculator, self.config.num_speculative_tokens
         batch = self.batches.make(num_rows, context, num_tokens, num_rounds, is_greedy)
         states = torch.arange(num_rows, device=self._device)
         draft_tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=self._device)
         num_drafts = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
-        proposer.count_full_pass(num_drafts, states, batch.num_sampled)
-        proposer.begin(draft_tokens, states)
-        if route == LEVELS:
-            proposer.propose(batch, draft_tokens)
+        speculator.count_full_pass(num_drafts, states, batch.num_sampled)
+        speculator.begin(draft_tokens, states)
+        if route == HIERARCHICAL:
+            speculator.propose(batch, draft_tokens)
         else:
-            proposer.propose_directly(route, batch, draft_tokens)
-        proposer.begin(draft_tokens, states)
+            speculator.propose_directly(route, batch, draft_tokens)
+        speculator.begin(draft_tokens, states)
         self.batches.forget(batch)
 
     def _min_seconds(self, run: Callable[[], None]) -> float:
@@ -290,7 +290,7 @@ class CalibrationV2:
 def warm_up_proposals(
     config: ResolvedConfig,
     runner,
-    built: SpeculatorBuild,
+    built: SpeculatorPartsV2,
     num_blocks: int,
     device: torch.device,
     measures: bool,
@@ -309,8 +309,8 @@ def warm_up_proposals(
     calibration = CalibrationV2(
         config,
         runner._dummy_run,
-        built.proposer,
-        TrialBatches(built, runner, num_blocks, device),
+        built.speculator,
+        DummyBatches(built, runner, num_blocks, device),
         max(1, runner.max_model_len - 2 * config.num_speculative_tokens - 4),
         runner.max_num_reqs,
         runner.max_num_tokens,
@@ -320,7 +320,7 @@ def warm_up_proposals(
     for request_id in built.slots.request_ids():
         built.slots.release(request_id)
     adapters = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
-    with built.recorder.without_recording(), built.proposer.without_counting(), adapters:
+    with built.recorder.without_recording(), built.speculator.without_counting(), adapters:
         if is_gpu:
             calibration.warm_up()
         return calibration.run() if measures else None

@@ -1,4 +1,4 @@
-"""TriForce's speculator for Model Runner V2, and the rows that it proposes for."""
+"""Adapter of Model Runner V2, and the rows that it proposes for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,15 @@ from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.draft_cache import warm_up
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.head import states_read
 from vllm_triforce.core.plan import RequestPlan, StepPlan, fixed_plan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import BatchReader
-from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorBuild
+from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorPartsV2
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
@@ -29,7 +30,6 @@ from vllm_triforce.runner_v2.levels import take_slots
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.runner_v2.request_flags import RequestFlags, install_request_listener
-from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 logger = init_logger("vllm.triforce")
 
@@ -39,7 +39,7 @@ class Routes:
     """Chooses the rows that propose, and the route of each, by the scheduler's plan."""
 
     config: ResolvedConfig
-    built: SpeculatorBuild
+    built: SpeculatorPartsV2
     flags: RequestFlags
 
     def route_batch(
@@ -65,7 +65,7 @@ class Routes:
             routes.setdefault(request_plan.route, {})[row] = replace(
                 request_plan, num_tokens=min(request_plan.num_tokens, max_tokens)
             )
-            if self.built.proposer.keeps_window(request_plan.route):
+            if self.built.speculator.keeps_window(request_plan.route):
                 kept_windows.add(request_id)
         slots.invalidate_windows(set(input_batch.req_ids) - kept_windows)
         return routes
@@ -95,7 +95,7 @@ class Routes:
                 yield row, request_id, request_plan
 
 
-class TriForceSpeculatorV2(SpeculatorV2):
+class RunnerAdapterV2(BaseAdapterV2):
     """Proposes with TriForce's levels in the place of vLLM's speculator.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler does not read
@@ -108,7 +108,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     """
 
     # Set by ``allocate()``.
-    built: SpeculatorBuild
+    built: SpeculatorPartsV2
     _flags: RequestFlags
     _routes: Routes
     _reader: BatchReader
@@ -141,7 +141,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Build the levels, once the target's KV cache exists."""
         self._num_blocks = kv_cache_config.num_blocks
-        self.built = built = SpeculatorBuild(
+        self.built = built = SpeculatorPartsV2(
             self._runner.vllm_config,
             self.config,
             self._runner,
@@ -153,7 +153,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             offload,
         )
         self._flags = install_request_listener(self._runner)
-        replace_rejection_sampler(self._runner, built.proposer.draft_logits)
+        replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         disable_recording_in_plain_graphs(self._runner, built.recorder)
         self._routes = Routes(self.config, built, self._flags)
         self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
@@ -166,7 +166,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             # vLLM measures a few of its graphs before it allocates the KV cache.
             self.graph_bytes = self._estimated_graph_bytes()
         else:
-            self.built.proposer.capture(self._graph_mode)
+            self.built.speculator.capture(self._graph_mode)
 
     @property
     def _has_level2_adapters(self) -> bool:
@@ -194,12 +194,12 @@ class TriForceSpeculatorV2(SpeculatorV2):
 
     @property
     def counters(self):
-        return self.built.proposer.counters
+        return self.built.speculator.counters
 
     @property
     def sent_counters(self):
         """Counters for /metrics, read without waiting for the device."""
-        return self.built.proposer.known_counters
+        return self.built.speculator.known_counters
 
     def warm_up(self) -> None:
         """Compile proposals' kernels and, where the controller chooses, measure passes.
@@ -207,7 +207,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         Called after CUDA graphs are captured and vLLM has served its own warm-up requests, which
         are not counted.
         """
-        self.built.proposer.reset_counters()
+        self.built.speculator.reset_counters()
         self._report = IntervalReport(self.config.log_interval)
         self._num_nan_requests = 0
         self._measurements = self._warm_up_proposals(measures=bool(self.config.adaptive_keys))
@@ -225,7 +225,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
         return {"slots": len(self.built.slots), "disabled": len(self._disabled_requests)}
 
     def synchronize_times(self, synchronize: bool) -> None:
-        self.built.proposer.times.synchronize = synchronize
+        self.built.speculator.times.synchronize = synchronize
 
     # Every step.
 
@@ -258,7 +258,7 @@ class TriForceSpeculatorV2(SpeculatorV2):
             if skip_attn_for_dummy_run and self.level2_model.is_copy:
                 warm_up(self.level2_model.model, self.level2_model.vllm_config, self.device)
             return draft_tokens
-        proposer = self.built.proposer
+        speculator = self.built.speculator
         states = input_batch.idx_mapping[:num_reqs]
         self._release_finished(input_batch)
         if self.built.hidden_states is not None:
@@ -274,22 +274,22 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if not routes and not self._has_proposal[states_np].any():
             # No proposal before or now: the buffers hold padding already.
             return self.propose_nothing(num_reqs)
-        proposer.begin(draft_tokens, states)
+        speculator.begin(draft_tokens, states)
         self._has_proposal[states_np] = False
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self.built.recorder.without_recording():
-                if route == LEVELS:
-                    proposer.propose(batch, draft_tokens)
+                if route == HIERARCHICAL:
+                    speculator.propose(batch, draft_tokens)
                 else:
-                    proposer.propose_directly(route, batch, draft_tokens)
+                    speculator.propose_directly(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self.built.rows.outcomes[: len(batch)])
-        proposer.note_counters()
-        if proposer.known_counters.num_nan_requests > self._num_nan_requests:
-            self._report_nan_requests(proposer.known_counters.num_nan_requests)
-        self._report.log_if_due(lambda: proposer.counters, logger)
-        self._handler.set_proposals(draft_tokens, proposer.num_proposed[states])
+        speculator.note_counters()
+        if speculator.known_counters.num_nan_requests > self._num_nan_requests:
+            self._report_nan_requests(speculator.known_counters.num_nan_requests)
+        self._report.log_if_due(lambda: speculator.counters, logger)
+        self._handler.set_proposals(draft_tokens, speculator.num_proposed[states])
         return draft_tokens
 
     def _report_nan_requests(self, num_nan_requests: int) -> None:
@@ -317,8 +317,8 @@ class TriForceSpeculatorV2(SpeculatorV2):
         if self.built.adapters is not None:
             self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         # Only level 2 selects, by queries of the full pass before it.
-        routes = {LEVELS} if self.plan is None else self.plan.routes
-        self.recorder.expect(selection=LEVELS in routes)
+        routes = {HIERARCHICAL} if self.plan is None else self.plan.routes
+        self.recorder.expect(selection=HIERARCHICAL in routes)
         self._reports.begin_step(None if self.plan is None else self.plan.number)
 
     def end_step(self, output):
@@ -391,4 +391,4 @@ class TriForceSpeculatorV2(SpeculatorV2):
         # Prefills may have placeholders of drafts, which do not count.
         is_decode = ~input_batch.is_prefilling_np[: len(num_drafts)]
         on_device = async_tensor_h2d((num_drafts * is_decode).astype(np.int32), device=self.device)
-        self.built.proposer.count_full_pass(on_device, states, num_sampled)
+        self.built.speculator.count_full_pass(on_device, states, num_sampled)

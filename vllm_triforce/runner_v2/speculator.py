@@ -1,145 +1,148 @@
-"""Speculators that take the place of vLLM's on Model Runner V2.
+"""Speculator of Model Runner V2: proposes through both levels, or from level 1 alone."""
 
-``SpeculatorV2`` is the common base. ``PlainSpeculatorV2`` proposes nothing: plain decoding with
-layers of the KV cache in host memory (``levels="3"``).
-"""
-
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_triforce.attention.platforms import platform_for
-from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.draft_cache import loading_draft
-from vllm_triforce.core.head import aux_layers, emit_states, load_head
-from vllm_triforce.core.kv_groups import attention_layers, group_layers
-from vllm_triforce.core.level2_model import load_level2_model
-from vllm_triforce.core.own_layers import with_own_layers
-from vllm_triforce.core.runner_adapter import RunnerAdapter
-from vllm_triforce.kernels.proposals import PAD_TOKEN
-from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
-from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
-from vllm_triforce.runner_v2.reports import ProposedTokensHandler
-from vllm_triforce.scheduler.lookahead import blocks_kept
-from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.core.loop import Observer, propose
+from vllm_triforce.kernels.proposals import (
+    PAD_TOKEN,
+    commit_proposals,
+    count_full_pass,
+    export_distributions,
+    extend_proposals,
+)
+from vllm_triforce.kernels.row_table import Refresh
+from vllm_triforce.metrics.counters import LevelCounters, PartTimes
+from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.levels import LevelParts, LevelsV2, init_rows, take_slots
+from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
-class SpeculatorV2(RunnerAdapter, StandaloneARSpeculator):
-    """Base of the speculators; vLLM's class loads the draft and has the buffers the runner reads.
+class SpeculatorV2(Observer):
+    """Proposes through both levels, or from level 1 alone, and writes the batch's draft tokens.
 
-    The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` when the outcome of a full
-    pass is in its request states. It writes the result to ``req_states.draft_tokens``, and its
-    ``draft_tokens_handler`` reports to the scheduler. The next rejection test reads level 2's
-    distributions (``rejection.py``), not this class's ``draft_logits``, which is None.
+    Args:
+        sources: level 1's sources by name.
     """
 
-    num_extra_query_per_req = 0
-    graph_bytes = 0
-    """Estimated bytes of proposals' CUDA graphs, once vLLM has measured its own graphs."""
-
-    def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
-        super().__init__(with_own_layers(vllm_config), device)
-        self.config = config
-        self.model = cast(torch.nn.Module, None)  # until a draft is loaded
-        self.draft_attn_layer_names: set[str] = set()
-        self.attn_groups: list = []
-        self._runner = runner
-        self._draft_model = draft_model
-        self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
-        swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
-        if config.has_head and aux_layers(vllm_config):
-            swaps.AUX_STATES.set(runner, True)
-
-    # Start-up, in the order of vLLM's calls.
-
-    def load_model(self, target_model) -> None:
-        target_config = self._runner.vllm_config
-        self.target_layers = attention_layers(target_config)
-        if self._draft_model is not None:
-            with loading_draft(self._draft_model):
-                super().load_model(target_model)
-        self.level2_model = load_level2_model(
-            self.config.level2_model, target_model, self.target_layers, target_config
-        )
-        if self.config.has_head:
-            emit_states(target_model, self.level2_model.model, self.vllm_config)
-
-    def load_draft_model(self, target_model, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        if self.config.has_head:
-            return load_head(target_model, self.vllm_config)
-        return super().load_draft_model(target_model, target_attn_layer_names)
-
-    def set_attn(self, *args, **kwargs) -> None:
-        """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
-
-    def begin_step(self, scheduler_output) -> None:
-        """Remove blocks from block tables that the scheduler has taken back."""
-        states, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
-        for request_id, num_blocks in blocks_kept(scheduler_output).items():
-            if request_id in states:
-                tables.num_blocks.np[:, states[request_id]] = num_blocks
-
-    def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        choose_decode_graphs(self._runner, self.target_layers)
-
-    def propose_nothing(self, num_reqs: int) -> torch.Tensor:
-        """Return padding, [num_reqs, num_speculative_tokens], int64, and report no proposals."""
-        draft_tokens = self.draft_tokens[:num_reqs].fill_(PAD_TOKEN)
-        self._handler.set_proposals(draft_tokens, None)
-        return draft_tokens
-
-
-class PlainSpeculatorV2(SpeculatorV2):
-    """Proposes nothing; attaches staging to layers whose KV cache lies in host memory."""
-
-    def capture(self) -> None:
-        """Do nothing: there are no proposals."""
-
-    def allocate(self, kv_cache_config, offload) -> None:
-        """Attach the staging of host layers, once the KV cache exists."""
-        self._counts = DeviceCounters(self.device)
-        attention_class = platform_for(current_platform).retrieval()
-        _, layers, builder = group_layers(
-            kv_cache_config,
-            self._runner.attn_groups,
-            self._runner.block_tables.block_sizes,
-            self.target_layers,
-            attention_class,
-            self.config,
-        )
-        offload.check_attached([layer.layer_name for layer in layers])
-        attention_class(
-            layers, builder, Recorder(), offload.make_host_layers({}, self._counts.sums)
-        )
-
-    def warm_up(self) -> None:
-        """Reset the counters, which vLLM's warm-up requests have moved."""
-        self._counts.reset()
+    def __init__(self, parts: LevelParts, sources: dict[str, DraftSourceV2]) -> None:
+        self.sources = sources
+        self.level1, self.level2 = parts.level1, parts.level2
+        self.draft_logits = parts.draft_logits
+        self.num_proposed = parts.draft_logits.num_proposed
+        self.times = PartTimes(parts.context.device)
+        self._counters = parts.context.counters
+        self._parts = parts
+        self._num_passes = 0  # of level 2
 
     @property
     def counters(self) -> LevelCounters:
-        return self._counts.read()
+        """Counters so far; waits for the device."""
+        return self._with_host_counts(self._counters.read())
 
     @property
-    def sent_counters(self) -> LevelCounters:
-        return self._counts.known
+    def known_counters(self) -> LevelCounters:
+        """Counters of at most a few steps ago; always the same object."""
+        return self._counters.known
 
-    def measured_passes(self, anew: bool) -> None:
-        """Return None: nothing is chosen by measurements."""
+    def _with_host_counts(self, counters: LevelCounters) -> LevelCounters:
+        counters.num_level2_passes = self._num_passes
+        counters.time_seconds.update(self.times.seconds)
+        return counters
 
-    def held_requests(self) -> dict[str, int]:
-        return {}
+    def reset_counters(self) -> None:
+        """Reset all counters and times."""
+        self._set_counts(torch.zeros_like(self._counters.sums), 0, {})
 
-    def synchronize_times(self, synchronize: bool) -> None:
-        """Do nothing: no part is timed."""
+    @contextmanager
+    def without_counting(self):
+        """Leave counters and times as they are; waits for the device."""
+        counts = self._counters.sums.clone(), self._num_passes, dict(self.times.seconds)
+        try:
+            yield
+        finally:
+            self._set_counts(*counts)
 
-    @torch.inference_mode()
-    def propose(
-        self, input_batch, *args, dummy_run: bool = False, **kwargs
-    ) -> torch.Tensor:  # [num_reqs, num_speculative_tokens], int64
-        if not dummy_run:
-            self._counts.note()
-        return self.propose_nothing(input_batch.num_reqs)
+    def _set_counts(self, sums: torch.Tensor, num_passes: int, seconds: dict[str, float]) -> None:
+        self._num_passes = num_passes
+        self.times.seconds.clear()
+        self.times.seconds.update(seconds)
+        self._counters.set(sums)
+        self._counters.known.time_seconds.clear()
+        self._with_host_counts(self._counters.known)
+
+    def note_counters(self) -> None:
+        """Update ``known_counters`` to the state at the last call, without a wait."""
+        self._counters.note()
+        self._with_host_counts(self._counters.known)
+
+    def capture(self, mode) -> None:
+        """Capture CUDA graphs of the configured levels."""
+        for source in self.sources.values():
+            source.capture(mode)
+        if self._parts.context.config.uses_level2:
+            self.level2.capture(mode)
+
+    def keeps_window(self, route: str) -> bool:
+        """Return True if the route's source keeps a window (``DraftSourceV2.keeps_window``)."""
+        source = self.sources.get(route, self.level1)
+        return source is not None and source.keeps_window
+
+    def begin(
+        self,
+        draft_tokens: torch.Tensor,  # [batch size, num_speculative_tokens], int64, written
+        states: torch.Tensor,  # [batch size], int
+    ) -> None:
+        """Reset the batch's proposals to padding."""
+        draft_tokens.fill_(PAD_TOKEN)
+        self.num_proposed.index_fill_(0, states, 0)
+
+    def propose(self, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
+        """Propose through both levels, and write ``draft_tokens``."""
+        propose(LevelsV2(self._parts, batch), self)
+        self._finish(draft_tokens, is_direct=False)
+
+    def propose_directly(self, source: str, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
+        """Propose a source's drafts, ``gamma`` tokens a round, and write ``draft_tokens``.
+
+        Rows whose source has no more drafts stay unchanged.
+        """
+        with self.times.part("level 1"):
+            self._draft_directly(self.sources[source], batch)
+        self._finish(draft_tokens, is_direct=True)
+
+    def _draft_directly(self, source: DraftSourceV2, batch: BatchV2) -> None:
+        parts, rows = self._parts, self._parts.context.rows
+        slots = take_slots(parts.slots, rows, batch.request_ids)
+        source.begin(batch, slots)
+        init_rows(parts, batch, slots, [Refresh.UNUSED] * len(batch))
+        for round_number in range(int(batch.max_num_rounds.max())):
+            source.draft(batch, rows, is_first=round_number == 0)
+            distributions = source.distributions
+            extend_proposals(rows, distributions, self._counters.sums)
+            if not batch.sampling.all_greedy:
+                logits = None if distributions is None else distributions.logits
+                export_distributions(parts.draft_logits, rows, logits)
+        source.end(batch, rows)
+
+    def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
+        rows = self._parts.context.rows
+        commit_proposals(rows, draft_tokens, self.draft_logits, self._counters.sums, is_direct)
+
+    def count_full_pass(
+        self,
+        scheduled: torch.Tensor,  # [batch size], int32
+        states: torch.Tensor,  # [batch size], int
+        num_sampled: torch.Tensor,  # [batch size], int
+    ) -> None:
+        """Count the outcome of a full pass."""
+        count_full_pass(self._counters.sums, scheduled, states, num_sampled, self.num_proposed)
+
+    # Of the loop's Observer, on the host:
+
+    def part(self, name: str) -> AbstractContextManager:
+        return self.times.part(name)
+
+    def on_round_end(self, rows, drafted, verified) -> None:
+        self._num_passes += 1

@@ -23,7 +23,7 @@ from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
-from vllm_triforce.controller.routes import LEVELS
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import decodes_plainly, is_greedy
 from vllm_triforce.core.plan import (
     RequestPlan,
@@ -134,7 +134,7 @@ class StepPlanMixin(SchedulerBase):
         proposing = {
             name: RequestPlan(choice.route, choice.num_tokens, rounds)
             for name, (choice, rounds) in chosen.items()
-            if choice.route != LEVELS or not reads_prompts or has_seed(self.requests[name])
+            if choice.route != HIERARCHICAL or not reads_prompts or has_seed(self.requests[name])
         }
         return StepPlan(number, proposing, tuple(self._disabled))
 

@@ -23,15 +23,15 @@ else:
 logger = init_logger("vllm.triforce")
 
 
-def _speculator_v2(config: ResolvedConfig) -> type:
+def _adapter_v2(config: ResolvedConfig) -> type:
     """Return Runner V2's adapter class."""
     if config.is_plain:
-        from vllm_triforce.runner_v2.speculator import PlainSpeculatorV2
+        from vllm_triforce.runner_v2.base_adapter import PlainAdapterV2
 
-        return PlainSpeculatorV2
-    from vllm_triforce.runner_v2.runner import TriForceSpeculatorV2
+        return PlainAdapterV2
+    from vllm_triforce.runner_v2.runner import RunnerAdapterV2
 
-    return TriForceSpeculatorV2
+    return RunnerAdapterV2
 
 
 class TriForceWorkerMixin(Worker):
@@ -59,12 +59,12 @@ class TriForceWorkerMixin(Worker):
         runner = self.model_runner
         arguments = (self.vllm_config, self.device, runner, *read_config(self.vllm_config))
         if self.use_v2_model_runner:
-            self.triforce = _speculator_v2(config)(*arguments)
+            self.triforce = _adapter_v2(config)(*arguments)
             swaps.SPECULATOR.set(runner, self.triforce)
         else:
-            from vllm_triforce.runner_v1.runner import TriForceProposer
+            from vllm_triforce.runner_v1.runner import RunnerAdapterV1
 
-            self.triforce = TriForceProposer(*arguments)
+            self.triforce = RunnerAdapterV1(*arguments)
             swaps.DRAFTER.set(runner, self.triforce)
             self._sends_drafts = True
 

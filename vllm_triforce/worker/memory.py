@@ -17,7 +17,7 @@ def buffer_bytes(
     """Return the bytes of buffers whose size does not depend on the KV cache, by purpose.
 
     All but the queries are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs
-    is not included (``SpeculatorV2.graph_bytes``).
+    is not included (``BaseAdapterV2.graph_bytes``).
 
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.

@@ -1,0 +1,145 @@
+"""Adapters that take the place of vLLM's speculator on Model Runner V2.
+
+``BaseAdapterV2`` is the common base. ``PlainAdapterV2`` proposes nothing: plain decoding with
+layers of the KV cache in host memory (``levels="3"``).
+"""
+
+from typing import cast
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.query_recorder import Recorder
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.draft_cache import loading_draft
+from vllm_triforce.core.head import aux_layers, emit_states, load_head
+from vllm_triforce.core.kv_groups import attention_layers, group_layers
+from vllm_triforce.core.level2_model import load_level2_model
+from vllm_triforce.core.own_layers import with_own_layers
+from vllm_triforce.core.runner_adapter import RunnerAdapter
+from vllm_triforce.kernels.proposals import PAD_TOKEN
+from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
+from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
+from vllm_triforce.runner_v2.reports import ProposedTokensHandler
+from vllm_triforce.scheduler.lookahead import blocks_kept
+from vllm_triforce.vllm_patches import swaps
+
+
+class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
+    """Base of the adapters; vLLM's class loads the draft and has the buffers the runner reads.
+
+    The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` when the outcome of a full
+    pass is in its request states. It writes the result to ``req_states.draft_tokens``, and its
+    ``draft_tokens_handler`` reports to the scheduler. The next rejection test reads level 2's
+    distributions (``rejection.py``), not this class's ``draft_logits``, which is None.
+    """
+
+    num_extra_query_per_req = 0
+    graph_bytes = 0
+    """Estimated bytes of proposals' CUDA graphs, once vLLM has measured its own graphs."""
+
+    def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
+        super().__init__(with_own_layers(vllm_config), device)
+        self.config = config
+        self.model = cast(torch.nn.Module, None)  # until a draft is loaded
+        self.draft_attn_layer_names: set[str] = set()
+        self.attn_groups: list = []
+        self._runner = runner
+        self._draft_model = draft_model
+        self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
+        swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
+        if config.has_head and aux_layers(vllm_config):
+            swaps.AUX_STATES.set(runner, True)
+
+    # Start-up, in the order of vLLM's calls.
+
+    def load_model(self, target_model) -> None:
+        target_config = self._runner.vllm_config
+        self.target_layers = attention_layers(target_config)
+        if self._draft_model is not None:
+            with loading_draft(self._draft_model):
+                super().load_model(target_model)
+        self.level2_model = load_level2_model(
+            self.config.level2_model, target_model, self.target_layers, target_config
+        )
+        if self.config.has_head:
+            emit_states(target_model, self.level2_model.model, self.vllm_config)
+
+    def load_draft_model(self, target_model, target_attn_layer_names: set[str]) -> torch.nn.Module:
+        if self.config.has_head:
+            return load_head(target_model, self.vllm_config)
+        return super().load_draft_model(target_model, target_attn_layer_names)
+
+    def set_attn(self, *args, **kwargs) -> None:
+        """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
+
+    def begin_step(self, scheduler_output) -> None:
+        """Remove blocks from block tables that the scheduler has taken back."""
+        states, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
+        for request_id, num_blocks in blocks_kept(scheduler_output).items():
+            if request_id in states:
+                tables.num_blocks.np[:, states[request_id]] = num_blocks
+
+    def init_cudagraph_manager(self, cudagraph_mode) -> None:
+        choose_decode_graphs(self._runner, self.target_layers)
+
+    def propose_nothing(self, num_reqs: int) -> torch.Tensor:
+        """Return padding, [num_reqs, num_speculative_tokens], int64, and report no proposals."""
+        draft_tokens = self.draft_tokens[:num_reqs].fill_(PAD_TOKEN)
+        self._handler.set_proposals(draft_tokens, None)
+        return draft_tokens
+
+
+class PlainAdapterV2(BaseAdapterV2):
+    """Proposes nothing; attaches staging to layers whose KV cache lies in host memory."""
+
+    def capture(self) -> None:
+        """Do nothing: there are no proposals."""
+
+    def allocate(self, kv_cache_config, offload) -> None:
+        """Attach the staging of host layers, once the KV cache exists."""
+        self._counts = DeviceCounters(self.device)
+        attention_class = platform_for(current_platform).retrieval()
+        _, layers, builder = group_layers(
+            kv_cache_config,
+            self._runner.attn_groups,
+            self._runner.block_tables.block_sizes,
+            self.target_layers,
+            attention_class,
+            self.config,
+        )
+        offload.check_attached([layer.layer_name for layer in layers])
+        attention_class(
+            layers, builder, Recorder(), offload.make_host_layers({}, self._counts.sums)
+        )
+
+    def warm_up(self) -> None:
+        """Reset the counters, which vLLM's warm-up requests have moved."""
+        self._counts.reset()
+
+    @property
+    def counters(self) -> LevelCounters:
+        return self._counts.read()
+
+    @property
+    def sent_counters(self) -> LevelCounters:
+        return self._counts.known
+
+    def measured_passes(self, anew: bool) -> None:
+        """Return None: nothing is chosen by measurements."""
+
+    def held_requests(self) -> dict[str, int]:
+        return {}
+
+    def synchronize_times(self, synchronize: bool) -> None:
+        """Do nothing: no part is timed."""
+
+    @torch.inference_mode()
+    def propose(
+        self, input_batch, *args, dummy_run: bool = False, **kwargs
+    ) -> torch.Tensor:  # [num_reqs, num_speculative_tokens], int64
+        if not dummy_run:
+            self._counts.note()
+        return self.propose_nothing(input_batch.num_reqs)
