@@ -91,7 +91,7 @@ def make_engine(case: Case, target: str, draft: str, head: str):
 
 def _plan_by_dice(llm, speculator) -> None:
     from tests.parity.dice import Dice
-    from vllm_triforce.core.plan import StepPlan
+    from vllm_triforce.core.messages import StepPlan
 
     dice = Dice(speculator, seed=5)
     numbers = iter(range(1 << 30))

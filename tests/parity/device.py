@@ -285,7 +285,7 @@ class _Inside:
 def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
     from tests.parity.dice import Dice
-    from vllm_triforce.core.plan import StepPlan
+    from vllm_triforce.core.messages import StepPlan
     from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 
     dice = Dice(speculator, seed)

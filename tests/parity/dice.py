@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.plan import RequestPlan
+from vllm_triforce.core.messages import RequestPlan
 
 
 class Dice:

@@ -9,7 +9,7 @@ from tests.simulation.test_invariants import mixed
 from tests.simulation.world import MACHINES, TEXTS, World
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import sampling_seed
-from vllm_triforce.core.plan import plan_of
+from vllm_triforce.core.messages import plan_of
 
 
 @pytest.mark.parametrize("num_tokens, prompt", [(256, 1000), (2048, 2000)])

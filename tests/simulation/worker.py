@@ -11,10 +11,9 @@ from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import decodes_plainly
-from vllm_triforce.core.plan import RequestPlan, plan_of
+from vllm_triforce.core.messages import RequestPlan, blocks_kept, plan_of
 from vllm_triforce.runner_v1.batch import room_for_proposal
 from vllm_triforce.runner_v2.reports import Reports
-from vllm_triforce.scheduler.lookahead import blocks_kept
 
 TOKEN, STOP = 7, 3
 """What requests emit, and what ends those that have it among their ``stop_token_ids``."""

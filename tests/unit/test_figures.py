@@ -8,8 +8,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from vllm_triforce.core.plan import RequestReport, StepPlan, StepReport, attach_plan
-from vllm_triforce.core.plan import attach_report as send
+from vllm_triforce.core.messages import RequestReport, StepPlan, StepReport, attach_plan
+from vllm_triforce.core.messages import attach_report as send
 from vllm_triforce.scheduler.stats import PaddingStatsMixin
 
 NUM_PLANNED = 6

@@ -251,7 +251,7 @@ BY_HAND = {
         "config.compilation_config.static_all_moe_layers",
         "config.compilation_config.static_forward_context",
     },
-    "core/plan.py": {"scheduler_output"},
+    "core/messages.py": {"scheduler_output"},
     "scheduler/v2.py": {"request.spec_token_ids"},
     "scheduler/lookahead.py": {"output", "request.spec_token_ids"},
     "scheduler/stats.py": {

@@ -10,7 +10,7 @@ import torch
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.plan import RequestPlan, StepPlan, attach_plan, report_of
+from vllm_triforce.core.messages import RequestPlan, StepPlan, attach_plan, report_of
 from vllm_triforce.runner_v1.acceptance import acceptance_probs
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import SamplingRows

@@ -13,17 +13,16 @@ from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.plan import (
+from vllm_triforce.core.messages import (
     RequestPlan,
     RequestReport,
     StepPlan,
     StepReport,
     attach_plan,
-    fixed_plan,
     plan_of,
     report_of,
 )
-from vllm_triforce.core.plan import attach_report as send
+from vllm_triforce.core.messages import attach_report as send
 from vllm_triforce.scheduler.v2 import StepPlanMixin
 
 PLACEHOLDERS = [-1] * 6
@@ -152,7 +151,7 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
 def test_fixed_plans(levels, most, expected):
     config = resolved(levels=levels)
     assert config.gamma == 2
-    assert fixed_plan(config, most) == expected
+    assert RequestPlan.fixed(config, most) == expected
 
 
 def test_a_plan_goes_where_its_step_goes():

@@ -17,13 +17,13 @@ from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.core.head import aux_layers, emit_states, load_head
 from vllm_triforce.core.kv_groups import attention_layers, group_layers
 from vllm_triforce.core.level2_model import load_level2_model
+from vllm_triforce.core.messages import blocks_kept
 from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.runner_v2.reports import ProposedTokensHandler
-from vllm_triforce.scheduler.lookahead import blocks_kept
 from vllm_triforce.vllm_patches import swaps
 
 

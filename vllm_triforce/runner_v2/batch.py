@@ -9,7 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.plan import RequestPlan
+from vllm_triforce.core.messages import RequestPlan
 from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.core.plan import RequestReport, StepReport, attach_report
+from vllm_triforce.core.messages import RequestReport, StepReport, attach_report
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 
 

@@ -17,7 +17,7 @@ from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.draft_cache import warm_up
 from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.head import states_read
-from vllm_triforce.core.plan import RequestPlan, StepPlan, fixed_plan, plan_of
+from vllm_triforce.core.messages import RequestPlan, StepPlan, plan_of
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import BatchReader
@@ -79,7 +79,7 @@ class Routes:
         """
         if not max_tokens or (plan is not None and not plan.proposing):
             return
-        fixed = fixed_plan(self.config, max_tokens)
+        fixed = RequestPlan.fixed(self.config, max_tokens)
         num_reqs = input_batch.num_reqs
         scheduled = input_batch.num_scheduled_tokens[:num_reqs]
         num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled

@@ -4,7 +4,7 @@ With speculation configured, stock vLLM reserves ``num_speculative_tokens`` slot
 and preempts others for them. Here a step is scheduled as without speculation. Afterwards, requests
 that propose borrow free blocks for the tokens that they may propose. Before the next step, blocks
 and drafts are taken back if plain tokens need the room. Workers drop these blocks too
-(``blocks_kept()``).
+(``core/messages.py``).
 
 Plain tokens are a token of each request that decodes, and all that prompts can use of the step:
 those that are read, and those that vLLM would admit without drafts. Drafts of seeded requests come
@@ -26,15 +26,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_triforce.core.eligibility import sampling_seed
+from vllm_triforce.core.messages import attach_blocks_kept
 from vllm_triforce.scheduler import SchedulerBase
-
-# Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
-_ATTRIBUTE = "triforce_blocks_kept"
-
-
-def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
-    """Return the number of blocks kept, by KV cache group, for requests that gave blocks back."""
-    return getattr(scheduler_output, _ATTRIBUTE, {})
 
 
 def has_seed(request) -> bool:
@@ -79,7 +72,7 @@ class LookaheadMixin(SchedulerBase):
         kept = self._make_room()
         output = super().schedule(*args, **kwargs)
         if kept:
-            setattr(output, _ATTRIBUTE, kept)
+            attach_blocks_kept(output, kept)
         return output
 
     def _request_remaining_blocks(self, request) -> int:

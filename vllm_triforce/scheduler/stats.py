@@ -2,7 +2,7 @@
 
 ``PaddingStatsMixin``: an asynchronous scheduler pads proposals to their planned lengths. vLLM
 counts the padding as drafted, and as accepted where the target emits the padding token. The report
-in the same output gives the true lengths (``core/plan.py``).
+in the same output gives the true lengths (``core/messages.py``).
 
 ``OutcomeStatsMixin``: a request may leave during a step, because its client has gone or the front
 end found a stop string. vLLM then discards the step's tokens and leaves them out of its metrics.
@@ -12,7 +12,7 @@ Workers cannot tell, so the scheduler's counts of outcomes replace theirs.
 from dataclasses import replace
 from typing import Any
 
-from vllm_triforce.core.plan import plan_of, report_of
+from vllm_triforce.core.messages import plan_of, report_of
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase

@@ -12,22 +12,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.messages import drafts_of
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.placeholders import drop_placeholders
 from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
-
-# Attribute of a ModelRunnerOutput: (drafts or None, True if the next step may propose).
-_ATTRIBUTE = "triforce_drafts"
-
-
-def attach_drafts(output, runner, expects_proposals: bool):
-    """Attach the step's drafts to its output and return it."""
-    # vLLM's empty output is shared by all steps.
-    if output is not None and getattr(output, "req_ids", None):
-        setattr(output, _ATTRIBUTE, (runner.take_draft_token_ids(), expects_proposals))
-    return output
 
 
 class DraftCarrierMixin(SchedulerBase):
@@ -40,11 +30,12 @@ class DraftCarrierMixin(SchedulerBase):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.has_drafts_of_step = hasattr(model_runner_output, _ATTRIBUTE)
-        if self.has_drafts_of_step:
-            drafts, self.expects_proposals = getattr(model_runner_output, _ATTRIBUTE)
-            if drafts is not None:
-                self.update_draft_token_ids(drafts)
+        message = drafts_of(model_runner_output)
+        self.has_drafts_of_step = message is not None
+        if message is not None:
+            self.expects_proposals = message.expects_proposals
+            if message.drafts is not None:
+                self.update_draft_token_ids(message.drafts)
         return outputs
 
 

@@ -4,8 +4,8 @@ An asynchronous scheduler runs ahead of the worker, and the worker ahead of its 
 the proposals in time, so the scheduler plans them. A request without a planned proposal gets no
 placeholders and is verified as without speculation.
 
-    scheduler: plan a step and send the plan with it             core/plan.py
-    worker: propose as planned; report with the next output      core/plan.py
+    scheduler: plan a step and send the plan with it             core/messages.py
+    worker: propose as planned; report with the next output      core/messages.py
     scheduler: learn from the report and the times of outputs    controller/async_controller.py
 
 The report also names requests whose logits had a NaN; they get no further plans.
@@ -25,12 +25,11 @@ from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.eligibility import decodes_plainly, is_greedy
-from vllm_triforce.core.plan import (
+from vllm_triforce.core.messages import (
     RequestPlan,
     StepPlan,
     StepReport,
     attach_plan,
-    fixed_plan,
     plan_of,
     report_of,
 )
@@ -119,7 +118,9 @@ class StepPlanMixin(SchedulerBase):
         """
         if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
-            fixed = {length: fixed_plan(self._config, length) for length in max_tokens.values()}
+            fixed = {
+                length: RequestPlan.fixed(self._config, length) for length in max_tokens.values()
+            }
             proposing = {name: fixed[length] for name, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
         for name in self._decided_on - self.requests.keys():

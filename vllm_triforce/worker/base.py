@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_triforce.config import ResolvedConfig, read_config
+from vllm_triforce.core.messages import attach_drafts
 from vllm_triforce.metrics.carrier import CounterSender
-from vllm_triforce.scheduler.v1 import attach_drafts
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
 

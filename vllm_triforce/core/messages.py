@@ -1,24 +1,34 @@
-"""Plans and reports: what a step's requests propose, and the results of their proposals.
+"""Messages between scheduler and workers, as attributes of vLLM's own.
 
-On Model Runner V2 the scheduler may be some steps ahead of the device, and the host never waits for
-it. The scheduler therefore plans a step's proposals when it makes the step. The plan travels to
-every rank with vLLM's ``SchedulerOutput``. The report of a step is read from the device one step
-later and returns with that step's ``ModelRunnerOutput``.
+With ``SchedulerOutput``, which goes to every rank as it is:
+
+- a step's plan: on Model Runner V2 the scheduler may be some steps ahead of the device, and the
+  host never waits for it. So proposals are planned when their step is made;
+- the number of blocks that requests keep, where the scheduler took back what it had lent.
+
+With ``ModelRunnerOutput``:
+
+- the report of a plan, read from the device one step later;
+- on Model Runner V1, the step's drafts.
+
+Counters travel with ``ModelRunnerOutput`` too, and on to the API server (``metrics/carrier.py``).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.metrics.carrier import set_on_result
 
-# Attribute of vLLM's SchedulerOutput, which goes to the workers as it is.
-_PLAN_ATTRIBUTE = "triforce_plan"
-# Attribute of vLLM's ModelRunnerOutput.
-_REPORT_ATTRIBUTE = "triforce_report"
+# Attributes of vLLM's SchedulerOutput.
+_PLAN = "triforce_plan"
+_BLOCKS_KEPT = "triforce_blocks_kept"
+# Attributes of vLLM's ModelRunnerOutput.
+_REPORT = "triforce_report"
+_DRAFTS = "triforce_drafts"
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,18 @@ class RequestPlan:
     route: str
     num_tokens: int
     num_rounds: int
+
+    @classmethod
+    def fixed(cls, config: ResolvedConfig, max_tokens: int) -> "RequestPlan":
+        """Plan a proposal by the configuration alone.
+
+        Args:
+            max_tokens: maximum length of the proposal, at least 1.
+        """
+        if config.levels == "1,3":
+            return cls(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
+        per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
+        return cls(HIERARCHICAL, max_tokens, -(-max_tokens // per_round))
 
 
 @dataclass(frozen=True)
@@ -59,24 +81,12 @@ class StepPlan:
 
 def attach_plan(scheduler_output, plan: StepPlan) -> None:
     """Attach a plan to a step."""
-    setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)
+    setattr(scheduler_output, _PLAN, plan)
 
 
 def plan_of(scheduler_output) -> StepPlan | None:
     """Return the plan attached to a step, None if there is none."""
-    return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)
-
-
-def fixed_plan(config: ResolvedConfig, max_tokens: int) -> RequestPlan:
-    """Plan a request's proposal by the configuration alone.
-
-    Args:
-        max_tokens: maximum length of the proposal, at least 1.
-    """
-    if config.levels == "1,3":
-        return RequestPlan(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
-    per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
-    return RequestPlan(HIERARCHICAL, max_tokens, -(-max_tokens // per_round))
+    return getattr(scheduler_output, _PLAN, None)
 
 
 @dataclass(frozen=True)
@@ -117,9 +127,43 @@ def attach_report(output, make_report) -> None:
         make_report: returns the report. For an asynchronous output it is called by
             ``get_output()``, when the device has finished the step.
     """
-    set_on_result(output, _REPORT_ATTRIBUTE, make_report)
+    set_on_result(output, _REPORT, make_report)
 
 
 def report_of(output) -> StepReport | None:
     """Return the report attached to an output, None if there is none."""
-    return getattr(output, _REPORT_ATTRIBUTE, None)
+    return getattr(output, _REPORT, None)
+
+
+def attach_blocks_kept(scheduler_output, num_kept: Mapping[str, tuple[int, ...]]) -> None:
+    """Attach the number of blocks kept, by KV cache group, of requests that gave blocks back."""
+    setattr(scheduler_output, _BLOCKS_KEPT, num_kept)
+
+
+def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
+    """Return the number of blocks kept, by KV cache group, of requests that gave blocks back."""
+    return getattr(scheduler_output, _BLOCKS_KEPT, {})
+
+
+class StepDrafts(NamedTuple):
+    """Drafts of a step on Model Runner V1.
+
+    Args:
+        drafts: vLLM's ``DraftTokenIds``, None if there are none.
+        expects_proposals: True if the worker may propose in the next step.
+    """
+
+    drafts: Any
+    expects_proposals: bool
+
+
+def attach_drafts(output, runner, expects_proposals: bool) -> None:
+    """Attach the runner's drafts to a step's output."""
+    # vLLM's empty output is shared by all steps.
+    if output is not None and getattr(output, "req_ids", None):
+        setattr(output, _DRAFTS, StepDrafts(runner.take_draft_token_ids(), expects_proposals))
+
+
+def drafts_of(output) -> StepDrafts | None:
+    """Return the drafts attached to an output, None if it brought none."""
+    return getattr(output, _DRAFTS, None)
