@@ -20,8 +20,8 @@ from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Ac
 
 # Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM).
 _LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 9, 5, 4
-# Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2
-# (docs/results.md). Kernels of drafting and of level 2's logits are in CUDA graphs.
+# Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2 by the tool
+# of commits fe8fb88 and 549a7e2. Kernels of drafting and of level 2's logits are in CUDA graphs.
 STEP_KERNELS, STEP_UPLOADS, STEP_SYNCS = 20, 2, 1  # any step, stock vLLM's too
 VERIFIED_KERNELS = 2  # more in a step that verifies drafts
 PROPOSAL_KERNELS, PROPOSAL_UPLOADS = 13, 4  # a proposal, without rounds
@@ -29,8 +29,8 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS = 2  # a round of levels 1 and 2
 DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
-# A layer's selection has three launches, which on an H200 take as long as 12 others (34 to 54 us,
-# docs/results.md). On a CPU it has about as many operations.
+# A layer's selection has three launches, which on an H200 take as long as 12 others (32.0 to
+# 51.8 us, docs/results.md). On a CPU it has about as many operations.
 PASS_SELECTION_KERNELS = 12
 IDLE_SELECTION_KERNELS = 3  # a layer, in a pass that does not select
 # Not counted, but read off the code.

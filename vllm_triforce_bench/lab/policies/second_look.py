@@ -14,7 +14,8 @@ class SecondLook(LabPolicy):
     Mechanism: every token short-lists ``SHORTLIST`` times as many chunks as it reads, by mean key,
     and reads those whose own keys get the most attention. The keys of the short list are nearly as
     many bytes again as the keys and values that are read. ``retrieval`` with all these bytes as its
-    budget was no worse (docs/results.md), so this policy does not serve.
+    budget was no worse: SmolLM2 accepted 0.966 at 1,792 tokens, where this policy had 0.955 at 896
+    (commit f376acf). So it does not serve.
     Parameters: ``budget``, ``chunk_size``, ``recent_tokens``.
     """
 
