@@ -16,8 +16,7 @@ from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.selection import SelectionPolicy, Summary
 
 TOKENS_PER_SELECTION = 4
-"""A request selects in the first pass of a proposal, and in the first pass after each so many of
-the proposal's tokens."""
+"""Tokens of a proposal between two selections. A request also selects in the first pass."""
 
 
 class PassSelection:
@@ -121,8 +120,7 @@ class PassSelection:
         if padded is not None:
             # The votes of candidates may be 0, as those of padding are.
             votes = votes.masked_fill(padded, float("-inf"))
-        # Sorted: the best of a row are the first of them, in the same order whatever the batch, but
-        # for equal votes.
+        # Sorted, so that a row's blocks have the same order in any batch, but for equal votes.
         best = votes.topk(self._max_selected, dim=-1, sorted=True).indices
         ids = self._present_ids.gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._max_selected]

@@ -73,7 +73,7 @@ class StateWindow(StreamingWindow):
         self._num_stated = 0
         """Number of cached tokens with a state of the target."""
         self._num_confirmed = 0
-        """Number of those whose state is of a full pass."""
+        """Number of cached tokens with a state of a full pass."""
         self._num_computed = -1
 
     def advance_to(

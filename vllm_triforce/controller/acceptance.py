@@ -246,10 +246,9 @@ class Acceptance:
         """Learn from the full pass's test of a proposal.
 
         Args:
-            probs: probability of acceptance of each token. Level 2 and the draft model propose what
-                follows their own tokens, so those behind a rejected one count as well. A match in
-                the text goes on after a rejected token as if nothing had happened, and they would
-                flatter it.
+            probs: probability of acceptance of each token. After a rejection these are unbiased for
+                level 2 and the draft model, whose tokens follow the rejected one. They are too high
+                for prompt lookup, whose match ignores the rejection, so it learns from outcomes.
         """
         takes_passes = any(s.name == choice.route and s.takes_passes for s in self._sources)
         model_probs = probs[:num_drafted] if probs and takes_passes else None

@@ -90,9 +90,9 @@ class _Held:
 class AsyncController:
     """Controller of a scheduler that runs ahead of its worker.
 
-    The scheduler waits for decisions, which take longer the more requests there are. So a decision
-    holds for as many steps as keep deciding at a twentieth of the time, unless it has a trial or a
-    request with a seed. Requests that join meanwhile decode plainly.
+    The scheduler waits for decisions, which take longer with more requests. So a decision holds for
+    some steps, which keeps deciding at a twentieth of the time, unless it has a trial or a request
+    with a seed. Requests that join meanwhile decode plainly.
 
     Args:
         source_of_levels: whose tokens go through level 2.
@@ -161,7 +161,7 @@ class AsyncController:
     ) -> dict[str, tuple[Choice, int]]:
         choices = self.controller.choose(list(candidates), num_plain)
         rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
-        # Requests share rounds: one that lacks tokens goes on while another has rounds left.
+        # Requests share rounds: one that lacks tokens drafts while another has rounds left.
         shared = max(
             (n for n, choice in zip(rounds, choices) if choice.route == HIERARCHICAL), default=0
         )

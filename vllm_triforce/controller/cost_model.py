@@ -67,10 +67,10 @@ class CostModel:
         return dataclasses.replace(self, **dicts)
 
     def forget_a_little(self) -> None:
-        """Move what is learned of proposals towards the start-up's measurements.
+        """Move the learned costs of proposals towards the start-up's measurements.
 
-        In steps without proposals nothing corrects it, and what a slow moment taught would forbid
-        proposals for good.
+        Steps without proposals cannot correct these costs. Without this, one slow moment would
+        forbid proposals for good.
         """
         keep = 1 - _FORGOTTEN
         self.speculating = {key: keep * s for key, s in self.speculating.items()}
@@ -277,7 +277,7 @@ class CostModel:
         part = _NEW * error / (1 + drafts**2)
         self.speculating[key] = max(0.0, constant + part)
         self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
-        # Signed: what is noise and no bias makes no plan worse.
+        # Signed, so that noise without a bias makes no plan worse.
         relative = (seconds - expected) / max(seconds, expected)
         self.num_errors = min(self.num_errors + 1, _ERROR_MEMORY - _FIRST_WEIGHT)
         error = self.error + (relative - self.error) / (_FIRST_WEIGHT + self.num_errors)

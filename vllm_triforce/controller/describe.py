@@ -1,4 +1,4 @@
-"""The line of the log that says what was measured at start-up."""
+"""Log line with the measurements of the start-up."""
 
 from vllm_triforce.controller.acceptance import LEVEL2_PRIOR
 from vllm_triforce.controller.controller import Controller

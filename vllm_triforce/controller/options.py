@@ -133,8 +133,8 @@ def build_options(
         rates: acceptance, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``HIERARCHICAL``.
-        ended: what a source's draft is expected to be where a rule ends it, for each candidate.
-            This is then the route's only option.
+        ended: the expected draft of a source where a rule ends it, for each candidate. This is
+            then the route's only option.
     """
     max_tokens, rows = int(lengths.max(initial=0)), np.arange(len(candidates))[:, None]
 

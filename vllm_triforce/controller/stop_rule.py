@@ -141,7 +141,7 @@ class StopRules:
         """By source, of greedy requests."""
 
     def expected(self, name: str, candidate: Candidate) -> EndedDrafts | None:
-        """Return what a direct draft of a request is expected to be; None if it is not known.
+        """Return the expected direct draft of a request; None if it is not known.
 
         The engine's mean, scaled to the request's acceptance.
         """
@@ -195,7 +195,7 @@ class StopRules:
             model.level2(num_rows, n + 1) + model.test_seconds(num_rows * (n + 1), is_greedy)
             for n in range(self._controller.config.gamma + 1)
         ]
-        # In ``seconds`` all rows have as many tokens.
+        # In ``seconds`` all rows have the same number of tokens.
         verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
         rates, means = self._known(name, True, request_ids, has_seed)
         pass_s = model.draft(num_rows)

@@ -61,7 +61,7 @@ class DisabledRequests:
         if not self.has_warned:
             self.has_warned = True
             logger.warning(
-                "NaN in %s logits for request %s: it goes on without speculation, its output is "
+                "NaN in %s logits for request %s: it is decoded without speculation, its output is "
                 "not affected. Further requests are counted (vllm:triforce_nan_requests_total), "
                 "not logged; check the model's weights and dtype.",
                 level,

@@ -37,14 +37,14 @@ def states_read(
     """Return the states of a pass that a head reads next.
 
     Args:
-        hidden: what the model returns, the target or the head.
+        hidden: output of the model, the target or the head.
         aux: further states that it returns; none with an MTP layer.
     """
     return aux or [hidden]
 
 
 def fusion_of(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the projection of a token's states, one after the other, to what the head reads."""
+    """Return the projection of a token's states, one after the other, to the head's input."""
     return getattr(head, "combine_hidden_states", _unchanged)
 
 

@@ -4,7 +4,7 @@ With ``SchedulerOutput``, which goes to every rank as it is:
 
 - a step's plan: on Model Runner V2 the scheduler may be some steps ahead of the device, and the
   host never waits for it. So proposals are planned when their step is made;
-- the number of blocks that requests keep, where the scheduler took back what it had lent.
+- the number of blocks that requests keep, where the scheduler took back blocks that it had lent.
 
 With ``ModelRunnerOutput``:
 

@@ -10,5 +10,5 @@ globals().update({counter.name: tl.constexpr(int(counter)) for counter in Device
 
 
 def __getattr__(name: str) -> Any:
-    """Tell type checkers of the constants above."""
+    """Declare the constants above for type checkers."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -251,7 +251,7 @@ def _select_chunks_kernel(
         last = tl.sum((num_at_least >= wanted).to(tl.int32), axis=0) - 1
         num_above += tl.sum(tl.where(digits > last, counts, 0), axis=0)
         least = least * _RADIX + last
-    # Those above come first, then as many of the equal ones as there is room for.
+    # Votes above the threshold come first, then equal ones while there is room.
     next_above, next_equal = 0, num_above
     for start in range(0, num_chunks, VOTES):
         chunks = start + tl.arange(0, VOTES)

@@ -97,7 +97,7 @@ NUM_OUTCOMES = tl.constexpr(len(OutcomeColumn))
 
 
 def __getattr__(name: str) -> Any:
-    """Tell type checkers of the constants above."""
+    """Declare the constants above for type checkers."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -243,7 +243,7 @@ class DeviceCounters:
     def set(self, sums: torch.Tensor) -> None:
         """Set all sums, and ``known`` with them; waits for the device."""
         self.sums.copy_(sums)
-        self._copy = None  # what is on its way has the sums of before
+        self._copy = None  # the pending copy has the sums of before
         _set(self.known, self.sums)
 
     def note(self) -> None:

@@ -89,5 +89,5 @@ def place_layers(
 
 
 def all_would_fit(placement: Placement, device_bytes: int, summary_share: float) -> bool:
-    """True if the device could hold about as many blocks of all layers; offloading then costs."""
+    """True if the device could hold about this many blocks of all layers; offloading then costs."""
     return placement.kv_bytes * (1 + summary_share) <= _MIN_GAIN * device_bytes

@@ -1,8 +1,8 @@
 """Acceptance probabilities of a step's draft tokens, from which the controller learns.
 
-The test accepts a draft token x with probability min(1, p(x) / q(x)) (arXiv 2211.17192), whatever
-became of the tokens before it. So each token of a proposal says more than the outcome of its test,
-and those behind a rejected token say something too.
+The test accepts a draft token x with probability min(1, p(x) / q(x)) (arXiv 2211.17192), which
+does not depend on the outcomes before it. A probability teaches more than an outcome, and tokens
+after a rejected one teach as well.
 """
 
 import torch

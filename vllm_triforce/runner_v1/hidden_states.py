@@ -39,7 +39,7 @@ class HiddenStates:
     over a position replaces its state, so states of rejected drafts need no bookkeeping.
 
     Args:
-        fuse: projects a token's states to what the head reads (``core/head.py``).
+        fuse: projects a token's states to the head's input (``core/head.py``).
         dtype: of the states before and after it.
         capacity: positions that a window may need, and those of a proposal.
         hidden_size: numbers of a fused state.

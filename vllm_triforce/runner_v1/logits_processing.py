@@ -1,4 +1,4 @@
-"""Logits processing of requests for levels 1 and 2, so that they draft what level 3 accepts.
+"""Logits processing of requests for levels 1 and 2, so that level 3 accepts their drafts.
 
 Applied in the order of vLLM's sampler (vllm/v1/sample/sampler.py): ``allowed_token_ids``,
 ``bad_words``, ``min_tokens``, ``logit_bias``, penalties.

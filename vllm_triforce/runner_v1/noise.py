@@ -34,7 +34,7 @@ class InnerNoise:
             seeds: seed of each row; may be empty if no request has one.
             places: number of computed tokens and length of the proposal, per row. Two rounds of a
                 request share a place only if the first round's tokens were discarded. The lengths
-                of a seeded request do not depend on what was learned from those tokens.
+                of a seeded request do not depend on anything learned from those tokens.
         """
         self._rows = [self._shared] * len(places)
         for row, seed in enumerate(seeds):

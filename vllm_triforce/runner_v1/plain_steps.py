@@ -149,7 +149,7 @@ class PlainSteps:
         self._recorder.paused = False
 
     def _note_changes(self, scheduler_output) -> bool:
-        """Tell the controller of new and finished requests.
+        """Report new and finished requests to the controller.
 
         Returns:
             True if this step's requests differ from the last step's.
@@ -176,7 +176,7 @@ class PlainSteps:
         return True
 
     def _note_prefills(self, scheduler_output) -> bool:
-        """Tell the controller of requests whose prefill ends in this step.
+        """Report requests whose prefill ends in this step to the controller.
 
         Returns:
             True if there are any: their first tokens leave with this step.

@@ -79,7 +79,7 @@ class RestingMatches:
         sources = list(self._speculator.level1.sources.values())
         if "gamma" not in self._speculator.controller.chooses:
             sources = sources[:1]
-        # A source may keep or change what it is given.
+        # A copy: a source may keep or change its input.
         token_ids = self._runner.input_batch.token_ids_cpu[row, :num_tokens].copy()
         matches = {s.name: [s.find(token_ids)] for s in sources if isinstance(s, TokenSource)}
         return Matches(matches).confidence(0)

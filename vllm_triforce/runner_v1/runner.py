@@ -252,7 +252,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         eligible = [row for row, max_len in enumerate(max_lens) if max_len > 0]
         rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
         if not rows:
-            # Prompts may leave no room for drafts, which says nothing of the steps behind them.
+            # If prompts leave no room for drafts, later steps may have room.
             if num_speculative_tokens:
                 self._begin_backoff(computed, counts)
         elif self.built.speculator.controller.chooses and self._batch.gives_first_token(counts):

@@ -255,7 +255,7 @@ class ObserverV1(Observer):
         self._num_catch_up_tokens += level1_draft.num_catch_up_tokens
 
     def on_proposal_end(self) -> None:
-        """Tell the controller of work that its plan did not expect."""
+        """Report work to the controller that its plan did not expect."""
         if not self._is_typical:
             self._controller.forget_plan()
         elif self._num_catch_up_tokens:

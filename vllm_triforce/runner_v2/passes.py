@@ -98,7 +98,7 @@ class ModelPass:
         slots: from a number of rows to slot mappings by layer, under the same condition.
         adapters: None without LoRA.
         num_states: states of each token that are kept: those of the target that a head reads, or
-            those that a head feeds back. One may be what the model returns.
+            those that a head feeds back. One may be the model's output.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class GraphedRound:
     Args:
         work: launches a round for the first ``rows.num_rows`` rows. It reads and writes only
             tensors with fixed addresses and temporaries. The next replay of any graph may
-            overwrite what a replay returns.
+            overwrite its results.
         sampling: parameters of the capture, which may do more than the rows of a replay need.
         passes: the passes that ``work`` runs.
     """

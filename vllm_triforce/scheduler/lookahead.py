@@ -1,4 +1,4 @@
-"""Room for drafts: what plain tokens leave of the KV blocks and of a step's token budget.
+"""Room for drafts: KV blocks and a share of the token budget that plain tokens leave.
 
 With speculation configured, stock vLLM reserves ``num_speculative_tokens`` slots for every request
 and preempts others for them. Here a step is scheduled as without speculation. Afterwards, requests
@@ -50,7 +50,7 @@ class _Hit(NamedTuple):
 
 
 class LookaheadMixin(SchedulerBase):
-    """Mixin for vLLM's schedulers: drafts never take what plain tokens need."""
+    """Mixin for vLLM's schedulers: drafts never take room that plain tokens need."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -199,7 +199,7 @@ class LookaheadMixin(SchedulerBase):
         return lent
 
     def _next_needs(self) -> Needs:
-        """Count what the step after the one just scheduled needs.
+        """Count blocks and tokens that the step after the one just scheduled needs.
 
         A step that gives a first token is not to wait for drafts that could be left out in time, so
         it needs all tokens.
@@ -282,7 +282,7 @@ class LookaheadMixin(SchedulerBase):
         return bisect_right(range(1, max_tokens), num_spare, key=num_more)
 
     def _needs(self, num_available: int, is_ahead: bool = False) -> Needs:
-        """Count what the next step needs for plain tokens and for newly admitted requests.
+        """Count blocks and tokens of the next step's plain tokens and newly admitted requests.
 
         Args:
             num_available: free blocks; requests that need more than remain are not admitted.

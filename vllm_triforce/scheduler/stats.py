@@ -6,7 +6,7 @@ in the same output gives the true lengths (``core/messages.py``).
 
 ``OutcomeStatsMixin``: a request may leave during a step, because its client has gone or the front
 end found a stop string. vLLM then discards the step's tokens and leaves them out of its metrics.
-Workers cannot tell, so the scheduler's counts of outcomes replace theirs.
+Workers do not see this, so the scheduler's counts of outcomes replace theirs.
 """
 
 from dataclasses import replace

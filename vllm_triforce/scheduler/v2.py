@@ -150,8 +150,8 @@ class StepPlanMixin(SchedulerBase):
 
     def _max_tokens(self, request) -> int:
         """Return the maximum tokens that a request may propose in the step just scheduled."""
-        # The output with the first token is read when the step behind it has been launched, so
-        # both propose nothing. Only the request's own place decides.
+        # The output with the first token is read after the next step was launched, so both
+        # propose nothing. Only the request's own place decides.
         is_first = request.num_computed_tokens <= request.num_prompt_tokens + 1
         # ``num_computed_tokens`` is an upper bound: tokens in flight may be rejected.
         if (

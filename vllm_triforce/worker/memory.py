@@ -89,7 +89,7 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     dim = next(iter(layers.values())).head_size
     kinds = len(POLICIES[config.policy].summaries)
     # Runner V1 stores summaries in the model's dtype, V2 in one byte per number. On V1 a request
-    # that selects in passes has a copy of those of its context.
+    # that selects in passes has a copy of its context's summaries.
     summary = dim + SCALE_BYTES
     if not vllm_config.use_v2_model_runner:
         summary = dim * itemsize * (1 + config.selects_in_pass)

@@ -136,7 +136,7 @@ def attach(
         )
     if offload is not None and backend.plans_on_host:
         raise ValueError(
-            "kv_offload_gib with FLASHINFER, which vLLM chose here: its plans are not told of "
+            "kv_offload_gib with FLASHINFER, which vLLM chose here: its plans do not know "
             "staged layers yet; use --attention-backend FLASH_ATTN or TRITON_ATTN"
         )
     attributes = {"kernel": staticmethod(kernel_for(layer.impl, layer.kv_cache.dtype))}

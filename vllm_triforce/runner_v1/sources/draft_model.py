@@ -136,7 +136,7 @@ class DraftModel(DraftSource):
         return draft
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
-        """Move a row's window to the end of its context, and return the tokens that it lacks."""
+        """Move a row's window to the end of its context, and return the missing tokens."""
         window = self._windows.setdefault(batch.request_ids[row], self._new_window())
         position, tokens = window.advance(batch.context(proposal, row), num_drafts)
         return Feed(tokens.tolist(), position)
@@ -227,7 +227,7 @@ class DraftModel(DraftSource):
             if nan[place]:
                 draft.nan_rows.append(i)
                 continue
-            # Before the token is drawn: what ends a draft must not depend on the draw.
+            # Before the token is drawn: the end of a draft must not depend on the draw.
             if stop is not None and not stop.keeps(i, confidences[place]):
                 continue
             kept.append(i)

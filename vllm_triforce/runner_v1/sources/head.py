@@ -13,8 +13,8 @@ _ALWAYS = Match()
 class Head(DraftModel):
     """Drafts with a head that reads the target's hidden states beside the tokens.
 
-    Where a prompt's start was found in the prefix cache, its states are unknown, and the window
-    begins behind it. So it does where more than ``max_speculating_seqs`` requests ran before.
+    The states of a prefix from the prefix cache are unknown, so the window begins after it. The
+    same holds for tokens computed while more than ``max_speculating_seqs`` requests ran.
     """
 
     name = "head"

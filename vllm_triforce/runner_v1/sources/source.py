@@ -92,7 +92,7 @@ class DraftSource(ABC):
     """True if each token takes a pass of the draft model, key ``model``."""
 
     stops_early: ClassVar[bool] = False
-    """True if ``draft()`` takes a ``StopRule`` as ``stop``, and asks it before each token."""
+    """True if ``draft()`` takes a ``StopRule`` as ``stop``, to check before each token."""
 
     @classmethod
     def build(cls, parts: SourceParts) -> "DraftSource":
