@@ -103,6 +103,18 @@ def check_target(model_config, parallel_config) -> None:
 
 def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuse engine settings under which level 2's passes would be wrong or could hang."""
+    _check_runner(vllm_config, config)
+    _check_target(vllm_config)
+    _check_features(vllm_config)
+    if config.kv_offload_gib is not None:
+        check_offload(vllm_config, config)
+    if vllm_config.lora_config is not None:
+        _check_lora_slots(vllm_config.scheduler_config, config)
+    _check_kv_cache_dtype(vllm_config.cache_config)
+
+
+def _check_runner(vllm_config, config: ResolvedConfig) -> None:
+    """Check the model runner and what it supports."""
     if vllm_config.use_v2_model_runner:
         for name in config.sources:
             if name not in SOURCES_V2:
@@ -118,17 +130,10 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         )
     else:
         _check_logits_processors(vllm_config.model_config)
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ValueError(
-            "enable_sleep_mode=True is not supported with TriForce: its buffers lie outside the "
-            "memory that vLLM gives back, and nothing reloads the draft. Leave it out, or use "
-            "another method."
-        )
-    if config.kv_offload_gib is not None:
-        check_offload(vllm_config, config)
-    if vllm_config.lora_config is not None:
-        _check_lora_slots(vllm_config.scheduler_config, config)
-    _check_kv_cache_dtype(vllm_config.cache_config)
+
+
+def _check_target(vllm_config) -> None:
+    """Check that level 2 supports the target's attention and positions."""
     target = f"target {vllm_config.model_config.model!r}"
     # vLLM sets it only if every layer has a window.
     if (window := vllm_config.cache_config.sliding_window) is not None:
@@ -141,6 +146,21 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             f"{target} has attention sinks in every layer, which level 2 does not support on a "
             "GPU yet. Use another method."
+        )
+    if vllm_config.model_config.uses_mrope:
+        raise ValueError(
+            f"{target} uses M-RoPE, whose positions level 2 does not compute yet. Use a text model "
+            "or another method."
+        )
+
+
+def _check_features(vllm_config) -> None:
+    """Check vLLM's features that levels 1 and 2 do not take part in."""
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "enable_sleep_mode=True is not supported with TriForce: its buffers lie outside the "
+            "memory that vLLM gives back, and nothing reloads the draft. Leave it out, or use "
+            "another method."
         )
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
@@ -159,11 +179,6 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             "watermark_config is not supported with method='triforce': level 2 draws its tokens "
             "without the watermark. Drop one of the two."
-        )
-    if vllm_config.model_config.uses_mrope:
-        raise ValueError(
-            f"{target} uses M-RoPE, whose positions level 2 does not compute yet. Use a text model "
-            "or another method."
         )
 
 

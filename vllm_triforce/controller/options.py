@@ -148,42 +148,22 @@ def build_options(
     window_s = column(model.reading_window(c.num_uncached_tokens) for c in candidates)
     selection_s = column(model.first_selection(c.tokens_unselected) for c in candidates)
     confidences = [
-        {
-            name: None if source is None else source.confidence(c.confidence)
-            for name, source in routes.items()
-        }
+        {n: None if s is None else s.confidence(c.confidence) for n, s in routes.items()}
         for c in candidates
     ]
     parts = []
     for route, source in routes.items():
-        acceptance = [
-            _acceptance(route, r, known, max_tokens) for r, known in zip(rates, confidences)
-        ]
-        tokens = expected_by_length(np.array(acceptance))[rows, lengths]
+        tokens = _expected_tokens(route, rates, confidences, lengths)
         is_possible = lengths > 0
+        passes = _passes(source, rates, lengths, costs)
         if source is None:
-            passes = lengths / column(max(1.0, r.round_tokens) for r in rates)
-            if costs.drafts_per_round:
-                passes = np.maximum(passes.round(), 1)
             shared_s = passes * costs.round_s
             own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
-            passes = lengths
-            if costs.drafts_per_round:
-                passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
-            passes = passes * float(source.takes_passes)
-            shared_s = passes * costs.draft_s
             own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & column(known[route] is not None for known in confidences)
-            for row, drafts in enumerate(ended.get(route, [])):
-                if drafts is None or not lengths[row].any():
-                    continue
-                at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
-                fitting = min(1.0, lengths[row, at] / max(1.0, drafts.drafts))
-                tokens[row, at] = min(fitting * drafts.tokens, lengths[row, at])
-                passes[row, at] = drafts.passes
-                shared_s[row, at] = drafts.passes * costs.draft_s
-                is_possible[row, np.arange(lengths.shape[1]) != at] = False
+            _end_by_rule(ended.get(route, []), lengths, tokens, passes, is_possible)
+            shared_s = passes * costs.draft_s
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
     lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)
@@ -203,6 +183,52 @@ def build_options(
         amortized_s,
         setup_s - amortized_s,
     )
+
+
+def _expected_tokens(
+    route: Route,
+    rates: Sequence[Rates],
+    confidences: Sequence[Mapping[Route, int | None]],
+    lengths: np.ndarray,  # [num_reqs, num_lengths]
+) -> np.ndarray:  # [num_reqs, num_lengths], float
+    """Return the expected accepted tokens of proposals by a route."""
+    max_tokens = int(lengths.max(initial=0))
+    acceptance = [_acceptance(route, r, known, max_tokens) for r, known in zip(rates, confidences)]
+    return expected_by_length(np.array(acceptance))[np.arange(len(rates))[:, None], lengths]
+
+
+def _passes(
+    source: SourceTraits | None,
+    rates: Sequence[Rates],
+    lengths: np.ndarray,  # [num_reqs, num_lengths]
+    costs: SharedCosts,
+) -> np.ndarray:  # [num_reqs, num_lengths], float
+    """Count the rounds of a proposal through the levels, or the draft's passes from a source."""
+    if source is None:
+        passes = lengths / np.array([max(1.0, r.round_tokens) for r in rates])[:, None]
+        return np.maximum(passes.round(), 1) if costs.drafts_per_round else passes
+    passes = lengths
+    if costs.drafts_per_round:
+        passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
+    return passes * float(source.takes_passes)
+
+
+def _end_by_rule(
+    ended: Sequence[EndedDrafts | None],  # by request
+    lengths: np.ndarray,  # [num_reqs, num_lengths], as all others
+    tokens: np.ndarray,  # written
+    passes: np.ndarray,  # written
+    is_possible: np.ndarray,  # written
+) -> None:
+    """Leave one option to requests whose drafts a rule ends: the length nearest to the expected."""
+    for row, drafts in enumerate(ended):
+        if drafts is None or not lengths[row].any():
+            continue
+        at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
+        fitting = min(1.0, lengths[row, at] / max(1.0, drafts.drafts))
+        tokens[row, at] = min(fitting * drafts.tokens, lengths[row, at])
+        passes[row, at] = drafts.passes
+        is_possible[row, np.arange(lengths.shape[1]) != at] = False
 
 
 def _acceptance(

@@ -123,10 +123,7 @@ class Trials:
         Returns:
             True if a trial was started.
         """
-        is_trial = _other_routes(options, columns)
-        is_trial[[c.request_id in self._in_flight for c in candidates]] = False
-        if self._num_decisions % _OTHER_ROUTES_EVERY:
-            is_trial[columns >= 0] = False
+        is_trial = self._possible_trials(columns, candidates, options)
         fixed_s = 0.0 if (columns >= 0).any() else costs.speculating_s + reevaluation_s
         if not is_trial.any() or not self.budget.covers(_cheapest(options, is_trial) + fixed_s):
             return False
@@ -167,6 +164,16 @@ class Trials:
                 cost_s, float(min_accepted), num_reqs, costs.plain_s
             )
         return num_trials > 0
+
+    def _possible_trials(
+        self, columns: np.ndarray, candidates: Sequence[Candidate], options: Options
+    ) -> np.ndarray:  # [num_reqs, num_columns], bool
+        """Mark the options by other routes than a request's own."""
+        is_trial = _other_routes(options, columns)
+        is_trial[[c.request_id in self._in_flight for c in candidates]] = False
+        if self._num_decisions % _OTHER_ROUTES_EVERY:
+            is_trial[columns >= 0] = False
+        return is_trial
 
     def on_verified(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Refund the worth of a trial's tokens; a request whose trial did not pay waits again."""

@@ -250,15 +250,10 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         eligible = [row for row, max_len in enumerate(max_lens) if max_len > 0]
-        rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
-        if not rows:
-            # If prompts leave no room for drafts, later steps may have room.
-            if num_speculative_tokens:
-                self._begin_backoff(computed, counts)
-        elif self.built.speculator.controller.chooses and self._batch.gives_first_token(counts):
-            # A first token does not wait for proposals. Seeded requests propose all the same:
-            # their samples must not depend on arrivals.
-            rows = [row for row in rows if self._batch.has_seed(row)]
+        rows = self._proposing_rows(eligible, counts)
+        # If prompts leave no room for drafts, later steps may have room.
+        if not eligible and num_speculative_tokens:
+            self._begin_backoff(computed, counts)
         for row in rows:
             request_id = self._runner.input_batch.req_ids[row]
             self._requests[request_id] = self._runner.requests[request_id]
@@ -281,6 +276,16 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self._limit_backoff(eligible, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
+
+    def _proposing_rows(self, eligible: list[int], counts: list[int]) -> list[int]:
+        """Choose the rows that propose in this step, of those that may."""
+        rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
+        chooses = self.built.speculator.controller.chooses
+        if rows and chooses and self._batch.gives_first_token(counts):
+            # A first token does not wait for proposals. Seeded requests propose all the same:
+            # their samples must not depend on arrivals.
+            return [row for row in rows if self._batch.has_seed(row)]
+        return rows
 
     def _begin_backoff(self, computed: list[int], counts: list[int]) -> None:
         """Start plain steps until a request of the batch may become eligible."""

@@ -10,7 +10,7 @@ from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.head import fusion_of, num_states
-from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
+from vllm_triforce.core.kv_groups import KVGroup, check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -42,7 +42,7 @@ class LoadedModel(NamedTuple):
 
 
 class SpeculatorPartsV2:
-    """Proposer of one engine, and the parts of it that the runner's adapter uses.
+    """Speculator of one engine, and the parts of it that the runner's adapter uses.
 
     Args:
         level2_model: the target, or its copy.
@@ -65,15 +65,17 @@ class SpeculatorPartsV2:
         offload: "OffloadedCache | None" = None,
     ) -> None:
         device, model_config = runner.device, vllm_config.model_config
-        platform = platform_for(current_platform)
-        attention_class = platform.retrieval()
         block_sizes = runner.block_tables.block_sizes
         check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
         groups, layers, builder = group_layers(
-            kv_cache_config, runner.attn_groups, block_sizes, target_layers, attention_class, config
+            kv_cache_config,
+            runner.attn_groups,
+            block_sizes,
+            target_layers,
+            platform_for(current_platform).retrieval(),
+            config,
         )
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self.num_slots = min(max_num_seqs, config.max_speculating_seqs)
+        self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
             config.min_context,
@@ -84,18 +86,7 @@ class SpeculatorPartsV2:
         )
         num_tokens = config.num_speculative_tokens
         self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
-        self.recorder = StaticQueryRecorder(
-            len(layers),
-            runner.input_buffers.query_start_loc,
-            config.max_batch if config.keeps_selections else 0,
-            layers[0].num_heads,
-            layers[0].head_size,
-            num_tokens + 1,
-            config.min_context,
-            model_config.dtype,
-        )
-        # Passes of level 2 that select by their own queries need none of the full passes.
-        self.recorder.paused = not config.keeps_selections
+        self.recorder = _query_recorder(config, runner, layers, model_config.dtype)
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
@@ -113,11 +104,67 @@ class SpeculatorPartsV2:
             DeviceCounters(device),
             device,
         )
+        self.hidden_states = self._hidden_states(draft) if config.has_head else None
+        level2 = self._level2(level2_model, groups, layers, builder, offload)
+        self.speculator = self._speculator(level2, draft, runner, vocab_size)
+
+    def _speculator(
+        self, level2: RetrievalLevelV2, draft: LoadedModel, runner, vocab_size: int
+    ) -> SpeculatorV2:
+        """Build the sources of drafts, and allocate the distributions that level 3 reads."""
+        config, scheduler_config = self.context.config, self.context.vllm_config.scheduler_config
+        parts = SourcePartsV2(
+            self.context,
+            draft.model,
+            draft.layers,
+            draft.vllm_config,
+            platform_for(current_platform).draft(),
+            runner.req_states.all_token_ids.gpu,
+            self.hidden_states,
+        )
+        sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
+        shape = (self.num_slots, config.num_speculative_tokens, vocab_size)
+        logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=self.context.device)
+        level1 = None if config.levels == "2,3" else sources[config.sources[0]]
+        draft_logits = DraftLogits.allocate(logits, scheduler_config.max_num_seqs)
+        return SpeculatorV2(
+            LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
+        )
+
+    def _hidden_states(self, draft: LoadedModel) -> HiddenStatesV2:
+        """Allocate the target's states that a head reads."""
+        draft_config = self.context.vllm_config.speculative_config.draft_model_config
+        return HiddenStatesV2(
+            fusion_of(draft.model),
+            self.rows,
+            self.context.config.state_capacity,
+            draft_config.get_hidden_size(),
+            draft_config.dtype,
+            self.context.device,
+        )
+
+    def _level2(
+        self,
+        level2_model: Level2Model,
+        groups: list[KVGroup],
+        layers: list,
+        builder: Any,
+        offload: "OffloadedCache | None",
+    ) -> RetrievalLevelV2:
+        """Build level 2 over the target's KV cache.
+
+        Args:
+            layers: attention layers that retrieve; ``builder`` builds their metadata.
+        """
+        context, config = self.context, self.context.config
+        sums = context.counters.sums
         pools, host_layers = {}, {}
         if offload is not None:
             offload.check_attached([layer.layer_name for layer in layers])
-            pools = offload.allocate_pools(self.num_slots * config.table_width, vllm_config, device)
-            host_layers = offload.make_host_layers(pools, self.context.counters.sums)
+            num_blocks = self.num_slots * config.table_width
+            pools = offload.allocate_pools(num_blocks, context.vllm_config, context.device)
+            host_layers = offload.make_host_layers(pools, sums)
+        attention_class = platform_for(current_platform).retrieval()
         attention = attention_class(layers, builder, self.recorder, host_layers)
         selections = SelectionsV2(
             config,
@@ -139,22 +186,11 @@ class SpeculatorPartsV2:
                 selections.width,
                 attention.head_strides(),
                 selections.max_selected,
-                self.context.counters.sums,
+                sums,
                 self.rows,
             )
-        self.hidden_states: HiddenStatesV2 | None = None
-        if config.has_head:
-            draft_config = vllm_config.speculative_config.draft_model_config
-            self.hidden_states = HiddenStatesV2(
-                fusion_of(draft.model),
-                self.rows,
-                config.state_capacity,
-                draft_config.get_hidden_size(),
-                draft_config.dtype,
-                device,
-            )
-        level2 = RetrievalLevelV2(
-            self.context,
+        return RetrievalLevelV2(
+            context,
             level2_model,
             groups,
             attention,
@@ -163,22 +199,24 @@ class SpeculatorPartsV2:
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
-            num_states(vllm_config) if config.has_head else 0,
+            num_states(context.vllm_config) if config.has_head else 0,
         )
-        parts = SourcePartsV2(
-            self.context,
-            draft.model,
-            draft.layers,
-            draft.vllm_config,
-            platform.draft(),
-            runner.req_states.all_token_ids.gpu,
-            self.hidden_states,
-        )
-        sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
-        shape = (self.num_slots, num_tokens, vocab_size)
-        logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=device)
-        level1 = None if config.levels == "2,3" else sources[config.sources[0]]
-        draft_logits = DraftLogits.allocate(logits, max_num_seqs)
-        self.speculator = SpeculatorV2(
-            LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
-        )
+
+
+def _query_recorder(
+    config: ResolvedConfig, runner, layers: list, dtype: torch.dtype
+) -> StaticQueryRecorder:
+    """Make the recorder of the full pass's queries."""
+    recorder = StaticQueryRecorder(
+        len(layers),
+        runner.input_buffers.query_start_loc,
+        config.max_batch if config.keeps_selections else 0,
+        layers[0].num_heads,
+        layers[0].head_size,
+        config.num_speculative_tokens + 1,
+        config.min_context,
+        dtype,
+    )
+    # Passes of level 2 that select by their own queries need none of the full passes.
+    recorder.paused = not config.keeps_selections
+    return recorder
