@@ -195,12 +195,12 @@ def _measure(
         units: name of the counted units.
     """
     from vllm_triforce_bench.bench.serve.server import ServerFailed
-    from vllm_triforce_bench.bench.terminal import Progress
+    from vllm_triforce_bench.bench.terminal import UnitProgress
 
     if num_done:
         console.print(f"{num_done} of {total} {units} are in {folder} already")
     try:
-        with Progress(console, total, num_done, units) as progress:
+        with UnitProgress(console, total, num_done, units) as progress:
             measure(progress)
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {folder}")

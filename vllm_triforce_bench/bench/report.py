@@ -1,5 +1,6 @@
 """Files of a report: results.json, results.csv and the page; and facts of the machine."""
 
+import csv
 import datetime
 import json
 import os
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pandas
 
 from vllm_triforce_bench.bench.settings import EACH
 from vllm_triforce_bench.page import Page, short_name
@@ -70,10 +70,10 @@ def write_reports(folder: Path, results: dict, csv_rows: Sequence[dict], page: P
         csv_rows: its rows, flat.
     """
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    frame = pandas.DataFrame(csv_rows)
-    if "budget" in frame:
-        frame = frame.astype({"budget": "Int64"})
-    frame.to_csv(folder / "results.csv", index=False)
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in csv_rows for name in row)))
+        writer.writeheader()
+        writer.writerows(csv_rows)
     (folder / "report.html").write_text(page.render())
 
 

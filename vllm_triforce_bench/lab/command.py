@@ -121,18 +121,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
     """Measure all rows, and write ``rows.csv`` after each context."""
+    from rich.console import Console
+
     from vllm_triforce_bench.lab import report
-    from vllm_triforce_bench.lab.measure import measure_context
-    from vllm_triforce_bench.lab.progress import LabProgress
+    from vllm_triforce_bench.lab.measure import measure_context, query_key_pairs
+    from vllm_triforce_bench.progress import Progress
 
     rows: list[dict] = []
-    with LabProgress(contexts) as progress:
+    with Progress(Console(stderr=True)) as progress:
+        progress.begin(sum(map(query_key_pairs, contexts)))
+        progress.report(f"0 of {len(contexts)} prompts")
         for number, context in enumerate(contexts, 1):
-            progress.begin(number, context)
+            kind = "stretch" if context.needle_depth is None else "needle"
+            name = f"{kind} {number} of {len(contexts)}, {len(context.prompt)} tokens"
+            progress.say(name)
             measured = measure_context(target, context, settings, progress.advance)
             for experiment, part in groupby(measured, lambda row: row["experiment"]):
                 rows += part
-                progress.finished(experiment)
+                progress.report(f"{name}, {experiment}: {progress.percentage:.0f}%")
             report.save_rows(rows, settings.output)
     return rows
 
