@@ -122,16 +122,9 @@ class ServeMeasurement:
     def _load(
         self, server: Server, servers: dict[str, Server], cell_index: int, prompts: list[list[int]]
     ) -> dict:
-        return load.run(
-            server,
-            [other for other in servers.values() if other is not server],
-            self._settings.cells[cell_index],
-            prompts,
-            top_p=self._settings.top_p,
-            seed=self._settings.seed,
-            limit_s=self._settings.run_limit,
-            folder=self._store.folder,
-        )
+        others = [other for other in servers.values() if other is not server]
+        cell = self._settings.cells[cell_index]
+        return load.run(server, others, cell, prompts, self._settings, self._store.folder)
 
     def _work(self, pair: Pair) -> float:
         cell = self._settings.cells[pair.cell_index]
