@@ -1,4 +1,4 @@
-"""Console of the tools: tables that no pipe wraps, and the time left in words."""
+"""Console of the tools: no pipe wraps their tables."""
 
 import os
 import sys
@@ -20,12 +20,3 @@ def stdout_console() -> Console:
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
     return Console(file=sys.stdout, width=FILE_WIDTH)
-
-
-def time_left(seconds: float | None) -> str:
-    """Format the time left; None before the first measurement."""
-    if seconds is None:
-        return "time left: not known yet"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02} left"

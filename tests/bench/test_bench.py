@@ -1,5 +1,6 @@
 """Promise: what the benchmark says is what it measured."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -7,6 +8,7 @@ from types import SimpleNamespace as Thing
 
 import numpy
 import pytest
+from rich.console import Console
 
 from vllm_triforce import cli
 from vllm_triforce_bench import colours
@@ -16,7 +18,7 @@ from vllm_triforce_bench.bench.batch.page import make_page, terminal_table
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.batch.stream import Mark, Streamed, outside_passes
 from vllm_triforce_bench.bench.settings import EACH
-from vllm_triforce_bench.bench.terminal import TimeLeft
+from vllm_triforce_bench.bench.terminal import UnitProgress, work_of
 
 
 def asked(**more) -> BatchSettings:
@@ -70,12 +72,22 @@ def test_prompts_are_read_once_for_all_temperatures():
 
 
 def test_time_left_is_shared_out_by_tokens():
+    """Of what is left in this run: an earlier one's time is not known."""
     # 50 tokens written count as 1,000 tokens read.
-    first, second = (TimeLeft.weight(1, context, 50) for context in (1000, 3000))
-    left = TimeLeft()
-    assert left.seconds([first, second]) is None
-    left.finish(first, 10.0)
-    assert left.seconds([second]) == pytest.approx(20.0)
+    first, second = (work_of(1, context, 50) for context in (1000, 3000))
+    clock, shown = [100.0], io.StringIO()
+    with UnitProgress(Console(file=shown, get_time=lambda: clock[0]), 3, 1, "sets") as progress:
+        progress.begin(first + second)
+        progress.report("1 of 3 sets")
+        clock[0] += 10
+        progress.finish_unit(first)
+        clock[0] += 3700
+        progress.finish_unit(second)
+    assert shown.getvalue().splitlines() == [
+        "1 of 3 sets, time left: not known yet",
+        "2 of 3 sets, 0:00:20 left",
+        "3 of 3 sets, 0:00:00 left",
+    ]
 
 
 def test_no_figure_stands_under_a_budget_that_was_not_used():

@@ -52,13 +52,28 @@ def arguments(pair, *more: str) -> list[str]:
 
 
 MISTAKES = [
-    (["--texts", "prose"], "text 'prose' is unknown; known: random, held-out, mixed"),
+    (
+        ["--texts", "prose"],
+        "text prose is not accepted: input should be 'random', 'held-out' or 'mixed'",
+    ),
     (["--prompts", "/no/such/file"], "there is no such file"),
-    (["--concurrencies", "0"], "concurrency 0 must be a whole number of at least 1"),
-    (["--request-rates", "0"], "must be more than 0, or inf"),
-    (["--request-rates", "x"], "could not convert"),
-    (["--temperatures", "3"], "must be between 0 and 2"),
-    (["--pairs", "0"], "--pairs: 0 is out of range"),
+    (
+        ["--concurrencies", "0"],
+        "concurrency 0 is not accepted: input should be greater than or equal to 1",
+    ),
+    (
+        ["--request-rates", "0"],
+        "--request-rates: 0 is not accepted: input should be greater than 0",
+    ),
+    (
+        ["--request-rates", "x"],
+        "--request-rates: x is not accepted: input should be a valid number",
+    ),
+    (
+        ["--temperatures", "3"],
+        "temperature 3.0 is not accepted: input should be less than or equal to 2",
+    ),
+    (["--pairs", "0"], "--pairs: 0 is not accepted: input should be greater than 0"),
     (["--pairs", "5000"], "different prompts of up to 4096 need"),
     (["--input-lens", "16000000"], "has 65536: use shorter ones"),
     (["--budgets", "1K,2K"], "one value with --serve"),
@@ -118,7 +133,7 @@ def test_a_sequence_of_cells_from_a_file(tmp_path):
     path.write_text(json.dumps([one, one | {"temperature": 1, "request_rate": "inf"}, one]))
     assert cells.from_file(path) == [cell(), cell(temperature=1), cell()]
     path.write_text(json.dumps([one | {"temprature": 1}]))
-    with pytest.raises(BadInput, match="cell 0: temprature is unknown or missing"):
+    with pytest.raises(BadInput, match="cell 0: temprature 1 is not accepted: unexpected keyword"):
         cells.from_file(path)
 
 

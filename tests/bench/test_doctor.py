@@ -178,8 +178,14 @@ def test_what_is_refused(capsys, pair, keys, options, by, words):
         (["--machine", "abacus"], "no file and none of"),
         (["./no/such/model"], "there is no such folder"),
         (["no/such/model"], "there is no such folder"),
-        (["--acceptances", "high"], "give shares"),
-        (["--acceptances", "1.5"], "is no share"),
+        (
+            ["--acceptances", "high"],
+            "--acceptances: high is not accepted: input should be a valid number",
+        ),
+        (
+            ["--acceptances", "1.5"],
+            "--acceptances: 1.5 is not accepted: input should be less than or equal to 1",
+        ),
         (["--max-model-len", "8192"], "comes before MODEL"),
     ],
 )

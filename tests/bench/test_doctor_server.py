@@ -210,7 +210,7 @@ def test_what_is_no_server_is_said(serve, capsys):
             cli.main(["doctor", "--url", given])
         assert ended.value.code == 2 and says in capsys.readouterr().err
     for more, says in (
-        (["--seconds", "-1"], "--seconds -1"),
+        (["--seconds", "-1"], "--seconds: -1 is not accepted"),
         (["MODEL"], "leave out MODEL"),
         (["--machine", "H200"], "--machine"),
     ):

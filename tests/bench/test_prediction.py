@@ -16,7 +16,7 @@ from tests.models import ROOT, make_mimo
 from vllm_triforce_bench.predict import steps
 from vllm_triforce_bench.predict.cpu import measure_cpu
 from vllm_triforce_bench.predict.geometry import Geometry
-from vllm_triforce_bench.predict.machine import MACHINES, Machine, machine_of, named_machine
+from vllm_triforce_bench.predict.machine import MACHINES, machine_of, named_machine
 from vllm_triforce_bench.predict.settings import (
     DIRECT,
     DRAFT,
@@ -236,14 +236,19 @@ def test_machines_are_read(tmp_path):
     file.write_text(json.dumps(dataclasses.asdict(MACHINES["H200"])))
     assert named_machine(str(file)) == named_machine("H200") == MACHINES["H200"]
     file.write_text('{"bandwith": 3}')
-    with pytest.raises(ValueError, match=r"'bandwith'\], which is unknown"):
+    with pytest.raises(ValueError, match=r"bandwidth is missing.*bandwith 3 is not accepted"):
         named_machine(str(file))
     with pytest.raises(ValueError, match="machine 'abacus' is no file"):
         named_machine("abacus")
-    with pytest.raises(ValueError, match="bandwidth=0"):
-        Machine("slow", 1.0, 0.0, 1.0)
-    with pytest.raises(ValueError, match="give num_sms"):
-        Machine("half", 1.0, 1.0, 1.0, splits_queries=False)
+    for wrong, named in [
+        ({"bandwidth": 0}, "bandwidth 0 is not accepted: input should be greater than 0"),
+        ({"flops_share": 1.1}, "flops_share 1.1 is not accepted: input should be less"),
+        ({"launch_seconds": -1}, "launch_seconds -1 is not accepted"),
+        ({"num_sms": 0, "splits_queries": False}, "give num_sms"),
+    ]:
+        file.write_text(json.dumps(dataclasses.asdict(MACHINES["H200"]) | wrong))
+        with pytest.raises(ValueError, match=named):
+            named_machine(str(file))
     assert machine_of("NVIDIA A100-SXM4-80GB") == MACHINES["A100-80GB"]
     assert machine_of("NVIDIA GeForce RTX 4090") == MACHINES["RTX-4090"]
     assert machine_of("NVIDIA GH200 480GB") == MACHINES["GH200"]

@@ -5,8 +5,6 @@
 ``summary`` to ``report``.
 """
 
-import argparse
+from vllm_triforce_bench.options import BadInput
 
-
-class BadInput(ValueError, argparse.ArgumentTypeError):
-    """An argument, file or folder that the user can mend; raised before any model loads."""
+__all__ = ["BadInput"]

@@ -13,7 +13,7 @@ from vllm_triforce_bench.bench.batch import settings as batch_settings
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.serve import settings as serve_settings
 from vllm_triforce_bench.bench.serve.settings import ServeSettings
-from vllm_triforce_bench.bench.settings import EACH
+from vllm_triforce_bench.bench.settings import EACH, Settings
 
 DIFFERENT, SERVER_FAILED = 1, 3
 INTERRUPTED = 130
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0; 1 if a greedy output differs from stock vLLM's; 3 if a server failed."""
     folder = Path(args.output)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         serve_settings.refuse_others(args)
         if args.serve:
@@ -55,8 +57,6 @@ def _decode_batches(
 ) -> int:
     # All engines in this process; set before vLLM is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Errors alone beside the progress bar, of torch's C++ side and of OpenMP, too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KMP_WARNINGS", "0")
@@ -67,8 +67,6 @@ def _decode_batches(
     from vllm_triforce_bench.console import stdout_console
 
     console = stdout_console()
-    for name, reason in left_out.items():
-        console.print(f"[yellow]{name} is left out: {reason}")
     target, draft = model_facts.read_all(
         settings.target, settings.draft, settings.engine_keys, settings.draft_keys
     )
@@ -83,11 +81,10 @@ def _decode_batches(
         settings = replace(settings, longest_prompt=len(source.longest_of(EACH)))
     if source.num_left_out:
         left_out[f"{source.num_left_out} of the prompts"] = "too long for the model, or empty"
-        console.print(
-            f"[yellow]{source.num_left_out} of the prompts are left out: too long, or empty"
-        )
-    about = {"variants": [variant.keys for variant in variants], **report.machine()}
-    arguments = settings.to_dict() | about
+    for name, reason in left_out.items():
+        console.print(f"[yellow]left out: {name} ({reason})")
+    keys = [variant.keys for variant in variants]
+    arguments = settings.to_dict() | {"variants": keys} | report.machine()
     del arguments["longest_prompt"]  # which follows from the others
     store = Store(folder, arguments)
 
@@ -97,38 +94,23 @@ def _decode_batches(
     at_once = store.settle("engines_at_once", lambda: fit_at_once(settings, target, draft))
     groups = grid.groups(variants, at_once)
     sets = grid.paired_sets(settings, len(groups))
-    done = {grid.set_of(record) for record in grid.whole_sets(store.records)}
+    done = set(map(grid.set_of, grid.whole_sets(store.records)))
     todo = [paired for paired in sets if paired not in done]
 
     def measure(progress) -> None:
         Measurement(settings, groups, store, source, target, draft, progress).run(todo)
 
-    code = _measure(console, folder, measure, "sets", len(sets), len(sets) - len(todo))
-    if code:
+    if code := _measure(console, folder, measure, "sets", len(sets), len(sets) - len(todo)):
         return code
     rows = summary.summarize(store.records)
-    results = {
-        "environment": report.environment(argv),
-        "settings": settings.to_dict(),
-        "left_out": left_out,
-        "memory": memory_kind(),
-        "rows": rows,
-    }
-    report.write_reports(folder, results, list(map(summary.flat, rows)), page.make_page(results))
-    console.print(page.terminal_table(rows))
-    console.print(f"the page: {folder / 'report.html'}", highlight=False)
-    different = [row for row in rows if row["greedy"] == "different"]
-    for row in different:
-        console.print(
-            f"[bold red]greedy output differs from stock vLLM's: {row['label']}, {row['dtype']}, "
-            f"{report.batch_text(row['batch_size'], row['context'])}"
-        )
-    return DIFFERENT if different else 0
+    results = {"left_out": left_out, "memory": memory_kind(), "rows": rows}
+    _report(console, folder, argv, settings, results, page, list(map(summary.flat, rows)))
+    for text in page.alarms(rows):
+        console.print(f"[bold red]{text}")
+    return DIFFERENT if page.alarms(rows) else 0
 
 
 def _serve(settings: ServeSettings, folder: Path, argv: list[str]) -> int:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     models = [settings.target, settings.draft]
     if all(model is None or os.path.isdir(model) for model in models):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -172,16 +154,8 @@ def _serve(settings: ServeSettings, folder: Path, argv: list[str]) -> int:
         return code
     seconds = sum(record["result"]["duration"] for record in store.records)
     idle_seconds = sum(record["idle_server_cpu_seconds"] for record in store.records)
-    results = {
-        "environment": report.environment(argv),
-        "settings": settings.to_dict(),
-        "checkouts": checkouts,
-        "idle_share": idle_seconds / seconds,
-        "rows": rows,
-    }
-    report.write_reports(folder, results, rows, page.make_page(results))
-    console.print(page.terminal_table(rows))
-    console.print(f"the page: {folder / 'report.html'}", highlight=False)
+    results = {"checkouts": checkouts, "idle_share": idle_seconds / seconds, "rows": rows}
+    _report(console, folder, argv, settings, results, page, rows)
     return code
 
 
@@ -195,12 +169,12 @@ def _measure(
         units: name of the counted units.
     """
     from vllm_triforce_bench.bench.serve.server import ServerFailed
-    from vllm_triforce_bench.bench.terminal import Progress
+    from vllm_triforce_bench.bench.terminal import UnitProgress
 
     if num_done:
         console.print(f"{num_done} of {total} {units} are in {folder} already")
     try:
-        with Progress(console, total, num_done, units) as progress:
+        with UnitProgress(console, total, num_done, units) as progress:
             measure(progress)
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {folder}")
@@ -210,6 +184,29 @@ def _measure(
         console.print(f"the same command goes on from what is in {folder}")
         return SERVER_FAILED
     return 0
+
+
+def _report(
+    console,
+    folder: Path,
+    argv: list[str],
+    settings: Settings,
+    results: dict,
+    page,
+    csv_rows: list[dict],
+) -> None:
+    """Write the files of a run, and print its table.
+
+    Args:
+        results: content of results.json beside the environment and the settings.
+        page: module of the benchmark's page.
+    """
+    from vllm_triforce_bench.bench import report
+
+    about = {"environment": report.environment(argv), "settings": settings.to_dict()}
+    report.write_reports(folder, about | results, csv_rows, page.make_page(about | results))
+    console.print(page.terminal_table(results["rows"]))
+    console.print(f"the page: {folder / 'report.html'}", highlight=False)
 
 
 def _interrupt(number, frame) -> None:

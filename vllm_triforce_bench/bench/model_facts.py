@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce_bench.bench import BadInput
-from vllm_triforce_bench.bench.settings import AUTO, DTYPES
+from vllm_triforce_bench.bench.settings import AUTO, DTYPES, GIB, Settings
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -97,9 +97,11 @@ def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any])
     return list(dict.fromkeys(served if dtype == AUTO else dtype for dtype in dtypes))
 
 
-def kv_cache_bytes(num_reqs: int, max_model_len: int, dtype: str, *models: ModelFacts) -> int:
-    """KV cache for ``num_reqs`` requests of the greatest length, and a tenth to spare."""
+def kv_cache_bytes(settings: Settings, num_reqs: int, dtype: str, *models: ModelFacts) -> int:
+    """Size the KV cache: as given, or for the longest requests, with a tenth to spare."""
+    if settings.kv_cache_gib is not None:
+        return int(settings.kv_cache_gib * GIB)
     per_token = sum(model.kv_bytes_per_token(dtype) for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
-    tokens = num_reqs * (max_model_len + 128)
+    tokens = num_reqs * (settings.max_model_len + 128)
     return max(64 << 20, int(1.1 * tokens * per_token))

@@ -1,17 +1,17 @@
 """Files of a report: results.json, results.csv and the page; and facts of the machine."""
 
+import csv
 import datetime
 import json
 import os
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pandas
 
 from vllm_triforce_bench.bench.settings import EACH
 from vllm_triforce_bench.page import Page, short_name
@@ -70,30 +70,50 @@ def write_reports(folder: Path, results: dict, csv_rows: Sequence[dict], page: P
         csv_rows: its rows, flat.
     """
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    frame = pandas.DataFrame(csv_rows)
-    if "budget" in frame:
-        frame = frame.astype({"budget": "Int64"})
-    frame.to_csv(folder / "results.csv", index=False)
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in csv_rows for name in row)))
+        writer.writeheader()
+        writer.writerows(csv_rows)
     (folder / "report.html").write_text(page.render())
 
 
-def head_facts(results: dict) -> list[str]:
-    """Words below the page's heading."""
-    settings, run = results["settings"], results["environment"]
+def facts_of(results: dict, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the fields of a page that describe its run.
+
+    Args:
+        more: further rows of the last table.
+    """
+    settings, run = results["settings"], dict(results["environment"])
     draft = settings["draft"]
-    return [
+    facts = [
         f"target {short_name(settings['target'])}",
         f"draft {short_name(draft)}" if draft else "no draft: prompt lookup",
         f"{run['device']}, {run['cores']} cores",
         f"vLLM {run['vLLM']}",
         run["date"],
     ]
+    return {"facts": facts, "command": run.pop("command"), "run": {**run, **more}}
 
 
-def run_facts(results: dict, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the page's last table."""
-    run = {name: value for name, value in results["environment"].items() if name != "command"}
-    return {**run, **more}
+def ratio_cards(
+    rows: Sequence[dict],
+    column: str,
+    median_of: str,
+    name: Callable[[dict], str],
+    is_slow: Callable[[dict], bool],
+) -> list[tuple[str, str, str]]:
+    """Make the cards of the median ratio, the best and the worst.
+
+    Args:
+        name: names the cell of a row.
+    """
+    median = float(numpy.median([row[column] for row in rows]))
+    best, worst = (choose(rows, key=lambda row: row[column]) for choose in (max, min))
+    return [
+        (f"{median:.2f}x", f"median of {median_of}", "plain"),
+        (f"{best[column]:.2f}x", f"fastest: {name(best)}", "good"),
+        (f"{worst[column]:.2f}x", f"slowest: {name(worst)}", "bad" if is_slow(worst) else "plain"),
+    ]
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:

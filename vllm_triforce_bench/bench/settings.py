@@ -1,18 +1,20 @@
-"""Settings that both benchmarks share, and parsers of option values."""
+"""Settings that both benchmarks share, and types of their options."""
 
 import argparse
 import json
-import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from vllm_triforce_bench.bench import BadInput
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator
+
+from vllm_triforce_bench.options import BadInput, Tokens, checked
 
 AUTO = "auto"
 """The dtype in which vLLM serves the model (``model_facts.served_dtypes``)."""
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GIB = 1 << 30
 EACH = 0
 """The context of a dataset's own prompts, each as long as it is."""
@@ -23,8 +25,8 @@ S = TypeVar("S", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Validated settings; made without loading vLLM or a model."""
+class Settings(ABC):
+    """Checked settings; made without loading vLLM or a model."""
 
     target: str
     draft: str | None
@@ -35,22 +37,13 @@ class Settings:
     """The user's engine arguments, for every engine alike."""
     kv_cache_gib: float | None
 
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of the longest request, and room for proposals."""
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    def check(self, dtypes: list[str]) -> None:
-        """Raise BadInput if a value is out of range."""
-        if not 0 < self.top_p <= 1:
-            raise BadInput(f"--top-p {self.top_p} is out of range; it must be in (0, 1]")
-        if self.kv_cache_gib is not None and not 1 <= self.kv_cache_gib * GIB < math.inf:
-            raise BadInput(
-                f"--kv-cache-gib {self.kv_cache_gib} is no size; give a number of GiB above 0"
-            )
-        for dtype in dtypes:
-            if dtype not in DTYPES:
-                raise BadInput(f"--dtypes: {dtype!r} is unknown; known: {', '.join(DTYPES)}")
-        if self.prompts is not None and not Path(self.prompts).exists():
-            raise BadInput(f"--prompts {self.prompts}: there is no such file or folder")
 
 
 def read(cls: type[S], args: argparse.Namespace, **values) -> S:
@@ -61,92 +54,47 @@ def read(cls: type[S], args: argparse.Namespace, **values) -> S:
 
 
 def add_options(group, *options: tuple) -> None:
-    """Add options to argparse's group: name, parser of the value, default and help of each."""
+    """Add options to argparse's group: name, type of the value, default and help of each."""
     for name, kind, default, text in options:
-        group.add_argument(name, type=kind, default=default, help=text)
+        group.add_argument(name, type=checked(kind), default=default, help=text)
 
 
-# Parsers of option values; argparse puts the option's name before their messages.
-
-
-def at_least(low: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """Make the parser of a number that is not below ``low``."""
-
-    def parse(text: str):
-        try:
-            value = kind(text)
-        except BadInput:
-            raise
-        except ValueError as error:
-            raise BadInput(f"{text!r}: {error}") from error
-        if not low <= value < math.inf:
-            raise BadInput(f"{value} is out of range; it must be at least {low}")
-        return value
-
-    return parse
-
-
-def list_of(kind: Callable[[str], Any]) -> Callable[[str], list]:
-    """Make the parser of values with commas between them."""
-
-    def parse(text: str) -> list:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:
-            raise BadInput("is empty; give values with commas between them")
-        try:
-            values = [kind(part) for part in parts]
-        except BadInput:
-            raise
-        except ValueError as error:
-            raise BadInput(f"{text!r}: {error}") from error
-        if len(set(values)) < len(values) and kind is not str:
-            raise BadInput(f"{text!r} names a value twice; name it once")
-        return values
-
-    return parse
-
-
-def num_tokens(low: float = -math.inf) -> Callable[[str], int]:
-    """Make the parser of ``4096`` or ``4K``."""
-
-    def parse(text: str) -> int:
-        number, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-        try:
-            return int(number) * factor
-        except ValueError:
-            raise BadInput(
-                f"{text!r} is not a number of tokens; write 4096 or 4K (4 x 1024)"
-            ) from None
-
-    return at_least(low, parse)
-
-
-def context(text: str) -> int:
-    """Parse the tokens of a prompt; ``EACH`` for a dataset's own prompts."""
-    return EACH if text == "each" else num_tokens(2)(text)
-
-
-def budget(text: str) -> int | None:
-    """Parse a ``retrieval_budget``; None for TriForce's default."""
-    return None if text == "default" else num_tokens(1)(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise BadInput(f"{text!r} is not JSON ({error})") from error
+        raise BadInput(f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise BadInput(f"{text!r} must be a JSON object such as '{{\"gamma\": 3}}'")
+        raise BadInput("write a JSON object such as '{\"gamma\": 3}'")
     return value
 
 
-def method_keys(text: str) -> dict[str, Any]:
-    """Parse the user's ``speculative_config`` keys, without those that the benchmark sets."""
-    keys = json_object(text)
+def _method_keys(text: str) -> dict[str, Any]:
+    keys = _json_object(text)
     for key in ("method", "model", "retrieval_budget"):
         if key in keys:
             raise BadInput(
                 f"key {key!r} is set by the benchmark; use --methods, --draft and --budgets"
             )
     return keys
+
+
+def _existing(path: str) -> str:
+    if not Path(path).exists():
+        raise BadInput("there is no such file or folder")
+    return path
+
+
+def _word(word: str, meaning: Any) -> WrapValidator:
+    return WrapValidator(lambda value, convert: meaning if value == word else convert(value))
+
+
+ExistingPath = Annotated[str, AfterValidator(_existing)]
+Context = Annotated[Tokens, Field(ge=2), _word("each", EACH)]
+Budget = Annotated[Tokens, Field(ge=1), _word("default", None)]
+"""A ``retrieval_budget``; None for TriForce's default."""
+RequestRate = Annotated[float, Field(gt=0, allow_inf_nan=False), _word("inf", None)]
+"""Requests per second; None for a new one as soon as there is room."""
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]
+MethodKeys = Annotated[dict[str, Any], BeforeValidator(_method_keys)]
+"""The user's ``speculative_config`` keys, without those that the benchmark sets."""

@@ -2,15 +2,15 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_triforce_bench.options import CommaList, NotNegative, Share, checked
 from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
-from vllm_triforce_bench.predict.settings import Acceptance, shares
+from vllm_triforce_bench.predict.settings import Acceptance
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for the prediction: {', '.join(MACHINES)} or a JSON file (docs/doctor.md); default: "
         "the GPU of this machine if it is one of them, or this CPU, measured",
     )
-    add("--acceptances", default="0.7,0.9", help="of level 2, for the prediction")
+    shares = checked(CommaList[Share])
+    add("--acceptances", type=shares, default="0.7,0.9", help="of level 2, for the prediction")
     add("--url", help="a running server: what speculation does there, and what to change")
-    add("--seconds", type=float, default=0, help="of that server's traffic; 0: since its start")
+    add(
+        "--seconds",
+        type=checked(NotNegative),
+        default=0,
+        help="of that server's traffic; 0: since its start",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     if args.seconds:
         args.fail("--seconds is of a running server's traffic; give --url")
     try:
-        acceptances = [Acceptance(a) for a in shares("--acceptances", args.acceptances)]
         machine = named_machine(args.machine) if args.machine else None
     except ValueError as error:
         args.fail(str(error))
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
     ):
         args.fail(f"{args.more[0]} comes before MODEL; give the model, then the engine's options")
+    acceptances = [Acceptance(share) for share in args.acceptances]
     results = examine(args.model, args.more, machine, acceptances, args.fail)
     from vllm_triforce_bench.doctor.text import lines
 
@@ -76,8 +82,6 @@ def _run_server(args: argparse.Namespace) -> int:
 
     if args.model is not None or args.more or args.machine is not None:
         args.fail("--url is of a running server; leave out MODEL, --machine and engine options")
-    if not 0 <= args.seconds < math.inf:
-        args.fail(f"--seconds {args.seconds:g} must be a number of seconds, or 0")
     try:
         results = examine_server(args.url, args.seconds)
     except BadServer as error:

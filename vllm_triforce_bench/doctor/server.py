@@ -3,13 +3,13 @@
 import http.client
 import time
 import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, LevelCounters
 from vllm_triforce_bench.doctor.advice import advice
+from vllm_triforce_bench.metrics import read_metrics
 
 _TIMEOUT_S = 10
 _TRIFORCE = "vllm:triforce_"
@@ -100,15 +100,11 @@ def _levels(values: Values) -> LevelCounters | None:
 
 def _read(base: str) -> Mapping[str, Values]:
     """Return the samples of each model."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     if not base.startswith(("http://", "https://")):
         raise BadServer(f"--url {base!r} has no http:// or https://; give the server's address")
     url = f"{base}/metrics"
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        samples = read_metrics(base, _TIMEOUT_S)
     except urllib.error.HTTPError as error:
         raise BadServer(f"{url} answers {error.code}; give the address of a vLLM server") from error
     except (OSError, ValueError, http.client.HTTPException) as error:

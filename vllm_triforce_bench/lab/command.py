@@ -4,11 +4,15 @@ import argparse
 import dataclasses
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from vllm_triforce_bench.lab.copies import SCHEMES
 from vllm_triforce_bench.lab.needle import PRESETS, NeedleText
 from vllm_triforce_bench.lab.policies import POLICIES
 from vllm_triforce_bench.lab.settings import DTYPES, EXPERIMENTS, REPLAYS, LabSettings
+from vllm_triforce_bench.options import NotNegative, Share, ShareAboveZero, checked
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LabSettings)}
 
@@ -23,22 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("experiments", str, "what to vary", choices=EXPERIMENTS)
     add("policies", str, "policies to compare", choices=tuple(POLICIES))
     add("copies", str, "weights of the sparse pass, by each policy", choices=tuple(SCHEMES))
-    add("context", int, "tokens of context, but for the depth experiment")
-    add("contexts", int, "tokens of context, in the depth experiment")
-    add("budgets", int, "tokens that a policy reads, in the budget experiment")
-    add("at_budgets", int, "tokens that a policy reads, in the other experiments")
-    add("chunk_size", int, "tokens per retrieval chunk, but for the chunk experiment")
-    add("chunk_sizes", int, "tokens per retrieval chunk, in the chunk experiment")
+    add("context", PositiveInt, "tokens of context, but for the depth experiment")
+    add("contexts", PositiveInt, "tokens of context, in the depth experiment")
+    add("budgets", PositiveInt, "tokens that a policy reads, in the budget experiment")
+    add("at_budgets", PositiveInt, "tokens that a policy reads, in the other experiments")
+    add("chunk_size", PositiveInt, "tokens per retrieval chunk, but for the chunk experiment")
+    add("chunk_sizes", PositiveInt, "tokens per retrieval chunk, in the chunk experiment")
     add("recent_tokens", int, "newest tokens that are kept; by default about a quarter")
-    add("recent_shares", float, "shares of the budget for the newest, in the recent experiment")
-    add("refresh_interval", int, "full passes between two selections, but for that experiment")
-    add("refresh_intervals", int, "full passes between two selections, in the refresh experiment")
-    add("tokens_per_pass", int, "tokens that a full pass moves on by")
+    add("recent_shares", Share, "shares of the budget for the newest, in the recent experiment")
+    add(
+        "refresh_interval",
+        NonNegativeInt,
+        "full passes between two selections, but for that experiment",
+    )
+    add(
+        "refresh_intervals",
+        NonNegativeInt,
+        "full passes between two selections, in the refresh experiment",
+    )
+    add("tokens_per_pass", PositiveInt, "tokens that a full pass moves on by")
     add("replay", str, "replay the text's own tokens, or the target's", choices=REPLAYS)
-    add("replay_tokens", int, "tokens replayed in each stretch")
-    add("stretches", int, "stretches of text")
-    add("temperature", float, "of the acceptance; 0 is greedy")
-    add("top_p", float, "of the acceptance")
+    add("replay_tokens", PositiveInt, "tokens replayed in each stretch")
+    add("stretches", PositiveInt, "stretches of text")
+    add("temperature", NotNegative, "of the acceptance; 0 is greedy")
+    add("top_p", ShareAboveZero, "of the acceptance")
     parser.add_argument(
         "--needle",
         default="pass-key",
@@ -50,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"the needle's {part} in your own words; {{key}} is a random number, {{a}} to "
             "{d} are random names",
         )
-    add("needle_depths", float, "shares of the text before the needle")
-    add("needle_repeats", int, "needles per depth")
+    add("needle_depths", Share, "shares of the text before the needle")
+    add("needle_repeats", PositiveInt, "needles per depth")
     add("dtype", str, "of weights and cache", choices=DTYPES)
     add("device", str, "of torch")
     add("seed", int, "of the needles' numbers and names")
@@ -65,12 +77,12 @@ class _Adder:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
 
-    def __call__(self, name: str, kind: type, text: str, **keys) -> None:
+    def __call__(self, name: str, kind: Any, text: str, **keys) -> None:
         default = _DEFAULTS[name]
         if isinstance(default, tuple):
             keys["nargs"] = "+"
         self._parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, help=text, **keys
+            f"--{name.replace('_', '-')}", type=checked(kind), default=default, help=text, **keys
         )
 
 
@@ -121,18 +133,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
     """Measure all rows, and write ``rows.csv`` after each context."""
+    from rich.console import Console
+
     from vllm_triforce_bench.lab import report
-    from vllm_triforce_bench.lab.measure import measure_context
-    from vllm_triforce_bench.lab.progress import LabProgress
+    from vllm_triforce_bench.lab.measure import measure_context, query_key_pairs
+    from vllm_triforce_bench.progress import Progress
 
     rows: list[dict] = []
-    with LabProgress(contexts) as progress:
+    with Progress(Console(stderr=True)) as progress:
+        progress.begin(sum(map(query_key_pairs, contexts)))
+        progress.report(f"0 of {len(contexts)} prompts")
         for number, context in enumerate(contexts, 1):
-            progress.begin(number, context)
+            kind = "stretch" if context.needle_depth is None else "needle"
+            name = f"{kind} {number} of {len(contexts)}, {len(context.prompt)} tokens"
+            progress.say(name)
             measured = measure_context(target, context, settings, progress.advance)
             for experiment, part in groupby(measured, lambda row: row["experiment"]):
                 rows += part
-                progress.finished(experiment)
+                progress.report(f"{name}, {experiment}: {progress.percentage:.0f}%")
             report.save_rows(rows, settings.output)
     return rows
 

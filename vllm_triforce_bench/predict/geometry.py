@@ -45,18 +45,6 @@ class Geometry:
     bytes_each: float = 2
     kv_bytes_each: int = 2
 
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model {self.name!r} has {self.heads} heads and {self.kv_heads} KV heads; the "
-                "former must be a multiple of the latter"
-            )
-        if self.experts and not 0 < self.active_experts <= self.experts:
-            raise ValueError(
-                f"model {self.name!r} has {self.active_experts} active of {self.experts} experts; "
-                "give between 1 and all"
-            )
-
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes_each

@@ -1,18 +1,14 @@
 """Rates and costs of a machine, from which the time of a decoding step is predicted."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict, NonNegativeInt
+
+from vllm_triforce_bench.options import AboveZero, NotNegative, Share, ShareAboveZero, checked
+
 _GIB = 2**30
-_SHARES = (
-    "bandwidth_share",
-    "flops_share",
-    "attention_bandwidth_share",
-    "attention_flops_share",
-)
-_ABOVE_ZERO = ("memory_bytes", "bandwidth", "flops", "bandwidth_share", "flops_share")
 
 
 @dataclass(frozen=True)
@@ -37,33 +33,25 @@ class Machine:
         sync_seconds: cost of one wait for the device.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
-    memory_bytes: float
-    bandwidth: float
-    flops: float
-    bandwidth_share: float = 0.85
-    flops_share: float = 0.6
-    attention_bandwidth_share: float = 0.0
-    attention_flops_share: float = 0.0
-    num_sms: int = 0
+    memory_bytes: AboveZero
+    bandwidth: AboveZero
+    flops: AboveZero
+    bandwidth_share: ShareAboveZero = 0.85
+    flops_share: ShareAboveZero = 0.6
+    attention_bandwidth_share: Share = 0.0
+    attention_flops_share: Share = 0.0
+    num_sms: NonNegativeInt = 0
     splits_queries: bool = True
-    launch_seconds: float = 0.0
-    graph_launch_seconds: float = 0.0
-    kernel_seconds: float = 0.0
-    upload_seconds: float = 0.0
-    sync_seconds: float = 0.0
+    launch_seconds: NotNegative = 0.0
+    graph_launch_seconds: NotNegative = 0.0
+    kernel_seconds: NotNegative = 0.0
+    upload_seconds: NotNegative = 0.0
+    sync_seconds: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is float and (value < 0 or (value == 0 and field.name in _ABOVE_ZERO)):
-                raise ValueError(f"machine {self.name!r} has {field.name}={value!r}; give more")
-        for name in _SHARES:
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"machine {self.name!r} has {name}={getattr(self, name)!r}, more than its "
-                    "peak; give a share up to 1"
-                )
         if not self.splits_queries and not self.num_sms:
             raise ValueError(
                 f"machine {self.name!r} has splits_queries=False and num_sms=0: the share of idle "
@@ -101,17 +89,9 @@ class Machine:
             ValueError: a key is missing, unknown or out of range.
         """
         try:
-            values = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or (unknown := values.keys() - names):
-            problem = sorted(unknown) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"{path} has {problem}, which is unknown; use {sorted(names)}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"{path}: {error}") from error
+            return checked(cls)(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _gpu(

@@ -55,11 +55,6 @@ class Acceptance:
     draft: float = 0.5
     lookup: float = 0.3
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"acceptance {name}={value!r} is no share; give one from 0 to 1")
-
     def at(self, budget: int) -> float:
         """Level 2's acceptance at another budget."""
         halvings = math.log2(FULL_BUDGET / budget)
@@ -85,15 +80,3 @@ def settings(budget: int, sources: tuple[str, ...]) -> list[Setting]:
             for source in sources if gamma else ("",):
                 candidates.append(Setting(LEVELS, k, gamma, budget, source))
     return candidates
-
-
-def shares(option: str, text: str) -> list[float]:
-    """Parse shares with commas between them.
-
-    Raises:
-        ValueError: a part is no number.
-    """
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"{option} has {error}; give shares, such as 0.9") from error

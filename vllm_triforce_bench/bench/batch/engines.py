@@ -21,7 +21,6 @@ from vllm_triforce_bench.bench import BadInput
 from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
-from vllm_triforce_bench.bench.settings import GIB
 
 # Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
 # embedded pair on the CPU), and activations of a larger model.
@@ -123,13 +122,14 @@ def start(
     # TriForce keeps its draft's KV in a small cache outside vLLM's.
     shares_cache = draft is not None and variant.method == "draft_model"
     models = (target, draft) if shares_cache else (target,)
+    num_reqs = max(settings.batch_sizes)
     arguments = dict(
         dtype=dtype,
         seed=settings.seed,
         max_model_len=settings.max_model_len,
-        max_num_seqs=max(settings.batch_sizes),
+        max_num_seqs=num_reqs,
         gpu_memory_utilization=0.1,  # the KV cache's size is given
-        kv_cache_memory_bytes=_kv_bytes(settings, dtype, *models),
+        kv_cache_memory_bytes=kv_cache_bytes(settings, num_reqs, dtype, *models),
         enable_prefix_caching=True,
         distributed_executor_backend="uni",
         disable_log_stats=False,
@@ -180,19 +180,13 @@ def fit_at_once(settings: BatchSettings, target: ModelFacts, draft: ModelFacts |
     if settings.engines_at_once is not None:
         return settings.engines_at_once
     models = [target] if draft is None else [target, draft]
+    num_reqs = max(settings.batch_sizes)
     weights = 2 * sum(model.weights_bytes for model in models)
-    kv_cache = max(_kv_bytes(settings, dtype, *models) for dtype in settings.dtypes)
+    kv_cache = max(kv_cache_bytes(settings, num_reqs, dtype, *models) for dtype in settings.dtypes)
     free = psutil.virtual_memory().available
     if not current_platform.is_cpu():
         free = torch.cuda.mem_get_info()[0]
     return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
-
-
-def _kv_bytes(settings: BatchSettings, dtype: str, *models: ModelFacts) -> int:
-    """KV cache of an engine for the largest batch of the longest prompts of these models."""
-    if settings.kv_cache_gib is not None:
-        return int(settings.kv_cache_gib * GIB)
-    return kv_cache_bytes(max(settings.batch_sizes), settings.max_model_len, dtype, *models)
 
 
 def memory_kind() -> str:

@@ -1,6 +1,5 @@
 """The loop over sets: the engines of a group live together, and take turns."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -18,7 +17,7 @@ from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
 from vllm_triforce_bench.bench.report import batch_text
 from vllm_triforce_bench.bench.store import Store
-from vllm_triforce_bench.bench.terminal import Progress, TimeLeft
+from vllm_triforce_bench.bench.terminal import UnitProgress, work_of
 
 # Tokens of untimed decodes: enough for a few proposals, so that everything is compiled.
 WARM_UP_TOKENS = 16
@@ -39,7 +38,7 @@ class Measurement:
         prompts: Stretches | OwnPrompts,
         target: ModelFacts,
         draft: ModelFacts | None,
-        progress: Progress,
+        progress: UnitProgress,
     ) -> None:
         self._settings, self._groups, self._store = settings, groups, store
         self._prompts = prompts
@@ -50,28 +49,23 @@ class Measurement:
 
     def run(self, sets: Sequence[PairedSet]) -> None:
         """Measure sets that are not in the store yet, in their order."""
-        time_left = TimeLeft()
-        remaining, engines_of = list(sets), None
+        self._progress.begin(sum(map(self._work, sets)))
+        engines_of = None
         for run in grid.by_prompts(sets):
             first = run[0]
             if (first.dtype, first.group) != engines_of:
                 engines_of = (first.dtype, first.group)
                 self._start_engines(*engines_of)
-            begin = time.perf_counter()
             texts = self._prompts.batch(first.context, first.batch_size, first.repetition)
             cold = self._read_cold(texts, first.repetition)
             for paired in run:
                 self._store.append(self._measure(paired, texts, cold))
-                remaining.remove(paired)
-                time_left.finish(self._weight(paired), time.perf_counter() - begin)
-                begin = time.perf_counter()
-                weights = map(self._weight, remaining)
-                self._progress.advance(len(remaining), time_left.seconds(weights))
+                self._progress.finish_unit(self._work(paired))
         end(self._engines)
 
-    def _weight(self, paired: PairedSet) -> float:
+    def _work(self, paired: PairedSet) -> float:
         context = paired.context or self._settings.longest_prompt
-        return TimeLeft.weight(paired.batch_size, context, self._settings.tokens)
+        return work_of(paired.batch_size, context, self._settings.tokens)
 
     def _start_engines(self, dtype: str, group: int) -> None:
         # Before the next engines: two groups would not fit.

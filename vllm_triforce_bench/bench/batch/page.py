@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 
-import numpy
 from rich.table import Table as TerminalTable
 
 from vllm_triforce_bench.bench import figures
 from vllm_triforce_bench.bench.batch.summary import REST
-from vllm_triforce_bench.bench.report import batch_text, head_facts, run_facts, tokens_text
+from vllm_triforce_bench.bench.report import (
+    batch_text,
+    facts_of,
+    ratio_cards,
+    tokens_text,
+)
 from vllm_triforce_bench.bench.terminal import make_table
 from vllm_triforce_bench.colours import shade
-from vllm_triforce_bench.page import Article, Cell, Page, Table, short_name
+from vllm_triforce_bench.page import Article, Cell, Page, Table, grouped, short_name
 
 _SPEED_UP = (
     "Decode tokens per second relative to stock vLLM. Points are medians over repetitions, bars "
@@ -31,8 +35,8 @@ _POSITION = (
 _READING = (
     "Tokens a second: of the whole batch, from the first token to the last, reading the prompt "
     "not counted. Together: the ratio of all repetitions' tokens and times, with its 95 % interval "
-    "by bootstrap where there are five repetitions. First token: median over requests of the time "
-    "to it on a prompt that the engine does not know. Inter-token: between two outputs of a "
+    "by bootstrap where there are five repetitions. TTFT: median over requests of the time to the "
+    "first token of a prompt that the engine does not know. ITL: time between two outputs of a "
     "request, tokens that come together counting once. Length: mean acceptance length, with the "
     "bonus token. Level 1: share of its tokens that level 2 accepted. Accepted: share of all "
     "proposed tokens that the full pass accepted. Time by part: in the figures' colours; rest the "
@@ -41,6 +45,10 @@ _READING = (
 _CPU_NOTE = (
     "vLLM's CPU build samples wrongly with speculation; that fault is mended in the benchmark's "
     "process, for stock vLLM's own methods too."
+)
+_NUMBERS = (
+    *("tokens/s", "ratio", "spread", "together"),
+    *("TTFT ms", "ITL p50 ms", "p99 ms", "length"),
 )
 _COLOURED = {
     "identical": "[green]identical",
@@ -64,21 +72,15 @@ def make_page(results: dict) -> Page:
     return Page(
         title=f"Decode speed: {short_name(settings['target'])}",
         heading="Decode speed against stock vLLM",
-        facts=head_facts(results),
         cards=_cards(rows),
-        alarms=[
-            f"Greedy output differs from stock vLLM's: {row['label']}, {_place(row)}."
-            for row in rows
-            if row["greedy"] == "different"
-        ],
+        alarms=alarms(rows),
         notes=[f"Left out: {name}. {reason}." for name, reason in left_out],
         sections=sections,
         cells=Article(
             "All cells", _READING.format(memory=results["memory"]), table=_cells_table(rows)
         ),
-        command=results["environment"]["command"],
         run_notes=[_CPU_NOTE] if any(settings["temperatures"]) else [],
-        run=run_facts(
+        **facts_of(
             results,
             {
                 "tokens generated": settings["tokens"],
@@ -92,10 +94,13 @@ def make_page(results: dict) -> Page:
     )
 
 
-def _place(row: dict) -> str:
-    return (
-        f"{batch_text(row['batch_size'], row['context'])}, T={row['temperature']:g}, {row['dtype']}"
-    )
+def alarms(rows: Sequence[dict]) -> list[str]:
+    """Name the cells whose greedy output differs from stock vLLM's."""
+    return [
+        f"Greedy output differs from stock vLLM's: {row['label']}, {cell_name(row)}."
+        for row in rows
+        if row["greedy"] == "different"
+    ]
 
 
 def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
@@ -103,22 +108,15 @@ def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
     ours = [row for row in others if row["method"] == "triforce"] or others
     if not ours:
         return []
-    best, worst = (choose(ours, key=lambda row: row["ratio"]) for choose in (max, min))
     judged = [row["greedy"] for row in others if row["greedy"]]
     ties, different = judged.count("tie"), judged.count("different")
     greedy = f"{judged.count('identical')} of {len(judged)}" if judged else "not compared"
     note = "cells with greedy output identical to stock's"
     note += f"; {ties} part where stock itself is undecided" if ties else ""
     note += f"; {different} DIFFERENT" if different else ""
-    median = float(numpy.median([row["ratio"] for row in ours]))
+    median_of = f"{ours[0]['label']} over its {len(ours)} cells"
     return [
-        (f"{median:.2f}x", f"median of {ours[0]['label']} over its {len(ours)} cells", "plain"),
-        (f"{best['ratio']:.2f}x", f"fastest: {_place(best)}", "good"),
-        (
-            f"{worst['ratio']:.2f}x",
-            f"slowest: {_place(worst)}",
-            "bad" if worst["ratio"] < 0.97 else "plain",
-        ),
+        *ratio_cards(ours, "ratio", median_of, cell_name, lambda row: row["ratio"] < 0.97),
         (greedy, note, "bad" if different else "good" if judged else "plain"),
     ]
 
@@ -166,49 +164,23 @@ def _ratio_cell(row: dict | None) -> Cell:
 
 def _cells_table(rows: Sequence[dict]) -> Table:
     """Every cell and method."""
-    numbers = (
-        "tokens/s",
-        "ratio",
-        "spread",
-        "together",
-        "first token",
-        "inter-token p50",
-        "p99",
-        "length",
-    )
     columns = [
         Cell("method", kind=""),
-        *(Cell(name) for name in (*numbers, "level 1", "accepted")),
+        *(Cell(name) for name in (*_NUMBERS, "level 1", "accepted")),
         Cell("time by part", kind=""),
         Cell("memory"),
         Cell("greedy", kind=""),
     ]
-    lines: list[str | list[Cell]] = []
-    for row in rows:
-        if (name := cell_name(row)) not in lines:
-            lines.append(name)
-        lines.append(_line(row))
-    return Table(columns, lines)
+    return Table(columns, grouped(rows, cell_name, _line))
 
 
 def _line(row: dict) -> list[Cell]:
     level2 = row["level2_acceptance_rate"]
     numbers = [
-        f"{row['decode_tokens_per_second']:.1f}",
-        "1",
-        "",
-        "",
-        f"{row['time_to_first_token_ms']:.0f} ms",
-        f"{row['inter_token_latency_p50_ms']:.1f} ms",
-        f"{row['inter_token_latency_p99_ms']:.1f} ms",
-        _number(row["mean_acceptance_length"], ".2f"),
+        *_numbers(row),
         _number(row["level1_acceptance_rate"], ".0%"),
         _number(row["draft_acceptance_rate"] if level2 is None else level2, ".0%"),
     ]
-    if row["method"] != "stock":
-        numbers[1] = f"{row['ratio']:.2f}x"
-        numbers[2] = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
-        numbers[3] = _together(row)
     shares = row["time_shares"]
     title = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
     parts = [(share, figures.part_colour(part, REST)) for part, share in shares.items()]
@@ -223,10 +195,23 @@ def _line(row: dict) -> list[Cell]:
     ]
 
 
-def _together(row: dict) -> str:
+def _numbers(row: dict) -> list[str]:
+    """Format the figures of ``_NUMBERS``; stock vLLM has no ratios to itself."""
     low, high = row["ratio_low"], row["ratio_high"]
     interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
-    return f"{row['ratio_together']:.2f}x{interval}"
+    ratios = [
+        f"{row['ratio']:.2f}x",
+        f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
+        f"{row['ratio_together']:.2f}x{interval}",
+    ]
+    return [
+        f"{row['decode_tokens_per_second']:.1f}",
+        *(["1", "", ""] if row["method"] == "stock" else ratios),
+        f"{row['time_to_first_token_ms']:.0f}",
+        f"{row['inter_token_latency_p50_ms']:.1f}",
+        f"{row['inter_token_latency_p99_ms']:.1f}",
+        _number(row["mean_acceptance_length"], ".2f"),
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -239,26 +224,16 @@ def cell_name(row: dict) -> str:
 
 
 def terminal_table(rows: list[dict]) -> TerminalTable:
-    columns = ["", "tokens/s", "ratio", "spread", "together", "TTFT ms", "ITL p50", "p99"]
-    columns += ["length", "greedy"]
+    columns = ["", *_NUMBERS, "greedy"]
     has_passes = any("outside_passes_share" in row for row in rows)
     if has_passes:
         columns.append("beside passes")
     lines = []
     for row in rows:
-        is_stock = row["method"] == "stock"
-        values = [
-            f"  {row['label']}",
-            f"{row['decode_tokens_per_second']:.1f}",
-            "1" if is_stock else _coloured(row["ratio"]),
-            "" if is_stock else f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}",
-            "" if is_stock else _together(row),
-            f"{row['time_to_first_token_ms']:.0f}",
-            f"{row['inter_token_latency_p50_ms']:.1f}",
-            f"{row['inter_token_latency_p99_ms']:.1f}",
-            _number(row["mean_acceptance_length"], ".2f"),
-            _COLOURED.get(row["greedy"], ""),
-        ]
+        speed, ratio, *others = _numbers(row)
+        colour = "green" if row["ratio"] >= 1.03 else "red" if row["ratio"] < 0.97 else "default"
+        greedy = _COLOURED.get(row["greedy"], "")
+        values = [f"  {row['label']}", speed, f"[{colour}]{ratio}[/]", *others, greedy]
         if "outside_passes_share" in row:
             share, step_ms = row["outside_passes_share"], row["outside_passes_ms_a_step"]
             values.append(f"{share:.0%}, {step_ms:.1f} ms a step")
@@ -266,8 +241,3 @@ def terminal_table(rows: list[dict]) -> TerminalTable:
             values.append("")
         lines.append((cell_name(row), cell_name(row), values))
     return make_table(columns, ("", "greedy"), lines)
-
-
-def _coloured(ratio: float) -> str:
-    colour = "green" if ratio >= 1.03 else "red" if ratio < 0.97 else "default"
-    return f"[{colour}]{ratio:.2f}x[/]"

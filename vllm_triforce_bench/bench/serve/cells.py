@@ -2,47 +2,37 @@
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated, Literal
 
-from vllm_triforce_bench.bench import BadInput
+from pydantic import ConfigDict, Field
+
+from vllm_triforce_bench.bench.settings import RequestRate
+from vllm_triforce_bench.options import BadInput, checked
 
 RANDOM, HELD_OUT, MIXED = "random", "held-out", "mixed"
-TEXTS = (RANDOM, HELD_OUT, MIXED)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic.
+    """One kind of traffic; ``_checked_cell`` makes it from a user's values.
 
     Args:
-        text: source of the prompts, of ``TEXTS``.
+        text: source of the prompts.
         input_len, output_len: tokens of each prompt and answer.
-        request_rate: requests per second; None for a new one as soon as there is room.
         concurrency: maximum of requests under way.
     """
 
-    text: str
-    input_len: int
-    output_len: int
-    request_rate: float | None
-    concurrency: int
-    temperature: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
-    def __post_init__(self) -> None:
-        if self.text not in TEXTS:
-            raise BadInput(f"text {self.text!r} is unknown; known: {', '.join(TEXTS)}")
-        for name, low in (("input_len", 2), ("output_len", 2), ("concurrency", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise BadInput(f"{name} {value!r} must be a whole number of at least {low}")
-        if not (_is_number(self.temperature) and 0 <= self.temperature <= 2):
-            raise BadInput(f"temperature {self.temperature!r} must be between 0 and 2")
-        rate = self.request_rate
-        if rate is not None and not (_is_number(rate) and rate > 0):
-            raise BadInput(f"request rate {rate!r} must be more than 0, or inf")
+    text: Literal["random", "held-out", "mixed"]
+    input_len: Annotated[int, Field(ge=2)]
+    output_len: Annotated[int, Field(ge=2)]
+    request_rate: RequestRate | None
+    concurrency: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 
     @property
     def needs_prompts(self) -> bool:
@@ -59,10 +49,7 @@ class Cell:
         return asdict(self)
 
 
-def request_rate(text: str) -> float | None:
-    """Parse a request rate: a number, or ``inf``, which is None."""
-    value = float(text)
-    return None if value == math.inf else value
+_checked_cell = checked(Cell)
 
 
 def grid(
@@ -76,13 +63,15 @@ def grid(
     """Combine all values.
 
     Temperatures follow each other: a server has learned from the last when the next comes.
+
+    Raises:
+        BadInput: a value is out of range.
     """
-    return [
-        Cell(*values)
-        for values in itertools.product(
-            texts, input_lens, output_lens, request_rates, concurrencies, temperatures
-        )
-    ]
+    names = [field.name for field in fields(Cell)]
+    combined = itertools.product(
+        texts, input_lens, output_lens, request_rates, concurrencies, temperatures
+    )
+    return [_checked_cell(dict(zip(names, values))) for values in combined]
 
 
 def from_file(path: Path) -> list[Cell]:
@@ -91,7 +80,6 @@ def from_file(path: Path) -> list[Cell]:
     Raises:
         BadInput: the file is no JSON list of cells.
     """
-    names = [field.name for field in fields(Cell)]
     example = '[{"text": "random", "input_len": 512, "output_len": 128, "concurrency": 4, '
     example += '"temperature": 0}]'
     try:
@@ -102,20 +90,9 @@ def from_file(path: Path) -> list[Cell]:
         raise BadInput(f"--sequence {path} is not a list of cells such as {example}")
     sequence = []
     for i, entry in enumerate(entries):
-        place = f"--sequence {path}, cell {i}"
-        if not isinstance(entry, dict):
-            raise BadInput(f"{place}: {entry!r} is not an object; write {example}")
-        entry = {"request_rate": None, **entry}
-        if wrong := sorted(set(entry) ^ set(names)):
-            raise BadInput(f"{place}: {', '.join(wrong)} is unknown or missing; write {example}")
         try:
-            if isinstance(entry["request_rate"], str):
-                entry["request_rate"] = request_rate(entry["request_rate"])
-            sequence.append(Cell(**entry))
-        except ValueError as error:
-            raise BadInput(f"{place}: {error}") from error
+            sequence.append(_checked_cell({"request_rate": None, **entry}))
+        except (BadInput, TypeError) as error:
+            place = f"--sequence {path}, cell {i}"
+            raise BadInput(f"{place}: {error}; write {example}") from error
     return sequence
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -13,7 +13,6 @@ import vllm_triforce
 from vllm_triforce_bench.bench import BadInput, methods
 from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
 from vllm_triforce_bench.bench.serve.settings import CONTROL, STOCK, TRIFORCE, ServeSettings
-from vllm_triforce_bench.bench.settings import GIB
 from vllm_triforce_bench.preload import libraries
 
 MODEL = "model"
@@ -68,9 +67,6 @@ class Contender:
     def command(self, settings: ServeSettings, target: ModelFacts, port: int) -> list[str]:
         """Make the command line; servers differ in ``--speculative-config`` alone."""
         num_reqs = min(settings.max_num_seqs, max(cell.concurrency for cell in settings.cells))
-        kv_bytes = kv_cache_bytes(num_reqs, settings.max_model_len, settings.dtype, target)
-        if settings.kv_cache_gib is not None:
-            kv_bytes = int(settings.kv_cache_gib * GIB)
         arguments = {
             "host": "127.0.0.1",
             "port": port,
@@ -80,7 +76,7 @@ class Contender:
             "max_model_len": settings.max_model_len,
             "max_num_seqs": settings.max_num_seqs,
             "gpu_memory_utilization": 0.1,  # the KV cache's size is given
-            "kv_cache_memory_bytes": kv_bytes,
+            "kv_cache_memory_bytes": kv_cache_bytes(settings, num_reqs, settings.dtype, target),
             "uvicorn_log_level": "warning",
             **settings.engine_keys,
         }

@@ -13,6 +13,7 @@ import numpy
 from vllm_triforce_bench.bench.serve.cells import Cell
 from vllm_triforce_bench.bench.serve.contenders import MODEL
 from vllm_triforce_bench.bench.serve.server import Server, ServerFailed
+from vllm_triforce_bench.bench.serve.settings import ServeSettings
 
 PERCENTILES = (90, 99)
 
@@ -22,10 +23,7 @@ def run(
     others: Sequence[Server],
     cell: Cell,
     prompts: Sequence[list[int]],
-    *,
-    top_p: float,
-    seed: int,
-    limit_s: int,
+    settings: ServeSettings,
     folder: Path,
 ) -> dict[str, Any]:
     """Send the requests and return the figures of ``vllm bench serve``, without those of each.
@@ -33,7 +31,6 @@ def run(
     Args:
         others: further servers that must not end meanwhile.
         prompts: token ids.
-        limit_s: time limit.
         folder: folder of the file of prompts and of the log.
 
     Raises:
@@ -41,11 +38,13 @@ def run(
     """
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    arguments = bench_arguments(server.port, cell, path, len(prompts), top_p, seed)
+    arguments = bench_arguments(
+        server.port, cell, path, len(prompts), settings.top_p, settings.seed
+    )
     with (folder / "bench.log").open("a") as log:
         print(f"--- {server.name}: {cell.describe()}", file=log)
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            result = asyncio.run(_watched(arguments, [server, *others], limit_s))
+            result = asyncio.run(_watched(arguments, [server, *others], settings.run_limit))
     expected = len(prompts) * cell.output_len
     if result["completed"] < len(prompts) or result["total_output_tokens"] != expected:
         raise ServerFailed(

@@ -13,7 +13,7 @@ from vllm_triforce_bench.bench.serve.schedule import Pair, Phase
 from vllm_triforce_bench.bench.serve.server import Server, running, wait_until_at_rest
 from vllm_triforce_bench.bench.serve.settings import ServeSettings
 from vllm_triforce_bench.bench.store import Store
-from vllm_triforce_bench.bench.terminal import Progress, TimeLeft
+from vllm_triforce_bench.bench.terminal import UnitProgress, work_of
 
 
 class ServeMeasurement:
@@ -26,7 +26,7 @@ class ServeMeasurement:
         target: ModelFacts,
         requests: Requests,
         store: Store,
-        progress: Progress,
+        progress: UnitProgress,
     ) -> None:
         self._settings, self._contenders, self._target = settings, contenders, target
         self._requests, self._store, self._progress = requests, store, progress
@@ -44,8 +44,7 @@ class ServeMeasurement:
             [pair for pair in phase.schedule(len(self._settings.cells)) if pair.key() not in done]
             for phase in phases
         ]
-        remaining = [pair for pairs in todo for pair in pairs]
-        time_left = TimeLeft()
+        self._progress.begin(sum(self._work(pair) for pairs in todo for pair in pairs))
         for phase, pairs in zip(phases, todo):
             if not pairs:
                 continue
@@ -53,12 +52,8 @@ class ServeMeasurement:
                 servers = self._start(phase, stack)
                 self._warm_up(servers)
                 for pair in pairs:
-                    begin = time.monotonic()
                     self._run_pair(pair, phase, servers)
-                    weight = self._weight(remaining.pop(0))
-                    time_left.finish(weight, time.monotonic() - begin)
-                    weights = map(self._weight, remaining)
-                    self._progress.advance(len(remaining), time_left.seconds(weights))
+                    self._progress.finish_unit(self._work(pair))
 
     def _start(self, phase: Phase, stack: ExitStack) -> dict[str, Server]:
         """Start both servers, one after the other; returns them by role."""
@@ -127,18 +122,11 @@ class ServeMeasurement:
     def _load(
         self, server: Server, servers: dict[str, Server], cell_index: int, prompts: list[list[int]]
     ) -> dict:
-        return load.run(
-            server,
-            [other for other in servers.values() if other is not server],
-            self._settings.cells[cell_index],
-            prompts,
-            top_p=self._settings.top_p,
-            seed=self._settings.seed,
-            limit_s=self._settings.run_limit,
-            folder=self._store.folder,
-        )
+        others = [other for other in servers.values() if other is not server]
+        cell = self._settings.cells[cell_index]
+        return load.run(server, others, cell, prompts, self._settings, self._store.folder)
 
-    def _weight(self, pair: Pair) -> float:
+    def _work(self, pair: Pair) -> float:
         cell = self._settings.cells[pair.cell_index]
         num_reqs = self._settings.num_requests(cell)
-        return TimeLeft.weight(num_reqs, cell.input_len, cell.output_len)
+        return work_of(num_reqs, cell.input_len, cell.output_len)

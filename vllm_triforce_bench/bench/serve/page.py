@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-import numpy
 from rich.table import Table as TerminalTable
 
 from vllm_triforce_bench.bench import figures
-from vllm_triforce_bench.bench.report import head_facts, run_facts
+from vllm_triforce_bench.bench.report import facts_of, ratio_cards
 from vllm_triforce_bench.bench.serve.settings import CONTROL, TRIFORCE
 from vllm_triforce_bench.bench.serve.summary import COUNTS, EVEN, FASTER, SHOWN, SLOWER, cell_of
 from vllm_triforce_bench.bench.terminal import make_table
 from vllm_triforce_bench.colours import shade
-from vllm_triforce_bench.page import Article, Cell, Page, Table, short_name
+from vllm_triforce_bench.page import Article, Cell, Page, Table, grouped, short_name
 
 _SECTION = ("text", "output_len", "request_rate")
 _NOTES = {
@@ -56,12 +55,10 @@ def make_page(results: dict) -> Page:
     return Page(
         title=f"Serving: {short_name(settings['target'])}",
         heading="Serving against stock vLLM",
-        facts=head_facts(results),
         cards=_cards(rows),
         sections=sections,
         cells=Article("All cells", _READING, table=_cells_table(rows)),
-        command=results["environment"]["command"],
-        run=run_facts(
+        **facts_of(
             results,
             {
                 "commits of TriForce": results["checkouts"],
@@ -82,28 +79,25 @@ def _section_of(row: dict) -> tuple:
     return tuple(row[name] for name in _SECTION)
 
 
+def _cell_name(row: dict) -> str:
+    return cell_of(row).describe()
+
+
+def _is_slower(row: dict) -> bool:
+    return row["verdict"] == SLOWER
+
+
 def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
     ours = [row for row in rows if row["challenger_name"] == TRIFORCE]
     ours = ours or [row for row in rows if row["challenger_name"] != CONTROL]
     if not ours:
         return []
-    median = float(numpy.median([row["throughput_ratio"] for row in ours]))
-    best, worst = (choose(ours, key=lambda row: row["throughput_ratio"]) for choose in (max, min))
-    num_slower = sum(row["verdict"] == SLOWER for row in ours)
+    num_slower = sum(map(_is_slower, ours))
     controls = [row for row in rows if row["challenger_name"] == CONTROL]
     judged = "slower than all that the control found" if controls else "slower by more than 3 %"
+    median_of = f"tokens/s over {len(ours)} cells, {ours[0]['challenger']}"
     cards = [
-        (
-            f"{median:.2f}x",
-            f"median of tokens/s over {len(ours)} cells, {ours[0]['challenger']}",
-            "plain",
-        ),
-        (f"{best['throughput_ratio']:.2f}x", f"fastest: {cell_of(best).describe()}", "good"),
-        (
-            f"{worst['throughput_ratio']:.2f}x",
-            f"slowest: {cell_of(worst).describe()}",
-            "bad" if worst["verdict"] == SLOWER else "plain",
-        ),
+        *ratio_cards(ours, "throughput_ratio", median_of, _cell_name, _is_slower),
         (f"{num_slower} of {len(ours)}", f"cells {judged}", "bad" if num_slower else "good"),
     ]
     if controls:
@@ -117,12 +111,7 @@ def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
 def _cells_table(rows: Sequence[dict]) -> Table:
     names = [title for name in SHOWN.values() for title in (name, "ratio")]
     names += ["length", *COUNTS, "pairs", ""]
-    lines: list[str | list[Cell]] = []
-    for row in rows:
-        name = f"{row['cell_index'] + 1}. {cell_of(row).describe()}"
-        if name not in lines:
-            lines.append(name)
-        lines.append(_line(row))
+    lines = grouped(rows, lambda row: f"{row['cell_index'] + 1}. {_cell_name(row)}", _line)
     return Table([Cell(kind=""), *map(Cell, names)], lines)
 
 
@@ -165,6 +154,6 @@ def terminal_table(rows: list[dict]) -> TerminalTable:
             f"[{colours[row['verdict']]}]{row['verdict']}[/]",
         ]
         # A cell may come again: it is known by its place.
-        lines.append((row["cell_index"], cell_of(row).describe(), values))
+        lines.append((row["cell_index"], _cell_name(row), values))
     columns = ["", *SHOWN.values(), "length", *COUNTS, " "]
     return make_table(columns, ("", " "), lines)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from vllm_triforce_bench.metrics import read_metrics
 
 _START_LIMIT_S = 1800
 _TAIL_CHARACTERS = 3000
@@ -70,10 +71,9 @@ class Server:
 
     def engine_counts(self) -> dict[str, int]:
         """Count the engine's steps and preemptions since its start."""
-        with urllib.request.urlopen(f"{self.address}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
+        samples = read_metrics(self.address, timeout_s=60)
         return {
-            name: int(sum(map(float, re.findall(rf"^{metric}{{.*?}} (\S+)$", text, re.MULTILINE))))
+            name: int(sum(sample.value for sample in samples if sample.name == metric))
             for name, metric in _COUNTS.items()
         }
 

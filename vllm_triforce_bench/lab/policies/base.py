@@ -24,7 +24,7 @@ class Sizes:
         tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
 
     Raises:
-        ValueError: level 2 refuses the sizes (``TriForceConfig.resolve``), or one is out of range.
+        ValueError: level 2 refuses the sizes (``TriForceConfig.resolve``).
     """
 
     budget: int = 4096
@@ -35,10 +35,6 @@ class Sizes:
     retrieval_budget: RetrievalBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.tokens_per_pass < 1:
-            raise ValueError(f"tokens_per_pass={self.tokens_per_pass} must be at least 1")
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1")
         config = TriForceConfig(
             retrieval_budget=self.budget,
             retrieval_recent_tokens=self.recent_tokens,  # type: ignore[arg-type]  # None: default
