@@ -81,7 +81,7 @@ def test_a_mistake_is_said_before_any_model_loads(
     assert re.search(says, found), found
 
 
-@pytest.mark.parametrize("missing, extra", [("pandas", "bench"), ("vllm", "cpu")])
+@pytest.mark.parametrize("missing, extra", [("matplotlib", "bench"), ("vllm", "cpu")])
 def test_what_is_not_installed_is_named(missing, extra, pair, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_is_installed", lambda module: module != missing)
     with pytest.raises(SystemExit):
