@@ -284,7 +284,14 @@ class RunnerAdapterV2(BaseAdapterV2):
         self._handler.set_proposals(draft_tokens, speculator.num_proposed[states])
         return draft_tokens
 
-    def _propose_by_route(self, routes, input_batch, num_sampled, last_sampled, draft_tokens):
+    def _propose_by_route(
+        self,
+        routes: dict[str, dict[int, RequestPlan]],  # by ``Routes.route_batch()``
+        input_batch,
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+        draft_tokens: torch.Tensor,
+    ) -> None:
         """Propose for the requests of each route, and write ``draft_tokens``."""
         speculator = self.built.speculator
         for route, plans in routes.items():

@@ -73,7 +73,9 @@ def write_reports(folder: Path, results: dict, csv_rows: Sequence[dict], page: P
     with (folder / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in csv_rows for name in row)))
         writer.writeheader()
-        writer.writerows(csv_rows)
+        for row in csv_rows:
+            # A missing figure is NaN: an empty cell, as spreadsheets and pandas read it.
+            writer.writerow({name: "" if value != value else value for name, value in row.items()})
     (folder / "report.html").write_text(page.render())
 
 
