@@ -213,7 +213,7 @@ class Decoder:
             length = min(length, end - position - 1)
             if length > 0 and (route == "levels" or match):
                 name = HIERARCHICAL if route == "levels" else self._traits.name
-                choice = Choice(name, length, match.confidence if match else None)
+                choice = Choice(name, length, match.match_class if match else None)
             is_settled = is_reevaluation = False
         else:
             backoff = controller.backoff
@@ -273,7 +273,7 @@ class Decoder:
             "answer",
             context,
             max(0, min(controller.config.num_speculative_tokens, end - position - 1)),
-            {} if match is None else {self._traits.name: match.confidence},
+            {} if match is None else {self._traits.name: match.match_class},
             is_greedy=self._is_greedy,
             tokens_unselected=0 if self._has_selection else context,
             num_left=end - position,
@@ -287,9 +287,9 @@ class Decoder:
         candidate = self._candidate(controller, position, end, match)
         if candidate.most < 2:
             return False
-        if match.confidence not in self._known:
-            self._known[match.confidence] = controller.would_propose(candidate, [])
-        return self._known[match.confidence]
+        if match.match_class not in self._known:
+            self._known[match.match_class] = controller.would_propose(candidate, [])
+        return self._known[match.match_class]
 
     def _rounds(
         self, controller: Controller | None, position: int, num_tokens: int, is_typical: bool
@@ -298,7 +298,7 @@ class Decoder:
         seconds, made = 0.0, 0
         while made < num_tokens:
             match = self._lookup.find(self._ids[: position + made])
-            classes = {} if match is None else {self._traits.name: match.confidence}
+            classes = {} if match is None else {self._traits.name: match.match_class}
             count = min(FIXED_GAMMA, num_tokens - made - 1) if match else 0
             if controller is not None:
                 room = num_tokens - made - 1
@@ -309,8 +309,8 @@ class Decoder:
             test_s = self._truth.test_seconds(count + 1, self._is_greedy)
             seconds += level2_s + test_s
             if controller is not None:
-                name, confidence = (self._traits.name, match.confidence) if count else (None, None)
-                controller.acceptance.observe_round("answer", name, confidence, count, kept)
+                drafted = (self._traits.name, match.match_class) if count else (None, None)
+                controller.acceptance.observe_round("answer", *drafted, count, kept)
                 if is_typical:
                     controller.measured.observe_round(
                         1, count, [], count + 1, self._is_greedy, 0.0, level2_s, test_s
@@ -369,7 +369,7 @@ def lookup(args) -> None:
                     drafted = source.continue_from(ids[:position], match, num_drafted)
                     is_same = [a == b for a, b in zip(drafted, ids[position:])]
                     kept = (*is_same, False).index(False)
-                    first[match.confidence].append(kept > 0)
+                    first[match.match_class].append(kept > 0)
                 rounds.append(kept + 1)
         shares = " ".join(f"{np.mean(its):.2f} ({len(its)})" for its in first if its)
         print(

@@ -97,7 +97,7 @@ TABLE: list[Surface] = [
     has("config/vllm.py", "VllmConfig", "reasoning_config", "vllm_triforce/runner_v1/rejection.py"),
     # What requests ask of their logits, in the order of the sampler.
     has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/runner_v1/logits_processing.py"),
-    does("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self.apply_penalties( < token_mask = < logits.masked_fill_( < apply_bad_words_with_drafts( < processor.apply_with_spec_decode(", "vllm_triforce/core/eligibility.py"),
+    does("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self.apply_penalties( < token_mask = < logits.masked_fill_( < apply_bad_words_with_drafts( < processor.apply_with_spec_decode(", "vllm_triforce/core/limits.py"),
     does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "apply_bad_words( < processor.apply( < self.apply_penalties(", "vllm_triforce/runner_v1/logits_processing.py"),
     has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/runner_v1/rejection.py"),

@@ -51,26 +51,26 @@ class Dice:
     def _choose(self, candidate):
         route = self.draw.choice(self._routes)
         source = self._sources.get(route)
-        confidence = None if source is None else source.confidence(candidate.confidence)
-        if source is not None and confidence is None:
+        match_class = None if source is None else source.match_class(candidate.match_classes)
+        if source is not None and match_class is None:
             route = HIERARCHICAL
         self.decided[route] += 1
         if route == PLAIN_ROUTE:
             return PLAIN
-        return Choice(route, self.draw.randint(1, candidate.most), confidence)
+        return Choice(route, self.draw.randint(1, candidate.most), match_class)
 
     def would_propose(self, candidate, other_contexts) -> bool:
         self.decided["match at rest"] += 1
         return self.draw.random() < 0.5
 
-    def choose_draft(self, request_id, has_seed, confidence, num_rows, most):
+    def choose_draft(self, request_id, has_seed, match_classes, num_rows, most):
         source = self.draw.choice([None, *self._sources, *self._sources])
         self.decided[f"level 1: {source}"] += 1
         return source, self.draw.randint(0, most)
 
-    def keeps(self, rule, row, confidence) -> bool:
+    def keeps(self, rule, row, top_prob) -> bool:
         """As good as random, but given by the distribution that the token would be drawn from."""
-        is_kept = rule.rates[row] is None or bool(int(1e4 * confidence) % 4)
+        is_kept = rule.rates[row] is None or bool(int(1e4 * top_prob) % 4)
         self.decided["draft goes on" if is_kept else "draft ends"] += 1
         if is_kept:
             rule.classes[row].append(0)
@@ -282,8 +282,8 @@ def test_a_rest_ends_at_a_match_that_pays(engines, pair, is_probe, pays):
         return [PLAIN] * len(candidates)
 
     def would_propose(candidate, other_contexts):
-        assert len(other_contexts) == 1 and candidate.confidence.keys() == {"prompt_lookup"}
-        asked.append((candidate.request_id, candidate.confidence["prompt_lookup"]))
+        assert len(other_contexts) == 1 and candidate.match_classes.keys() == {"prompt_lookup"}
+        asked.append((candidate.request_id, candidate.match_classes["prompt_lookup"]))
         return pays
 
     controller.backoff.reset()

@@ -7,6 +7,7 @@ from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, counted, greedy_parameters, integers, new_counters
 from vllm_triforce.config.budget import RetrievalBudget
+from vllm_triforce.core.limits import room_for_proposal
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_table
 from vllm_triforce.kernels.distributions import SamplingParameters
@@ -33,7 +34,6 @@ from vllm_triforce.kernels.row_table import (
 )
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
-from vllm_triforce.runner_v1.batch import room_for_proposal
 
 BLOCK_SIZE = 16
 TABLE = {

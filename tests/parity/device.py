@@ -237,7 +237,7 @@ class _Inside:
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
-        from vllm_triforce.core.eligibility import logger
+        from vllm_triforce.core.disabled_requests import logger
 
         speculator, rows = built(llm).speculator, built(llm).rows
         # Level 1's last is that of a single token.

@@ -28,7 +28,7 @@ class FixedDecisions:
                 plan[name] = replace(self._its, num_tokens=length), self._num_rounds
         return self._num_steps - 1, plan
 
-    def ended(self, step) -> None:
+    def on_step_end(self, step) -> None:
         """It learns nothing."""
 
     def release(self, request_id) -> None:

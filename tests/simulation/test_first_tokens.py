@@ -8,7 +8,7 @@ from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.test_invariants import mixed
 from tests.simulation.world import MACHINES, TEXTS, World
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.eligibility import sampling_seed
+from vllm_triforce.core.limits import sampling_seed
 from vllm_triforce.core.messages import plan_of
 
 

@@ -10,9 +10,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.limits import decodes_plainly, room_for_proposal
 from vllm_triforce.core.messages import RequestPlan, blocks_kept, plan_of
-from vllm_triforce.runner_v1.batch import room_for_proposal
 from vllm_triforce.runner_v2.reports import Reports
 
 TOKEN, STOP = 7, 3

@@ -149,7 +149,7 @@ def test_options_add_up_their_passes():
     model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
     found = controller(LONG_PAYS)
     candidates = [
-        Candidate("a", 30_000, 7, confidence=matched(2)),
+        Candidate("a", 30_000, 7, match_classes=matched(2)),
         Candidate("b", 60_000, 16, is_greedy=False),
     ]
     rates = [found.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
@@ -337,7 +337,7 @@ def routes_taken(found, rates: dict[Route, float], match_length: int, context: i
             found.requests_joined()
         if found.backoff.is_resting:
             continue
-        candidates = [Candidate(n, context, 16, confidence=matched(match_length)) for n in names]
+        candidates = [Candidate(n, context, 16, match_classes=matched(match_length)) for n in names]
         for name, choice in zip(names, found.choose(candidates)):
             routes.append(choice.route)
             if choice is not PLAIN:
@@ -434,7 +434,7 @@ def test_given_values_are_not_chosen():
 
 def test_a_seeded_request_does_not_depend_on_times():
     """Decide alike on a fast and a slow machine."""
-    seeded = Candidate("a", 20_000, 16, confidence=matched(5), has_seed=True)
+    seeded = Candidate("a", 20_000, 16, match_classes=matched(5), has_seed=True)
     found = set()
     for measured in (LONG_PAYS, NOTHING_PAYS):
         one = controller(measured)
@@ -482,7 +482,7 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         for rank, one in enumerate(ranks):
             one.backoff.begin_step()
             found = matched(step % 3)
-            choice = one.choose([Candidate("a", 30_000 + step, 16, confidence=found)])
+            choice = one.choose([Candidate("a", 30_000 + step, 16, match_classes=found)])
             decided.append(
                 (choice, one.choose_draft("a", False, found, 1, 9), one.backoff.is_resting)
             )
@@ -547,7 +547,7 @@ def test_a_trial_pays_for_verification_and_reevaluation():
     for _ in range(num_steps):
         found.backoff.begin_step()
         if not found.backoff.is_resting:
-            candidates = [Candidate(str(i), 500, 16, confidence=matched(8)) for i in range(4)]
+            candidates = [Candidate(str(i), 500, 16, match_classes=matched(8)) for i in range(4)]
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
             found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
     assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3

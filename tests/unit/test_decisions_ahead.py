@@ -75,7 +75,7 @@ class FixedDecisions:
         plan = {} if self._its[0] is PLAIN else dict.fromkeys(names, self._its)
         return self._num_steps - 1, plan
 
-    def ended(self, step) -> None:
+    def on_step_end(self, step) -> None:
         """It learns nothing."""
 
     def release(self, request_id) -> None:
@@ -107,7 +107,7 @@ class Device:
         seconds = plain_seconds = behind = 0.0
         for step in range(num_steps):
             while len(unseen) > self.delay - 1:
-                made.ended(unseen.pop(0))
+                made.on_step_end(unseen.pop(0))
             has_joined = len(running) < size
             while len(running) < size:
                 running[str(num_begun)], num_begun = 0, num_begun + 1
@@ -278,7 +278,8 @@ def test_a_decision_that_holds_is_for_those_that_are_still_there():
         outcomes = {
             n: Outcome(k, k, k, its[1], 2, 0) for (n, k), its in zip(plan.items(), before.values())
         }
-        made.ended(StepSeen(number, [1], [100_000], True, 0.02, outcomes, is_comparable=False))
+        seen = StepSeen(number, [1], [100_000], True, 0.02, outcomes, is_comparable=False)
+        made.on_step_end(seen)
 
     for _ in range(50):
         clock.now += 1.0

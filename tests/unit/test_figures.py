@@ -47,6 +47,12 @@ class VLLMs:
 
 
 class Ours(PaddingStatsMixin, VLLMs):
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.start_counting_padding(scheduler_output, model_runner_output)
+        stats = super().update_from_output(scheduler_output, model_runner_output)
+        self.remove_padding_from_request_metrics()
+        return stats
+
     def step(self, number: int, accepted: dict[str, int], report=None, invalid=None, waiting=()):
         """Return vLLM's figures of one step."""
         output = SchedulerOutput.make_empty()

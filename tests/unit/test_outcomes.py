@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, send_request_metrics
 
 
 class VLLMs:
@@ -40,7 +40,14 @@ class VLLMs:
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=sent)}
 
 
-class Ours(RequestMetricsMixin, OutcomeStatsMixin, VLLMs):
+class Ours(OutcomeStatsMixin, VLLMs):
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.start_counting_outcomes(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.send_outcomes(outputs)
+        send_request_metrics(self, outputs)
+        return outputs
+
     def step(self, **verified: tuple[int, int]):
         """Run a step that the worker has counted whole."""
         counters, result = LevelCounters(), SimpleNamespace(req_ids=list(verified))

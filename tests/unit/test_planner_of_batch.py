@@ -32,7 +32,7 @@ def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
         seconds=own + shared,
         is_possible=np.array([[draw.random() < 0.9 for _ in routes] for _ in range(NUM_REQS)]),
         routes=routes,
-        confidences=[{}] * NUM_REQS,
+        match_classes=[{}] * NUM_REQS,
         passes=passes,
         shared_s=shared,
     )

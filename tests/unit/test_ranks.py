@@ -150,10 +150,10 @@ class AllConfident:
     """Rule that ends no draft and notes what it is asked with."""
 
     def __init__(self) -> None:
-        self.confidences: list[float] = []
+        self.top_probs: list[float] = []
 
-    def keeps(self, row: int, confidence: float) -> bool:
-        self.confidences.append(confidence)
+    def keeps(self, row: int, top_prob: float) -> bool:
+        self.top_probs.append(top_prob)
         return True
 
 
@@ -173,7 +173,7 @@ def decided(logits: torch.Tensor, sampling: SamplingRows, num_threads: int) -> l
     probs = None if draft.probs is None else torch.stack(draft.probs[0])
     chances = acceptance_probs(torch.tensor([5]), probs, logits[1:], is_greedy=False)
     exported = [p.numpy().tobytes() for p in verified.probs[0]]
-    return [draft.token_ids, rule.confidences, verified.token_ids, exported, chances.tolist()]
+    return [draft.token_ids, rule.top_probs, verified.token_ids, exported, chances.tolist()]
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def test_drafts_are_cut_to_verifiable_tokens(given, drafted):
     assert found.token_ids == [drafted]
 
 
-def test_a_class_of_confidence_is_one_that_there_is():
+def test_a_match_class_is_one_that_there_is():
     traits = Careless.traits()
-    assert [traits.confidence({"careless": n}) for n in (-3, 0, 9)] == [0, 0, 0]
-    assert traits.confidence({}) is None
+    assert [traits.match_class({"careless": n}) for n in (-3, 0, 9)] == [0, 0, 0]
+    assert traits.match_class({}) is None
 
 
 @pytest.mark.parametrize("prior_acceptance", [(), (0.5, 1.2), (-0.1,)])

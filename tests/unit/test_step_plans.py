@@ -55,9 +55,6 @@ class VLLMs:
         self.num_spec_tokens, self.max_model_len = 6, 4096
         self.requests, self.running = {}, []
 
-    def update_from_output(self, scheduler_output, output):
-        return {}
-
     def _next_needs(self):
         return None
 
@@ -200,7 +197,7 @@ def _disabling(scheduler: Ours, *names: str) -> None:
     )
     number = plan_of(step).number
     send(output, lambda: StepReport(number - 1, {}, disabled=names))
-    scheduler.update_from_output(step, output)
+    scheduler.learn_from_report(step, output)
 
 
 def test_nothing_is_planned_for_disabled_requests(scheduler):
@@ -232,7 +229,7 @@ def test_decisions_begin_with_measurements(choosing, monkeypatch, accepted):
     request, outputs = Running("one"), Outputs(choosing)
     for measured in (None, None, LONG_PAYS, None, None):
         plan = choosing.step(request)
-        choosing.update_from_output(choosing.last, outputs.of_last_step(accepted, 1, measured))
+        choosing.learn_from_report(choosing.last, outputs.of_last_step(accepted, 1, measured))
         assert bool(plan) == (len(seen) > 3), "the first report comes with the second output"
     *_, last = seen
     (outcome,) = last.outcomes.values()

@@ -21,23 +21,23 @@ def rule(num_rows=1, num_reqs=1, mean=0.5, pass_s=1.0, token_s=2.0) -> StopRule:
     return StopRule(DRAFT, 20.0, pass_s, verify_s, num_reqs, [RATES] * num_rows, [mean] * num_rows)
 
 
-def speed(confidences: tuple[float, ...], num_passes: int) -> float:
-    """Tokens a second of a draft with tokens of these confidences, by hand."""
+def speed(top_probs: tuple[float, ...], num_passes: int) -> float:
+    """Tokens a second of a draft with tokens of these top_probs, by hand."""
     chances = {LOW: 0.1, MIDDLE: 0.5, HIGH: 0.95}
     tokens, chance = 1.0, 1.0
-    for confidence in confidences:
-        chance *= chances[confidence]
+    for top_prob in top_probs:
+        chance *= chances[top_prob]
         tokens += chance
-    return tokens / (20.0 + 2.0 * len(confidences) + num_passes)
+    return tokens / (20.0 + 2.0 * len(top_probs) + num_passes)
 
 
-@pytest.mark.parametrize("confidences", itertools.product((LOW, MIDDLE, HIGH), repeat=4))
-def test_a_token_is_kept_where_that_is_faster(confidences):
+@pytest.mark.parametrize("top_probs", itertools.product((LOW, MIDDLE, HIGH), repeat=4))
+def test_a_token_is_kept_where_that_is_faster(top_probs):
     found = rule()
-    for place, confidence in enumerate(confidences):
-        kept = confidences[:place]
-        is_faster = speed((*kept, confidence), place + 1) > speed(kept, place + 1)
-        assert found.keeps(0, confidence) == is_faster
+    for place, top_prob in enumerate(top_probs):
+        kept = top_probs[:place]
+        is_faster = speed((*kept, top_prob), place + 1) > speed(kept, place + 1)
+        assert found.keeps(0, top_prob) == is_faster
         if not is_faster:
             break
     assert len(found.classes[0]) in (place, place + 1)
@@ -80,7 +80,7 @@ def test_acceptance_by_class_is_learned_up_to_the_rejection():
 def chosen():
     """A controller with a request, and the rule for its direct draft."""
     found = controller(LONG_PAYS)
-    candidate = Candidate("a", 2000, 8, confidence=matched(2), is_greedy=False)
+    candidate = Candidate("a", 2000, 8, match_classes=matched(2), is_greedy=False)
     found.acceptance.of("a", is_greedy=False)
     return found, candidate
 
@@ -90,14 +90,14 @@ def test_only_the_first_token_of_an_ended_draft_says_how_good_the_source_is(chos
     for _ in range(30):
         found.choose([candidate])
         found._chosen["a"] = Choice(DRAFT, 2, 0)
-        ended = found.stop_rules.direct(DRAFT, [candidate], 0)
-        for confidence in (0.4, 0.99, 0.99):
-            ended.classes[0].append(3 if confidence < 0.5 else 7)
-        found.stop_rules.ended([candidate], [2], ended, num_passes=3)
+        ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
+        for top_prob in (0.4, 0.99, 0.99):
+            ended.classes[0].append(3 if top_prob < 0.5 else 7)
+        found.on_draft_end([candidate], [2], ended, num_passes=3)
         found.observe_full_pass("a", 3, 0)
     rates = found.acceptance.sampled
     assert rates.of(DRAFT, False, 0).value < 0.1
-    classes = found.stop_rules._rates_of(DRAFT, False, "a").values()
+    classes = found.stop_rates._of(DRAFT, False, "a").values()
     assert classes[3] < 0.2 and classes[7] > 0.9, "tokens behind a rejected one are not tested"
 
 
@@ -106,9 +106,9 @@ def test_the_plan_is_corrected_by_what_was_drafted(chosen):
     found.choose([candidate])
     for planned, drafted in ((2, 5), (4, 1), (3, 3)):
         found.planned = SimpleNamespace(plus=lambda *more: more)
-        ended = found.stop_rules.direct(DRAFT, [candidate], 0)
+        ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
         ended.classes[0] += [7] * drafted
-        found.stop_rules.ended([candidate], [planned], ended, num_passes=drafted)
+        found.on_draft_end([candidate], [planned], ended, num_passes=drafted)
         tokens, seconds = found.planned
         assert tokens == drafted - planned
         full_s = [found.model.full_pass([n + 1], [2000]) for n in (planned, drafted)]
@@ -120,9 +120,9 @@ def test_drafts_that_end_before_their_first_token_count(chosen):
     found, candidate = chosen
     for _ in range(10):
         found.choose([candidate])
-        ended = found.stop_rules.direct(DRAFT, [candidate], 0)
-        found.stop_rules.ended([candidate], [2], ended, num_passes=1)
-    expected = found.stop_rules.expected(DRAFT, candidate)
+        ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
+        found.on_draft_end([candidate], [2], ended, num_passes=1)
+    expected = found.stop_rates.expected_draft(DRAFT, candidate)
     assert expected is not None and (expected.tokens, expected.passes) == (0.0, 1.0)
 
 
@@ -130,10 +130,10 @@ def test_the_classes_of_a_draft_are_not_another_routes(chosen):
     """A draft that is cut to nothing is never tested, and another route may propose next."""
     found, candidate = chosen
     found.choose([candidate])
-    ended = found.stop_rules.direct(DRAFT, [candidate], 0)
+    ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
     ended.classes[0] += [7, 7]
-    found.stop_rules.ended([candidate], [2], ended, num_passes=2)
-    assert found.stop_rules.observe_direct("a", HIERARCHICAL, 5, 5, None) == 5
+    found.on_draft_end([candidate], [2], ended, num_passes=2)
+    assert found.stop_rates.observe_direct("a", HIERARCHICAL, 5, 5, None) == 5
 
 
 def test_a_class_that_is_never_drafted_returns_to_its_prior():
@@ -150,7 +150,7 @@ def test_a_class_that_is_never_drafted_returns_to_its_prior():
 def test_the_options_have_what_ended_drafts_were(chosen):
     """Scaled to the request's acceptance, which is the engine's here; the only option."""
     found, candidate = chosen
-    ended = found.stop_rules._ended[DRAFT, False] = EndedDrafts()
+    ended = found.stop_rates._ended[DRAFT, False] = EndedDrafts()
     for _ in range(20):
         ended.add(tokens=1.25, drafts=3, passes=4)
     options = found._options([candidate], 0)

@@ -64,7 +64,7 @@ def controller(measured: Measurements, has_draft=True, **keys) -> Controller:
 
 
 def matched(length: int) -> dict[str, int]:
-    """Return the confidence of a match of ``length`` tokens."""
+    """Return the match class of a match of ``length`` tokens."""
     return {LOOKUP: length - 1} if length else {}
 
 

@@ -87,7 +87,7 @@ class Rates:
 
     Args:
         level2: acceptance of level 2's tokens by the full pass.
-        level1: acceptance of level 1's tokens by class of confidence, by (source, through level 2):
+        level1: acceptance of level 1's tokens by match class, by (source, through level 2):
             level 2 tests them where True, the full pass where False. Each token of a draft is one
             class above the token before it, up to the last class.
         round_tokens: tokens that a round of levels 1 and 2 adds.
@@ -126,32 +126,32 @@ class Rates:
             engine.round_tokens,
         )
 
-    def of(self, source: str, through_level2: bool, confidence: int) -> Rate:
-        return self.level1[source, through_level2][confidence]
+    def of(self, source: str, through_level2: bool, match_class: int) -> Rate:
+        return self.level1[source, through_level2][match_class]
 
     def by_place(
-        self, source: str, through_level2: bool, confidence: int, num_tokens: int
+        self, source: str, through_level2: bool, match_class: int, num_tokens: int
     ) -> list[float]:
-        """Return the acceptance of each token of a draft whose first is of class ``confidence``."""
+        """Return the acceptance of each token of a draft that begins in ``match_class``."""
         rates = self.level1[source, through_level2]
-        values = [rate.value for rate in rates[confidence : confidence + num_tokens]]
+        values = [rate.value for rate in rates[match_class : match_class + num_tokens]]
         return values + [rates[-1].value] * (num_tokens - len(values))
 
     def add_draft(
         self,
         source: str,
         through_level2: bool,
-        confidence: int,
+        match_class: int,
         num_drafted: int,
         num_accepted: int,
         probs: Sequence[float] | None = None,
     ) -> None:
-        """Add the test of a draft whose first token is of class ``confidence``.
+        """Add the test of a draft that begins in ``match_class``.
 
         Args:
             probs: probability of acceptance of each token, of a source with one class.
         """
-        *rates, last = self.level1[source, through_level2][confidence:]
+        *rates, last = self.level1[source, through_level2][match_class:]
         for rate in rates:
             if not num_drafted:
                 return
@@ -182,37 +182,39 @@ class Acceptance:
     def of(self, request_id: str, is_greedy: bool = True) -> Rates:
         """Return a request's estimates; a new one is of the given kind."""
         if request_id not in self.requests:
-            engine = self.greedy if is_greedy else self.sampled
-            self.requests[request_id] = Rates.of_request(engine), is_greedy
+            self.requests[request_id] = Rates.of_request(self.of_engine(is_greedy)), is_greedy
         return self.requests[request_id][0]
+
+    def of_engine(self, is_greedy: bool) -> Rates:
+        """Return the engine's estimates for greedy or sampled requests."""
+        return self.greedy if is_greedy else self.sampled
 
     def is_greedy(self, request_id: str) -> bool:
         return self.requests[request_id][1]
 
-    def both(self, request_id: str) -> tuple[Rates, Rates]:
+    def request_and_engine_rates(self, request_id: str) -> tuple[Rates, Rates]:
         """Return the estimates of a request, and of the engine for requests like it."""
-        rates = self.of(request_id)
-        return rates, self.greedy if self.is_greedy(request_id) else self.sampled
+        return self.of(request_id), self.of_engine(self.is_greedy(request_id))
 
     def observe_round(
         self,
         request_id: str,
         source: str | None,
-        confidence: int | None,
+        match_class: int | None,
         num_drafted: int,
         num_accepted: int,
-        num_fair: int | None = None,
+        num_unbiased: int | None = None,
     ) -> None:
         """Learn from level 2's test of a source's tokens; None for no draft.
 
         Args:
-            num_fair: first tokens whose tests count; None for all.
+            num_unbiased: first tokens whose tests count; None for all.
         """
-        fair = num_drafted if num_fair is None else min(num_fair, num_drafted)
-        for rates in self.both(request_id):
+        counted = num_drafted if num_unbiased is None else min(num_unbiased, num_drafted)
+        for rates in self.request_and_engine_rates(request_id):
             rates.add_round(num_accepted + 1)
-            if source is not None and confidence is not None:
-                rates.add_draft(source, True, confidence, fair, min(fair, num_accepted))
+            if source is not None and match_class is not None:
+                rates.add_draft(source, True, match_class, counted, min(counted, num_accepted))
             for other in self._sources:
                 if other.takes_passes and other.name != source:
                     rates.of(other.name, True, 0).fade()
@@ -226,7 +228,7 @@ class Acceptance:
             accepted: tokens of the source.
             rejected: rounds in which level 2 rejected one.
         """
-        for rates in self.both(request_id):
+        for rates in self.request_and_engine_rates(request_id):
             for _ in range(num_rounds):
                 rates.add_round((accepted + num_rounds) / num_rounds)
             if source is not None:
@@ -252,12 +254,12 @@ class Acceptance:
         """
         takes_passes = any(s.name == choice.route and s.takes_passes for s in self._sources)
         model_probs = probs[:num_drafted] if probs and takes_passes else None
-        for rates in self.both(request_id):
+        for rates in self.request_and_engine_rates(request_id):
             if choice.route == HIERARCHICAL:
                 rates.level2.add(num_drafted, num_accepted, probs)
-            elif choice.confidence is not None:
+            elif choice.match_class is not None:
                 rates.add_draft(
-                    choice.route, False, choice.confidence, num_drafted, num_accepted, model_probs
+                    choice.route, False, choice.match_class, num_drafted, num_accepted, model_probs
                 )
 
     def release(self, request_id: str) -> None:

@@ -216,7 +216,7 @@ class AsyncController:
         if not all(candidate.has_seed for candidate in joined):
             self.controller.requests_joined()
 
-    def ended(self, step: StepSeen) -> None:
+    def on_step_end(self, step: StepSeen) -> None:
         """Learn from a step's output; it verified the proposals after the step before."""
         pending = self._pending.pop(step.number - 1, None)
         for number in [n for n in self._pending if n < step.number]:

@@ -26,7 +26,7 @@ from vllm_triforce.controller.planner import (
     unshared_seconds,
 )
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
-from vllm_triforce.controller.stop_rule import StopRules
+from vllm_triforce.controller.stop_rule import StopRates, StopRule
 from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
 # Decisions between two adoptions of learned costs; in the beginning, each power of 2.
@@ -80,7 +80,7 @@ class Controller:
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
-        self.stop_rules = StopRules(self)
+        self.stop_rates = StopRates(self.acceptance)
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self.planned: Planned | None = None
@@ -276,9 +276,9 @@ class Controller:
             routes |= {source.name: source for source in self.sources}
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         ended = {
-            source.name: [self.stop_rules.expected(source.name, c) for c in candidates]
+            source.name: [self.stop_rates.expected_draft(source.name, c) for c in candidates]
             for source in self.sources
-            if source.takes_passes and rates is None
+            if source.takes_passes and rates is None and "length" in self.chooses
         }
         return build_options(model, candidates, acceptance, lengths, costs, routes, ended)
 
@@ -309,14 +309,14 @@ class Controller:
         self,
         request_id: str,
         has_seed: bool,
-        confidence: Mapping[str, int],
+        match_classes: Mapping[str, int],
         num_rows: int,
         most: int,
     ) -> tuple[str | None, int]:
         """Choose the source of a round's draft and its number of tokens.
 
         Args:
-            confidence: class of confidence by source that has tokens.
+            match_classes: match class by source that has tokens.
             num_rows: requests in this round.
             most: tokens that level 2 has room for.
         """
@@ -324,7 +324,7 @@ class Controller:
             return None, 0
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.draft(most)
-        return self._draft_lengths.best(request_id, confidence, num_rows, most)
+        return self._draft_lengths.best(request_id, match_classes, num_rows, most)
 
     def would_propose(self, candidate: Candidate, other_contexts: Sequence[int]) -> bool:
         """True if a proposal for this request pays while the rest of its batch decodes plainly.
@@ -353,7 +353,103 @@ class Controller:
         self._model = model
         self._draft_lengths.use_costs(model)
 
+    # Ends of drafts.
+
+    def rule_for_direct_draft(
+        self, source: str, candidates: Sequence[Candidate], num_plain: int
+    ) -> StopRule | None:
+        """Return the rule for drafts that go straight to the full pass; None for fixed lengths.
+
+        Args:
+            candidates: that draft.
+            num_plain: other requests of the batch.
+        """
+        if "length" not in self.chooses:
+            return None
+        costs, num_reqs = self.step_costs(candidates, num_plain), len(candidates) + num_plain
+        verify_s = self.model.verification(
+            [c.context for c in candidates],
+            [c.is_greedy for c in candidates],
+            num_reqs,
+            self.config.num_speculative_tokens,
+        )
+        return StopRule(
+            source,
+            costs.plain_s + costs.speculating_s,
+            self.model.draft(len(candidates)),
+            verify_s.tolist(),
+            num_reqs,
+            *self.stop_rates.of(
+                source,
+                False,
+                [c.request_id for c in candidates],
+                [c.has_seed for c in candidates],
+            ),
+        )
+
+    def rule_for_round(
+        self, source: str, request_ids: Sequence[str], has_seed: Sequence[bool]
+    ) -> StopRule | None:
+        """Return the rule for a round's drafts for level 2; None for fixed lengths."""
+        if not {"length", "gamma"} <= self.chooses:
+            return None
+        num_rows, is_greedy = len(request_ids), all(map(self.acceptance.is_greedy, request_ids))
+        seconds = self.model.rounds_without_drafting(num_rows, self.config.gamma, is_greedy)
+        # In ``seconds`` all rows have the same number of tokens.
+        verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
+        rates, means = self.stop_rates.of(source, True, request_ids, has_seed)
+        pass_s = self.model.draft(num_rows)
+        return StopRule(source, seconds[0], pass_s, verify_s, num_rows, rates, means)
+
+    def on_draft_end(
+        self,
+        candidates: Sequence[Candidate],
+        num_planned: Sequence[int],
+        rule: StopRule,
+        num_passes: int,
+    ) -> None:
+        """Learn from direct drafts that have ended, and correct the present plan.
+
+        Args:
+            num_planned: tokens of each request by ``choose()``.
+        """
+        expected = [self.stop_rates.expected_draft(rule.source, c) for c in candidates]
+        planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
+        tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
+        for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
+            if rule.rates[row] is None:
+                continue
+            classes, request_id = rule.classes[row], candidate.request_id
+            self.stop_rates.on_draft_end(rule.source, request_id, classes, num_passes)
+            more = len(classes) - planned
+            tokens += more
+            seconds += rule.verify_s[row][len(classes)] - rule.verify_s[row][planned]
+            seconds -= more * self.model.draft_seconds(candidate.is_greedy)
+        self.add_to_plan(tokens, seconds)
+
     # Outcomes.
+
+    def observe_round(
+        self,
+        request_id: str,
+        source: str | None,
+        match_class: int | None,
+        num_drafted: int,
+        num_accepted: int,
+        classes: Sequence[int] = (),
+    ) -> None:
+        """Learn from level 2's test of a round's draft; ``source`` is None for no draft.
+
+        Args:
+            classes: confidence classes of the tokens, if a rule could end the draft.
+        """
+        num_unbiased = num_drafted
+        if classes and source is not None:
+            self.stop_rates.observe_round(request_id, source, classes[:num_drafted], num_accepted)
+            num_unbiased = 1
+        self.acceptance.observe_round(
+            request_id, source, match_class, num_drafted, num_accepted, num_unbiased
+        )
 
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """Expect outcomes of these proposals after further decisions."""
@@ -381,8 +477,10 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, drafted, accepted)
-        fair = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted, probs)
-        drafted, accepted = min(fair, drafted), min(fair, accepted)
+        num_unbiased = self.stop_rates.observe_direct(
+            request_id, choice.route, drafted, accepted, probs
+        )
+        drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
@@ -427,7 +525,7 @@ class Controller:
         self.acceptance.release(request_id)
         self.trials.release(request_id)
         self._chosen.pop(request_id, None)
-        self.stop_rules.release(request_id)
+        self.stop_rates.release(request_id)
 
 
 def _are_greedy(candidates: Sequence[Candidate]) -> bool:

@@ -157,6 +157,34 @@ class CostModel:
         first = 0.0 if is_greedy else self.measured.sampling
         return num_tokens * self.per_test.get(is_greedy, first)
 
+    def rounds_without_drafting(
+        self, num_rows: int, max_tokens: int, is_greedy: bool
+    ) -> list[float]:
+        """Return the seconds of level 2's pass and test with drafts of 0, 1 ... ``max_tokens``."""
+        return [
+            self.level2(num_rows, n + 1) + self.test_seconds(num_rows * (n + 1), is_greedy)
+            for n in range(max_tokens + 1)
+        ]
+
+    def verification(
+        self, contexts: Sequence[int], greedy: Sequence[bool], num_reqs: int, max_tokens: int
+    ) -> np.ndarray:
+        """Return the seconds that verifying 0, 1 ... ``max_tokens`` of one request adds to a step.
+
+        Args:
+            contexts, greedy: of each request that drafts.
+            num_reqs: requests in the step.
+
+        Returns:
+            [len(contexts), max_tokens + 1]
+        """
+        attention = self.attention_table(contexts, max_tokens + 1)
+        further_s = attention[:, 1 : max_tokens + 2] - attention[:, 1:2]
+        rows_s = np.array([self.rows(num_reqs + n) for n in range(max_tokens + 1)])
+        tests_s = np.outer([self.draft_seconds(g) for g in greedy], np.arange(max_tokens + 1))
+        scale = self.attention_scales(num_reqs, len(contexts))[1]
+        return rows_s - rows_s[0] + scale * further_s + tests_s
+
     def reading_window(self, num_tokens: int) -> float:
         """Return the seconds that the draft model takes to read tokens before it drafts."""
         return self.factors.get("level 1", 1.0) * num_tokens * self.measured.draft_per_token

@@ -27,8 +27,8 @@ class FixedLengths:
         if "context" in choices and self.tokens_until(candidate) > 0:
             return PLAIN
         if self._config.levels == "1,3":
-            confidence = self._source.confidence(candidate.confidence)
-            return Choice(self._source.name, length, confidence)
+            match_class = self._source.match_class(candidate.match_classes)
+            return Choice(self._source.name, length, match_class)
         return Choice(HIERARCHICAL, length)
 
     def tokens_until(self, candidate: Candidate) -> int:
@@ -63,12 +63,12 @@ class DraftLengths:
         self._round_s.clear()
 
     def best(
-        self, request_id: str, confidence: Mapping[str, int], num_rows: int, max_tokens: int
+        self, request_id: str, match_classes: Mapping[str, int], num_rows: int, max_tokens: int
     ) -> tuple[str | None, int]:
         """Return the fastest source of a round's draft, None for no draft, and the length.
 
         Args:
-            confidence: class of confidence by source that has tokens.
+            match_classes: match class by source that has tokens.
             num_rows: requests in this round.
             max_tokens: tokens that level 2 has room for.
         """
@@ -76,7 +76,7 @@ class DraftLengths:
         best: tuple[str | None, int] = None, 0
         best_speed = 0.0
         for source in self._sources:
-            index = source.confidence(confidence)
+            index = source.match_class(match_classes)
             if index is None:
                 continue
             longest = min(self._config.gamma, max_tokens) if source.takes_passes else max_tokens
@@ -93,12 +93,6 @@ class DraftLengths:
         if key not in self._round_s:
             model, max_tokens = self._model, self._config.num_speculative_tokens
             draft_s = model.draft(num_rows) if takes_passes else 0.0
-            self._round_s[key] = np.array(
-                [
-                    model.level2(num_rows, n + 1)
-                    + model.test_seconds(num_rows * (n + 1), is_greedy)
-                    + n * draft_s
-                    for n in range(max_tokens + 1)
-                ]
-            )
+            seconds = model.rounds_without_drafting(num_rows, max_tokens, is_greedy)
+            self._round_s[key] = seconds + draft_s * np.arange(max_tokens + 1)
         return self._round_s[key]

@@ -24,8 +24,8 @@ class Candidate:
     """Tokens."""
     most: int
     """Longest proposal that fits."""
-    confidence: Mapping[str, int] = field(default_factory=dict)
-    """Class of confidence by source that has tokens for the request; sources that always have
+    match_classes: Mapping[str, int] = field(default_factory=dict)
+    """Match class by source that has tokens for the request; sources that always have
     some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
@@ -66,7 +66,7 @@ class Options:
         seconds: [num_reqs, num_options]; passes of a route are shared by all requests.
         is_possible: [num_reqs, num_options] bool.
         routes: [num_options].
-        confidences: class of confidence by route, for each request.
+        match_classes: match class by route, for each request.
         passes: rounds of levels 1 and 2, or passes of the draft, [num_reqs, num_options].
         shared_s: the request's share of these passes, part of ``seconds``.
         amortized_setup_s: the part of a first proposal's setup in ``seconds``.
@@ -79,7 +79,7 @@ class Options:
     seconds: np.ndarray
     is_possible: np.ndarray
     routes: list[Route] = field(default_factory=list)
-    confidences: list[dict[Route, int | None]] = field(default_factory=list)
+    match_classes: list[dict[Route, int | None]] = field(default_factory=list)
     passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
     shared_s: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
     amortized_setup_s: np.ndarray | float = 0.0
@@ -95,7 +95,7 @@ class Options:
         if column < 0:
             return PLAIN
         route, length = self.routes[column], int(self.lengths[row, column])
-        return Choice(route, length, self.confidences[row].get(route))
+        return Choice(route, length, self.match_classes[row].get(route))
 
 
 @dataclass
@@ -147,13 +147,13 @@ def build_options(
     verify_s = token_s * lengths + costs.attention_scale * further_s
     window_s = column(model.reading_window(c.num_uncached_tokens) for c in candidates)
     selection_s = column(model.first_selection(c.tokens_unselected) for c in candidates)
-    confidences = [
-        {n: None if s is None else s.confidence(c.confidence) for n, s in routes.items()}
+    match_classes = [
+        {n: None if s is None else s.match_class(c.match_classes) for n, s in routes.items()}
         for c in candidates
     ]
     parts = []
     for route, source in routes.items():
-        tokens = _expected_tokens(route, rates, confidences, lengths)
+        tokens = _expected_tokens(route, rates, match_classes, lengths)
         is_possible = lengths > 0
         passes = _passes(source, rates, lengths, costs)
         if source is None:
@@ -161,7 +161,7 @@ def build_options(
             own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes
-            is_possible = is_possible & column(known[route] is not None for known in confidences)
+            is_possible = is_possible & column(known[route] is not None for known in match_classes)
             _end_by_rule(ended.get(route, []), lengths, tokens, passes, is_possible)
             shared_s = passes * costs.draft_s
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
@@ -177,7 +177,7 @@ def build_options(
         own_s + shared_s + amortized_s,
         is_possible,
         [route for route in routes for _ in range(parts[0][0].shape[1])],
-        confidences,
+        match_classes,
         passes,
         shared_s,
         amortized_s,
@@ -188,12 +188,15 @@ def build_options(
 def _expected_tokens(
     route: Route,
     rates: Sequence[Rates],
-    confidences: Sequence[Mapping[Route, int | None]],
+    match_classes: Sequence[Mapping[Route, int | None]],
     lengths: np.ndarray,  # [num_reqs, num_lengths]
 ) -> np.ndarray:  # [num_reqs, num_lengths], float
     """Return the expected accepted tokens of proposals by a route."""
     max_tokens = int(lengths.max(initial=0))
-    acceptance = [_acceptance(route, r, known, max_tokens) for r, known in zip(rates, confidences)]
+    acceptance = [
+        _acceptance(route, of_request, classes, max_tokens)
+        for of_request, classes in zip(rates, match_classes)
+    ]
     return expected_by_length(np.array(acceptance))[np.arange(len(rates))[:, None], lengths]
 
 
@@ -232,12 +235,12 @@ def _end_by_rule(
 
 
 def _acceptance(
-    route: Route, rates: Rates, confidences: Mapping[Route, int | None], max_tokens: int
+    route: Route, rates: Rates, match_classes: Mapping[Route, int | None], max_tokens: int
 ) -> list[float]:
     """Return the full pass's acceptance of each token by this route, [max_tokens]."""
     if route == HIERARCHICAL:
         return [rates.level2.value] * max_tokens
-    confidence = confidences[route]
-    if confidence is None:
+    match_class = match_classes[route]
+    if match_class is None:
         return [0.0] * max_tokens
-    return rates.by_place(route, False, confidence, max_tokens)
+    return rates.by_place(route, False, match_class, max_tokens)

@@ -16,12 +16,12 @@ class Choice:
     """A proposal of ``num_tokens`` by a route.
 
     Args:
-        confidence: class of confidence of a source's tokens; None by ``HIERARCHICAL``.
+        match_class: class of the source's match; None by ``HIERARCHICAL``.
     """
 
     route: Route
     num_tokens: int
-    confidence: int | None = None
+    match_class: int | None = None
 
 
 PLAIN = Choice(PLAIN_ROUTE, 0)
@@ -33,7 +33,7 @@ class SourceTraits:
 
     Args:
         name: the route's name.
-        prior_acceptance: by level 2, for each class of confidence. A draft's first token is of the
+        prior_acceptance: by level 2, for each match class. A draft's first token is of the
             class that its match has, each further one a class above.
         takes_passes: True if each token takes a pass of the draft model. Such a source always has
             tokens; any other takes no time and has tokens where it finds a match.
@@ -47,10 +47,10 @@ class SourceTraits:
         if not self.prior_acceptance or not all(0 <= p <= 1 for p in self.prior_acceptance):
             raise ValueError(
                 f"draft source {self.name!r} has prior_acceptance={self.prior_acceptance!r}; give "
-                "a share from 0 to 1 for each class of confidence, one at least"
+                "a share from 0 to 1 for each match class, one at least"
             )
 
-    def confidence(self, classes: Mapping[str, int]) -> int | None:
+    def match_class(self, classes: Mapping[str, int]) -> int | None:
         """Return the index of a request's tokens into ``prior_acceptance``; None for no tokens.
 
         Args:

@@ -7,32 +7,17 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.eligibility import GREEDY_EPSILON, decodes_plainly, sampling_seed
+from vllm_triforce.core.limits import (
+    decodes_plainly,
+    is_eligible,
+    is_greedy,
+    room_for_proposal,
+    sampling_seed,
+)
 from vllm_triforce.runner_v1.draft_batch import DraftBatch
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.vllm_patches import swaps
-
-
-def room_for_proposal(
-    num_computed: int, max_tokens: int, num_reserved: int, max_len: int, min_context: int = 0
-) -> int:
-    """Return how many tokens may be proposed for a request; none if the result is not positive.
-
-    Runner V2's lengths are on the device, where ``kernels/rows.py`` applies the same rule.
-
-    Args:
-        num_computed: tokens whose KV the full pass has written and accepted.
-        max_tokens: limit by the plan or the configuration.
-        num_reserved: tokens that fit the request's allocated blocks. Level 2 writes there too.
-        max_len: number of tokens at which the request ends, at most ``max_model_len``. The
-            scheduler keeps inputs below it (vllm/v1/core/sched/scheduler.py), and the full pass
-            adds one token.
-        min_context: minimum number of computed tokens.
-    """
-    if num_computed < min_context:
-        return 0
-    return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
 
 
 class RunnerBatch:
@@ -62,9 +47,12 @@ class RunnerBatch:
 
         There are none if the result is not positive.
         """
-        if num_computed < self._config.min_context or self.is_never_speculated_on(row):
-            return 0
         request, tables = self._request(row), self._runner.input_batch.block_table.block_tables
+        if (
+            not is_eligible(request.sampling_params, num_computed, self._config.min_context)
+            or self._runner.input_batch.req_ids[row] in self._disabled
+        ):
+            return 0
         num_slots = min(int(t.num_blocks_per_row[row]) * t.block_size for t in tables)
         params, max_len = request.sampling_params, self._runner.max_model_len
         if params.max_tokens is not None:
@@ -104,7 +92,7 @@ class RunnerBatch:
         return chosen + self.limit_rows(short, held, max_rows - len(chosen))
 
     def is_greedy(self, row: int) -> bool:
-        return self._params(row).temperature < GREEDY_EPSILON
+        return is_greedy(self._params(row))
 
     def has_seed(self, row: int) -> bool:
         """True if a request samples with a seed."""

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from vllm_triforce.controller import Controller
 from vllm_triforce.controller.stop_rule import StopRule
-from vllm_triforce.core.eligibility import DisabledRequests
+from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.logits_processing import process_logits
 from vllm_triforce.runner_v1.noise import InnerNoise
@@ -21,10 +21,10 @@ class Matches:
 
     by_source: Mapping[str, Sequence[Match | None]]
 
-    def confidence(self, i: int) -> dict[str, int]:
-        """Return the confidence of each source that has tokens for the ``i``-th row."""
+    def classes(self, i: int) -> dict[str, int]:
+        """Return the match class of each source that has tokens for the ``i``-th row."""
         row_matches = {name: matches[i] for name, matches in self.by_source.items()}
-        return {name: match.confidence for name, match in row_matches.items() if match is not None}
+        return {name: match.match_class for name, match in row_matches.items() if match is not None}
 
 
 @dataclass
@@ -33,11 +33,11 @@ class RoutedDraft:
 
     draft: Draft
     sources: list[str | None]
-    confidences: list[int | None]
+    match_classes: list[int | None]
     with_model: list[bool]
     """True for rows whose tokens took passes of the draft model."""
     classes: list[list[int]]
-    """Of confidence, of each row's tokens; empty where no rule could end the draft."""
+    """Confidence class of each row's tokens; empty without a stop rule."""
 
 
 class Level1:
@@ -59,12 +59,12 @@ class Level1:
     def draft(self, batch, proposal, rows, max_tokens, sampling, noise) -> RoutedDraft:
         """Draft at most ``max_tokens[i]`` tokens for level 2, to follow ``rows[i]``'s proposal."""
         matches = self.find_matches(batch, proposal, rows)
-        confidences = [matches.confidence(i) for i in range(len(rows))]
+        classes = [matches.classes(i) for i in range(len(rows))]
         choices = [
             self._controller.choose_draft(
-                batch.request_ids[row], batch.has_seed(row), confidence, len(rows), row_max
+                batch.request_ids[row], batch.has_seed(row), row_classes, len(rows), row_max
             )
-            for row, confidence, row_max in zip(rows, confidences, max_tokens)
+            for row, row_classes, row_max in zip(rows, classes, max_tokens)
         ]
         rule, choices = self._with_rule(choices, batch, rows, max_tokens)
         draft = self.draft_from_sources(
@@ -75,8 +75,8 @@ class Level1:
             draft,
             sources,
             [
-                None if name is None else self._traits[name].confidence(confidence)
-                for name, confidence in zip(sources, confidences)
+                None if name is None else self._traits[name].match_class(row_classes)
+                for name, row_classes in zip(sources, classes)
             ],
             [name is not None and self.sources[name].needs_model for name in sources],
             [[] for _ in rows] if rule is None else rule.classes,
@@ -95,8 +95,9 @@ class Level1:
             return None, choices
         has_seed = [batch.has_seed(row) for row in rows]
         ids = [batch.request_ids[row] for row in rows]
-        rules = self._controller.stop_rules
-        rule = rules.round(model.name, ids, has_seed) if model.stops_early else None
+        rule = None
+        if model.stops_early:
+            rule = self._controller.rule_for_round(model.name, ids, has_seed)
         if rule is None:
             return None, choices
         gamma = self._controller.config.gamma

@@ -17,7 +17,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-from vllm_triforce.core.eligibility import GREEDY_EPSILON
+from vllm_triforce.core.limits import GREEDY_EPSILON
 from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps

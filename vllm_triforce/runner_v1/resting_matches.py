@@ -27,7 +27,7 @@ class RestingMatches:
         self._rest = -1, 0
         """Number of decisions, and of the batch's requests."""
         self._pays: dict[tuple, bool] = {}
-        """Results of ``would_propose()`` in this rest, by request and confidence."""
+        """Results of ``would_propose()`` in this rest, by request and match class."""
 
     def __call__(self, scheduler_output) -> bool:
         """True if a proposal for the request whose turn it is would pay."""
@@ -52,21 +52,21 @@ class RestingMatches:
         max_tokens = self._batch.max_proposal_len(row, num_computed, max_tokens)
         if max_tokens < 2:  # one token less is left at the decision
             return False
-        confidence = self._confidence(row, num_computed + 1)
-        key = name, *sorted(confidence.items())
-        if confidence and key not in self._pays:
+        match_classes = self._match_classes(row, num_computed + 1)
+        key = name, *sorted(match_classes.items())
+        if match_classes and key not in self._pays:
             candidate = self._speculator.candidate(
                 name,
                 num_computed,
                 max_tokens,
-                confidence,
+                match_classes,
                 False,
                 self._batch.is_greedy(row),
                 self._batch.num_remaining_tokens(row, num_computed),
             )
             others = [n for i, n in enumerate(requests.num_computed_tokens) if i != turn]
             self._pays[key] = controller.would_propose(candidate, others)
-        return bool(confidence) and self._pays[key]
+        return bool(match_classes) and self._pays[key]
 
     def _may_pay(self, num_reqs: int) -> bool:
         """True if one request's proposal, accepted as a whole, could pay for the whole batch."""
@@ -74,12 +74,12 @@ class RestingMatches:
         gain = math.log1p(controller.config.num_speculative_tokens) / num_reqs
         return gain > math.log1p(controller.model.error)
 
-    def _confidence(self, row: int, num_tokens: int) -> dict[str, int]:
-        """Return the confidence of each source that has a match for a row's first tokens."""
+    def _match_classes(self, row: int, num_tokens: int) -> dict[str, int]:
+        """Return the match class of each source that has a match for a row's first tokens."""
         sources = list(self._speculator.level1.sources.values())
         if "gamma" not in self._speculator.controller.chooses:
             sources = sources[:1]
         # A copy: a source may keep or change its input.
         token_ids = self._runner.input_batch.token_ids_cpu[row, :num_tokens].copy()
         matches = {s.name: [s.find(token_ids)] for s in sources if isinstance(s, TokenSource)}
-        return Matches(matches).confidence(0)
+        return Matches(matches).classes(0)

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_triforce.core.eligibility import GREEDY_EPSILON
+from vllm_triforce.core.limits import GREEDY_EPSILON
 
 # Stands for a token where the logits have a NaN: no token can be chosen from them.
 NAN_TOKEN = -1

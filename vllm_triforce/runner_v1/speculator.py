@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from vllm_triforce.controller import Candidate, Controller
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Choice
-from vllm_triforce.core.eligibility import DisabledRequests
+from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
@@ -71,7 +71,7 @@ class SpeculatorV1:
                 request_id,
                 batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
-                matches.confidence(row),
+                matches.classes(row),
                 batch.has_seed(row),
                 greedy[row],
                 num_left[row],
@@ -84,7 +84,7 @@ class SpeculatorV1:
         request_id: str,
         context: int,
         most: int,
-        confidence: dict[str, int],
+        match_classes: dict[str, int],
         has_seed: bool,
         is_greedy: bool,
         num_left: int | None,
@@ -94,7 +94,7 @@ class SpeculatorV1:
             request_id,
             context,
             most,
-            confidence,
+            match_classes,
             has_seed,
             is_greedy,
             self.level1.num_uncached_tokens(request_id, context + 1),
@@ -137,7 +137,7 @@ class SpeculatorV1:
             drafting, rule = [candidates[row] for row in rows], None
             if self.level1.sources[name].stops_early:
                 num_others = len(batch) - len(rows) + batch.num_plain_reqs
-                rule = self.controller.stop_rules.direct(name, drafting, num_others)
+                rule = self.controller.rule_for_direct_draft(name, drafting, num_others)
             if rule is not None:
                 max_tokens = [
                     n if c.has_seed else min(c.most, max(n, _LONGEST))
@@ -147,7 +147,7 @@ class SpeculatorV1:
                 name, batch, proposal, rows, max_tokens, row_matches, self.noise, rule
             )
             if rule is not None:
-                self.controller.stop_rules.ended(drafting, num_planned, rule, draft.num_passes)
+                self.controller.on_draft_end(drafting, num_planned, rule, draft.num_passes)
                 for row, classes, c in zip(rows, rule.classes, drafting):
                     if not c.has_seed:
                         proposal.num_planned[row] = len(classes)
@@ -230,10 +230,10 @@ class ObserverV1(Observer):
         if (costs := self._controller.measured) is not None:
             lengths = list(map(len, level1_draft.token_ids))
             for i, row in enumerate(rows):
-                self._controller.stop_rules.observe_round(
+                self._controller.observe_round(
                     self._batch.request_ids[row],
                     draft.sources[i],
-                    draft.confidences[i],
+                    draft.match_classes[i],
                     lengths[i],
                     verified.num_accepted[i],
                     draft.classes[i],

@@ -3,7 +3,7 @@
 import numpy as np
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.limits import decodes_plainly
 
 
 class RequestFlags(LogitsProcessor):

@@ -14,8 +14,8 @@ from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.draft_cache import warm_up
-from vllm_triforce.core.eligibility import DisabledRequests
 from vllm_triforce.core.head import states_read
 from vllm_triforce.core.messages import RequestPlan, StepPlan, plan_of
 from vllm_triforce.metrics.report import IntervalReport

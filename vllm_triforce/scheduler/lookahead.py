@@ -25,7 +25,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_triforce.core.eligibility import sampling_seed
+from vllm_triforce.core.limits import sampling_seed
 from vllm_triforce.core.messages import attach_blocks_kept
 from vllm_triforce.scheduler import SchedulerBase
 

@@ -4,6 +4,8 @@
 counts the padding as drafted, and as accepted where the target emits the padding token. The report
 in the same output gives the true lengths (``core/messages.py``).
 
+Each scheduler's ``update_from_output()`` calls these in order (``v1.py``, ``v2.py``).
+
 ``OutcomeStatsMixin``: a request may leave during a step, because its client has gone or the front
 end found a stop string. vLLM then discards the step's tokens and leaves them out of its metrics.
 Workers do not see this, so the scheduler's counts of outcomes replace theirs.
@@ -30,15 +32,21 @@ class PaddingStatsMixin(SchedulerBase):
         """Proposed tokens of requests that have not been scheduled since, by request id."""
         self._verified: dict[str, int] = {}
         """Proposed tokens that the current step verified, by request id."""
+        self._snapshots: list[tuple[Any, int, list[int], int]] = []
+        """``_request_metrics()`` before the current step."""
 
-    def update_from_output(self, scheduler_output, model_runner_output):
+    def start_counting_padding(self, scheduler_output, model_runner_output) -> None:
+        """Note what the step verified, before vLLM counts it."""
         self._verified = self._verified_in(scheduler_output, model_runner_output)
-        snapshots = self._request_metrics() if self.spec_decode_metrics_level != "none" else []
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for metrics, proposed, histogram, num_drafted in snapshots:
+        self._snapshots = (
+            self._request_metrics() if self.spec_decode_metrics_level != "none" else []
+        )
+
+    def remove_padding_from_request_metrics(self) -> None:
+        """Count the step again for requests whose metrics vLLM has changed."""
+        for metrics, proposed, histogram, num_drafted in self._snapshots:
             if metrics.histogram != histogram:
                 self._recount(metrics, proposed, histogram, num_drafted)
-        return outputs
 
     def make_spec_decoding_stats(
         self,
@@ -125,15 +133,17 @@ class OutcomeStatsMixin(SchedulerBase):
     _outcomes = LevelCounters()
     """Outcomes of the current step."""
 
-    def update_from_output(self, scheduler_output, model_runner_output):
+    def start_counting_outcomes(self, model_runner_output) -> None:
+        """Drop the worker's counts of the step."""
         self._outcomes = LevelCounters()
         sent = carrier.attached(model_runner_output) or {}
         for name in _OUTCOMES:
             sent.pop(name, None)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+
+    def send_outcomes(self, outputs) -> None:
+        """Send what ``make_spec_decoding_stats()`` counted."""
         if self._outcomes.num_level3_steps:
             carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
-        return outputs
 
     def make_spec_decoding_stats(
         self,
@@ -154,22 +164,19 @@ class OutcomeStatsMixin(SchedulerBase):
         )
 
 
-class RequestMetricsMixin(SchedulerBase):
-    """Outermost mixin for vLLM's schedulers: sends metrics of requests with stop strings early.
+def send_request_metrics(scheduler, outputs) -> None:
+    """Add metrics of requests with stop strings to all of their outputs.
 
     vLLM sends per-request metrics with a request's last output. A stop string is found by the front
-    end, in any output, so all outputs of such a request carry metrics.
+    end, in any output.
     """
-
-    def update_from_output(self, scheduler_output, model_runner_output):
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.spec_decode_metrics_level != "none":
-            for client_outputs in outputs.values():
-                for output in client_outputs.outputs:
-                    request = self.requests.get(output.request_id)
-                    if request and (params := request.sampling_params) and params.stop:
-                        output.spec_decode_metrics = _copied(request.spec_decode_metrics)
-        return outputs
+    if scheduler.spec_decode_metrics_level == "none":
+        return
+    for client_outputs in outputs.values():
+        for output in client_outputs.outputs:
+            request = scheduler.requests.get(output.request_id)
+            if request and (params := request.sampling_params) and params.stop:
+                output.spec_decode_metrics = _copied(request.spec_decode_metrics)
 
 
 def _copied(metrics):

@@ -11,44 +11,27 @@ from collections.abc import Collection
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
-from vllm_triforce.core.eligibility import decodes_plainly
+from vllm_triforce.core.limits import is_eligible
 from vllm_triforce.core.messages import drafts_of
-from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.placeholders import drop_placeholders
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, RequestMetricsMixin
-
-
-class DraftCarrierMixin(SchedulerBase):
-    """Mixin for schedulers: takes the drafts from a step's output."""
-
-    has_drafts_of_step = False
-    """True if the step's output brought its drafts, or brought that there are none."""
-    expects_proposals = True
-    """True if the worker may propose in the next step."""
-
-    def update_from_output(self, scheduler_output, model_runner_output):
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        message = drafts_of(model_runner_output)
-        self.has_drafts_of_step = message is not None
-        if message is not None:
-            self.expects_proposals = message.expects_proposals
-            if message.drafts is not None:
-                self.update_draft_token_ids(message.drafts)
-        return outputs
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, send_request_metrics
 
 
 class TriForceScheduler(
-    RequestMetricsMixin,
     LookaheadMixin,
-    DraftCarrierMixin,
     PrefixCacheMixin,
     OutcomeStatsMixin,
     GrammarMaskMixin,
     Scheduler,
 ):
     """vLLM's scheduler without placeholder drafts, for Model Runner V1."""
+
+    has_drafts_of_step = False
+    """True if the step's output brought its drafts, or brought that there are none."""
+    expects_proposals = True
+    """True if the worker may propose in the next step."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -72,6 +55,23 @@ class TriForceScheduler(
                 scheduler_output.num_spec_tokens_to_schedule, -(-num_spare // len(proposing))
             )
 
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.start_counting_outcomes(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.send_outcomes(outputs)
+        self._take_drafts(model_runner_output)
+        send_request_metrics(self, outputs)
+        return outputs
+
+    def _take_drafts(self, model_runner_output) -> None:
+        """Take the drafts from a step's output, as the engine core would after the step."""
+        message = drafts_of(model_runner_output)
+        self.has_drafts_of_step = message is not None
+        if message is not None:
+            self.expects_proposals = message.expects_proposals
+            if message.drafts is not None:
+                self.update_draft_token_ids(message.drafts)
+
     def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.
 
@@ -87,6 +87,5 @@ class TriForceScheduler(
                 or has_seed(request)
             )
             and not request.is_prefill_chunk
-            and request.num_computed_tokens >= self._min_context
-            and not decodes_plainly(request.sampling_params)
+            and is_eligible(request.sampling_params, request.num_computed_tokens, self._min_context)
         )

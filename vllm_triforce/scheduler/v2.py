@@ -24,7 +24,7 @@ from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.eligibility import decodes_plainly, is_greedy
+from vllm_triforce.core.limits import is_eligible, is_greedy
 from vllm_triforce.core.messages import (
     RequestPlan,
     StepPlan,
@@ -36,7 +36,7 @@ from vllm_triforce.core.messages import (
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, Needs, PrefixCacheMixin, has_seed
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, RequestMetricsMixin
+from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, send_request_metrics
 
 
 class StepPlanMixin(SchedulerBase):
@@ -158,8 +158,9 @@ class StepPlanMixin(SchedulerBase):
             request.is_prefill_chunk
             or (is_first and self.decisions is not None)
             or request.request_id in self._disabled
-            or request.num_computed_tokens < self._config.min_context
-            or decodes_plainly(request.sampling_params)
+            or not is_eligible(
+                request.sampling_params, request.num_computed_tokens, self._config.min_context
+            )
         ):
             return 0
         max_tokens = self.num_spec_tokens
@@ -196,7 +197,8 @@ class StepPlanMixin(SchedulerBase):
 
     # After a step.
 
-    def update_from_output(self, scheduler_output, model_runner_output):
+    def learn_from_report(self, scheduler_output, model_runner_output) -> None:
+        """Pass the outcomes and the time of a step to the controller."""
         plan, report = plan_of(scheduler_output), report_of(model_runner_output)
         if report is not None:
             self._disabled.update(report.disabled)
@@ -208,8 +210,7 @@ class StepPlanMixin(SchedulerBase):
             if report is not None and report.number == plan.number - 1:
                 drafts = scheduler_output.scheduled_spec_decode_tokens
                 outcomes = _outcomes(report, drafts, model_runner_output)
-            self.decisions.ended(self._step_seen(scheduler_output, plan.number, outcomes))
-        return super().update_from_output(scheduler_output, model_runner_output)
+            self.decisions.on_step_end(self._step_seen(scheduler_output, plan.number, outcomes))
 
     def _step_seen(self, scheduler_output, number: int, outcomes: dict[str, Outcome]) -> StepSeen:
         """Describe a step, whose output has just arrived, to the controller."""
@@ -259,7 +260,6 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
 
 
 class TriForceSchedulerV2(
-    RequestMetricsMixin,
     StepPlanMixin,
     LookaheadMixin,
     PrefixCacheMixin,
@@ -269,9 +269,16 @@ class TriForceSchedulerV2(
 ):
     """Synchronous scheduler: waits for each step's proposals and has them verified."""
 
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.learn_from_report(scheduler_output, model_runner_output)
+        self.start_counting_outcomes(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.send_outcomes(outputs)
+        send_request_metrics(self, outputs)
+        return outputs
+
 
 class TriForceAsyncSchedulerV2(
-    RequestMetricsMixin,
     StepPlanMixin,
     LookaheadMixin,
     PaddingStatsMixin,
@@ -280,3 +287,13 @@ class TriForceAsyncSchedulerV2(
     AsyncScheduler,
 ):
     """Asynchronous scheduler: each step verifies the planned number of tokens, with padding."""
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self.learn_from_report(scheduler_output, model_runner_output)
+        self.start_counting_padding(scheduler_output, model_runner_output)
+        self.start_counting_outcomes(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.send_outcomes(outputs)
+        self.remove_padding_from_request_metrics()
+        send_request_metrics(self, outputs)
+        return outputs

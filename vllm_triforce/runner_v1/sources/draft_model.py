@@ -220,7 +220,7 @@ class DraftModel(DraftSource):
         """
         params, kept = sampling.take(active), []
         probs = None if draft.probs is None else token_distribution(logits, params)
-        confidences = [] if stop is None else _confidences(logits, probs, params)
+        top_probs = [] if stop is None else _top_probs(logits, probs, params)
         tokens = greedy_tokens(logits).tolist() if probs is None else []
         nan = [token == NAN_TOKEN for token in tokens] if probs is None else has_nan(probs)
         for place, i in enumerate(active):
@@ -228,7 +228,7 @@ class DraftModel(DraftSource):
                 draft.nan_rows.append(i)
                 continue
             # Before the token is drawn: the end of a draft must not depend on the draw.
-            if stop is not None and not stop.keeps(i, confidences[place]):
+            if stop is not None and not stop.keeps(i, top_probs[place]):
                 continue
             kept.append(i)
             if probs is None:
@@ -240,7 +240,7 @@ class DraftModel(DraftSource):
         return kept
 
 
-def _confidences(
+def _top_probs(
     logits: torch.Tensor,  # [num_rows, vocab_size]
     probs: torch.Tensor | None,  # as logits; one-hot for greedy rows, None if all are
     sampling,
@@ -248,7 +248,7 @@ def _confidences(
     """Return the largest probability of each row's distribution, of greedy rows before argmax."""
     if probs is None:
         return softmax(logits).amax(-1).tolist()
-    confidences = probs.amax(-1)
+    top_probs = probs.amax(-1)
     if (is_greedy := sampling.is_greedy).any():
-        confidences = torch.where(is_greedy, softmax(logits).amax(-1), confidences)
-    return confidences.tolist()
+        top_probs = torch.where(is_greedy, softmax(logits).amax(-1), top_probs)
+    return top_probs.tolist()

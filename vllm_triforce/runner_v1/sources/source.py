@@ -17,7 +17,7 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 class Match:
     """Tokens that a source can draft for a request."""
 
-    confidence: int = 0
+    match_class: int = 0
     """Class of the first token's acceptance: an index into the source's ``prior_acceptance``."""
 
 
@@ -84,7 +84,7 @@ class DraftSource(ABC):
     """Name of its file, and its name in the key ``draft_sources``."""
 
     prior_acceptance: ClassVar[tuple[float, ...]]
-    """Expected share of its tokens that level 2 accepts, per class of confidence. Each token of a
+    """Expected share of its tokens that level 2 accepts, per match class. Each token of a
     draft is one class above the token before it, up to the last class: an accepted token makes a
     match longer. The controller starts from these numbers and replaces them by measured ones."""
 

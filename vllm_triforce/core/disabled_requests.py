@@ -1,38 +1,10 @@
-"""Eligibility of requests for speculation, for both runners."""
+"""Requests that are no longer speculated on because a level's logits had a NaN."""
 
 from collections.abc import Iterator
 
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.triforce")
-
-# Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
-GREEDY_EPSILON = 1e-5
-
-
-def decodes_plainly(params) -> bool:
-    """True if a request's sampling parameters exclude it from speculation.
-
-    vLLM returns the log-probabilities of ``logprob_token_ids`` for a row with a single token only.
-
-    Args:
-        params: vLLM's ``SamplingParams``.
-    """
-    return bool(params.logprob_token_ids)
-
-
-def is_greedy(params) -> bool:
-    """True if a request with vLLM's ``SamplingParams`` takes the likeliest tokens."""
-    return params.temperature < GREEDY_EPSILON
-
-
-def sampling_seed(params) -> int | None:
-    """Return the seed of a sampled request, None for greedy and unseeded requests.
-
-    Args:
-        params: vLLM's ``SamplingParams``, or None.
-    """
-    return None if params is None or is_greedy(params) else params.seed
 
 
 class DisabledRequests:

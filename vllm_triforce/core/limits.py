@@ -1,0 +1,63 @@
+"""May a request propose, and how much? Both schedulers and both runners ask here.
+
+On Runner V2 lengths are on the device, where ``kernels/rows.py`` applies the rule of
+``room_for_proposal()``.
+"""
+
+# Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
+GREEDY_EPSILON = 1e-5
+
+
+def decodes_plainly(params) -> bool:
+    """True if a request's sampling parameters exclude it from speculation.
+
+    vLLM returns the log-probabilities of ``logprob_token_ids`` for a row with a single token only.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+    """
+    return bool(params.logprob_token_ids)
+
+
+def is_greedy(params) -> bool:
+    """True if a request with vLLM's ``SamplingParams`` takes the likeliest tokens."""
+    return params.temperature < GREEDY_EPSILON
+
+
+def sampling_seed(params) -> int | None:
+    """Return the seed of a sampled request, None for greedy and unseeded requests.
+
+    Args:
+        params: vLLM's ``SamplingParams``, or None.
+    """
+    return None if params is None or is_greedy(params) else params.seed
+
+
+def is_eligible(params, num_computed: int, min_context: int) -> bool:
+    """True if a request that decodes may be speculated on.
+
+    Args:
+        params: vLLM's ``SamplingParams``.
+        num_computed: tokens in the KV cache, or an upper bound.
+        min_context: key of that name, in tokens.
+    """
+    return num_computed >= min_context and not decodes_plainly(params)
+
+
+def room_for_proposal(
+    num_computed: int, max_tokens: int, num_reserved: int, max_len: int, min_context: int = 0
+) -> int:
+    """Return how many tokens may be proposed for a request; none if the result is not positive.
+
+    Args:
+        num_computed: tokens whose KV the full pass has written and accepted.
+        max_tokens: limit by the plan or the configuration.
+        num_reserved: tokens that fit the request's allocated blocks. Level 2 writes there too.
+        max_len: number of tokens at which the request ends, at most ``max_model_len``. The
+            scheduler keeps inputs below it (vllm/v1/core/sched/scheduler.py), and the full pass
+            adds one token.
+        min_context: minimum number of computed tokens.
+    """
+    if num_computed < min_context:
+        return 0
+    return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
