@@ -81,13 +81,13 @@ def in_simulation(is_ours: bool, num_running: int, budget: int, prompt: int, rep
         for _ in range(num_running):
             engine.add(Arrival(0.0, 2000, 6000, {"temperature": 0.0}))
         # As long contexts with speculation as without.
-        engine.run([], lambda e=engine: sum(e._emitted.values()) >= 400 * num_running)
+        engine.run([], lambda e=engine: sum(e.emitted.values()) >= 400 * num_running)
         scheduler.max_num_scheduled_tokens = budget
         before, late = len(engine.seen), f"r{num_running}"
         # Somewhere in a step, whose end it waits for.
         arrival = Arrival(engine.now + n / repeats * engine.seen[-1].seconds, prompt, 2)
         engine.run([arrival], lambda e=engine, late=late: late in e._first)
-        found.append((len(engine.seen) - before, engine._first[late] - arrival.at))
+        found.append((len(engine.seen) - before, engine.first[late] - arrival.at))
     return found
 
 

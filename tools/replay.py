@@ -168,6 +168,7 @@ class Decoder:
             full_by_rows=off(self._costs.full_by_rows, full),
             full_by_tokens=off(self._costs.full_by_tokens, full),
             level2_by_tokens=off(self._costs.level2_by_tokens, level2),
+            level2_by_batch=off(self._costs.level2_by_batch, level2),
         )
         config = TriForceConfig().with_defaults(can_adapt=True, model=None).resolve(32)
         controller = Controller(config, [self._traits])
@@ -226,7 +227,7 @@ class Decoder:
             if backoff.may_end:
                 proposing_s += LOOK_S
                 if self._would_propose(controller, position - 1, end):
-                    controller.end_rest()
+                    controller.exploration.end_rest()
                     is_reevaluation = True
             if not (backoff.is_resting or is_new):
                 self._known = {}
@@ -256,7 +257,13 @@ class Decoder:
             planned = controller.take_plan()
             if drafted:
                 step = StepTime(
-                    self._is_greedy, [1 + drafted], [context], full_s, drafted, proposing_s
+                    self._is_greedy,
+                    [1 + drafted],
+                    [context],
+                    full_s,
+                    drafted,
+                    proposing_s,
+                    accepted,
                 )
                 controller.observe_step(step, planned if is_typical else None)
                 controller.observe_full_pass("answer", drafted, accepted, choice, probs)
@@ -383,8 +390,11 @@ def _measurements(costs: dict) -> Measurements:
         name: [tuple(point) for point in costs[name]]
         for name in ("full_by_rows", "level2_by_tokens", "full_by_num_reqs")
     }
-    by_tokens = [(q, [tuple(point) for point in points]) for q, points in costs["full_by_tokens"]]
-    return Measurements(**{**costs, **pairs, "full_by_tokens": by_tokens})
+    grids = {
+        name: [(count, [tuple(point) for point in points]) for count, points in costs[name]]
+        for name in ("full_by_tokens", "level2_by_batch")
+    }
+    return Measurements(**{**costs, **pairs, **grids})
 
 
 def main() -> None:

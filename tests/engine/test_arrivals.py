@@ -15,7 +15,7 @@ from tests.first_tokens import in_engine
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
-from vllm_triforce.controller import controller as controller_module
+from vllm_triforce.controller import exploration as exploration_module
 from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
@@ -51,10 +51,10 @@ def nothing_pays(llm, monkeypatch):
 def rest_long(llm, monkeypatch) -> None:
     """Only a seeded request is speculated on, and the others rest as long as they may."""
 
-    def plain(options, costs):
+    def plain(options, costs, max_slowdown):
         return Plan(np.full(len(options.tokens), -1), 1.0, costs.plain_s)
 
-    monkeypatch.setattr(controller_module, "plan_by_routes", plain)
+    monkeypatch.setattr(exploration_module, "plan", plain)
     controller = controller_of(llm)
     monkeypatch.setattr(controller.trials, "add", lambda *args: False)
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)

@@ -193,9 +193,9 @@ class Engine:
         self._aborts: list[tuple[float, str]] = []
         self.seen: list[Seen] = []
         self.served: dict[str, Served] = {}
-        self._first: dict[str, float] = {}
+        self.first: dict[str, float] = {}
         self._asked: dict[str, Arrival] = {}
-        self._emitted: dict[str, int] = {}
+        self.emitted: dict[str, int] = {}
         self._num_requests = self.num_preempted = 0
         init_none_hash(sha256)
         is_caching = scheduler.cache_config.enable_prefix_caching
@@ -224,7 +224,7 @@ class Engine:
             self.worker.stops[name] = arrival.prompt + arrival.stops_after - 1
         if arrival.aborted_after is not None:
             self._aborts.append((arrival.at + arrival.aborted_after, name))
-        self._asked[name], self._emitted[name] = arrival, 0
+        self._asked[name], self.emitted[name] = arrival, 0
         self.scheduler.add_request(request)
         return name
 
@@ -303,16 +303,16 @@ class Engine:
     def _note(self, output) -> None:
         name = output.request_id
         if output.new_token_ids:
-            self._first.setdefault(name, self.now)
-            self._emitted[name] += len(output.new_token_ids)
+            self.first.setdefault(name, self.now)
+            self.emitted[name] += len(output.new_token_ids)
         if output.finish_reason is not None:
-            arrival, count = self._asked[name], self._emitted[name]
+            arrival, count = self._asked[name], self.emitted[name]
             expected = arrival.max_tokens
             if arrival.stops_after is not None:
                 expected = min(expected, arrival.stops_after)
             expected = min(expected, self.scheduler.max_model_len - arrival.prompt)
             assert count == expected, (name, count, expected)
-            self.served[name] = Served(arrival.at, self._first[name], self.now, count)
+            self.served[name] = Served(arrival.at, self.first[name], self.now, count)
 
     def _abort(self) -> None:
         due = [name for at, name in self._aborts if at <= self.now]
@@ -334,4 +334,4 @@ class Engine:
         assert len(scheduler._with_slots) <= 1 and len(scheduler._decided_on) <= 1
         if (decisions := scheduler.decisions) is not None:
             assert decisions.controller.num_requests <= 1
-            assert len(decisions._alive) <= 1 and len(decisions._pending) <= 2
+            assert len(decisions._routes) <= 1 and len(decisions._pending) <= 2

@@ -227,7 +227,8 @@ class Worker:
         """What the requests of a route propose, and what that takes."""
         machine, gamma, rows = self.world.machine, self.config.gamma, []
         rounds = max(its.num_rounds for its in plans.values())
-        seconds = machine.proposing(route, len(plans), rounds, gamma)
+        contexts = [self._states[name].computed for name in plans]
+        seconds = machine.proposing(route, contexts, rounds, gamma)
         for name, its in plans.items():
             state = self._states[name]
             most = room_for_proposal(
@@ -243,13 +244,14 @@ class Worker:
             interval = max(1, self.config.refresh_interval)
             if route == HIERARCHICAL and state.num_passes % interval == 0:
                 is_first = state.num_passes == 0
-                seconds += machine.selection * (state.computed if is_first else 256)
+                seconds += machine.selection * state.computed * is_first
                 state.num_passes += 1
             if route == "prompt_lookup" and self.world.draw.random() >= self.world.text.match:
                 row = (0, 0, 0, 0)
             state.proposed = row[0]
             rows.append(row)
         self._reports.add(list(plans), torch.tensor(rows, dtype=torch.int32))
+        self._reports.add_time(route, 0.0, seconds)
         return seconds
 
     def _levels(self, name: str, most: int, its: RequestPlan) -> tuple[int, int, int, int]:

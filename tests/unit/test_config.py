@@ -80,6 +80,7 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
         ({"min_context": -1}, ["min_context=-1", "at least 0"]),
         ({"num_sink_tokens": 0}, ["num_sink_tokens=0"]),
         ({"prompt_lookup_max": 0}, ["prompt_lookup_max=0"]),
+        ({"max_slowdown": 1.5}, ["max_slowdown=1.5", "at most 1"]),
         ({"log_interval": -1}, ["log_interval=-1"]),
         ({"log_interval": float("nan")}, ["log_interval=nan"]),
         ({"log_interval": float("inf")}, ["log_interval=inf"]),
@@ -244,3 +245,16 @@ def test_window_has_room_to_grow():
     config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).with_defaults(can_adapt=True)
     assert config.window_tokens == config.resolve(32).window_tokens
     assert config.window_tokens >= 104 + config.num_speculative_tokens + 1
+
+
+@pytest.mark.parametrize(
+    "keys, reason",
+    [({"adaptive": False}, "without the controller"), ({"min_context": 0}, "with min_context")],
+)
+def test_a_limit_of_losses_needs_the_controller(keys, reason):
+    given = TriForceConfig(max_slowdown=0.1)
+    assert given.with_defaults(can_adapt=True).max_slowdown == 0.1
+    assert TriForceConfig().with_defaults(can_adapt=True).max_slowdown == 0.05
+    assert TriForceConfig(**keys).with_defaults(can_adapt=True).max_slowdown == 1
+    with pytest.raises(ValueError, match=f"max_slowdown=0.1 is not supported {reason}"):
+        dataclasses.replace(given, **keys).with_defaults(can_adapt=True)

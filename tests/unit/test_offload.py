@@ -127,6 +127,7 @@ def test_plain_decoding_is_refused_where_vllm_does_it_by_itself():
         ("draft_sources", "draft_model"),
         ("prompt_lookup_max", 3),
         ("min_context", 100),
+        ("max_slowdown", 0.5),
         ("model", "some/draft"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_triforce.controller.options import Options
-from vllm_triforce.controller.planner import StepCosts, plan_by_routes
+from vllm_triforce.controller.planner import StepCosts, plan
 from vllm_triforce.controller.routes import HIERARCHICAL
 
 LOOKUP, DRAFT = "prompt_lookup", "draft_model"
@@ -38,7 +38,7 @@ def drawn(draw: random.Random) -> tuple[Options, SimpleNamespace]:
     )
     model = SimpleNamespace(
         error=0.0,
-        round_seconds=lambda n, num_drafts: each[HIERARCHICAL],
+        round_seconds=lambda n, context: each[HIERARCHICAL],
         draft=lambda n: each[DRAFT],
     )
     return options, model
@@ -53,7 +53,7 @@ def step(options: Options, model, columns) -> tuple[float, float]:
             gained *= 1 + options.tokens[row, column]
             route = options.routes[column]
             passes[route] = max(passes[route], options.passes[row, column])
-    seconds += passes[HIERARCHICAL] * model.round_seconds(1, 2) + passes[DRAFT] * model.draft(1)
+    seconds += passes[HIERARCHICAL] * model.round_seconds(1, 0) + passes[DRAFT] * model.draft(1)
     if max(columns) < 0:
         seconds = PLAIN
     return seconds, gained ** (1 / len(columns)) * PLAIN / seconds
@@ -67,7 +67,7 @@ def test_about_as_good_as_the_best_plan(seed):
         options, model = drawn(draw)
         possible = [[-1, *np.flatnonzero(row)] for row in options.is_possible]
         best = max(step(options, model, columns)[1] for columns in itertools.product(*possible))
-        found = plan_by_routes(options, StepCosts(model, PLAIN, 0.1, 0, 2))
+        found = plan(options, StepCosts(model, PLAIN, 0.1, 0, 1000.0))
         seconds, speedup = step(options, model, found.options)
         assert found.seconds == pytest.approx(seconds)
         assert found.speedup == pytest.approx(speedup) and speedup >= 1

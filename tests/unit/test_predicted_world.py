@@ -49,7 +49,7 @@ class PredictedCosts:
             [(n, full([1] * n, [CONTEXTS[0]] * n)) for n in ROWS],
             [(q, [(c, full([q], [c])) for c in CONTEXTS]) for q in (1, LONGEST + 1)],
             [(1, level2)],
-            (several - level2) / 3,
+            [(1, [(0, level2)]), (4, [(0, several)])],
             self.draft(1),
             (self.draft(4) - self.draft(1)) / 3,
             full_by_num_reqs=[

@@ -184,7 +184,7 @@ class Outputs:
                 name: RequestReport(its.num_tokens - shorter, its.num_rounds, 3, 1)
                 for name, its in before.proposing.items()
             }
-            send(output, lambda: StepReport(before.number, proposed, measured))
+            send(output, lambda: StepReport(before.number, proposed, measured=measured))
         return output
 
 
@@ -225,7 +225,7 @@ def choosing():
 def test_decisions_begin_with_measurements(choosing, monkeypatch, accepted):
     """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
     seen = []
-    monkeypatch.setattr(AsyncController, "ended", lambda self, step: seen.append(step))
+    monkeypatch.setattr(AsyncController, "on_step_end", lambda self, step: seen.append(step))
     request, outputs = Running("one"), Outputs(choosing)
     for measured in (None, None, LONG_PAYS, None, None):
         plan = choosing.step(request)

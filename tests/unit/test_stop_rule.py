@@ -97,7 +97,7 @@ def test_only_the_first_token_of_an_ended_draft_says_how_good_the_source_is(chos
         found.observe_full_pass("a", 3, 0)
     rates = found.acceptance.sampled
     assert rates.of(DRAFT, False, 0).value < 0.1
-    classes = found.stop_rates._of(DRAFT, False, "a").values()
+    classes = found.stop_rules._of(DRAFT, False, "a").values()
     assert classes[3] < 0.2 and classes[7] > 0.9, "tokens behind a rejected one are not tested"
 
 
@@ -122,7 +122,7 @@ def test_drafts_that_end_before_their_first_token_count(chosen):
         found.choose([candidate])
         ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
         found.on_draft_end([candidate], [2], ended, num_passes=1)
-    expected = found.stop_rates.expected_draft(DRAFT, candidate)
+    expected = found.stop_rules.expected_draft(DRAFT, candidate)
     assert expected is not None and (expected.tokens, expected.passes) == (0.0, 1.0)
 
 
@@ -133,7 +133,7 @@ def test_the_classes_of_a_draft_are_not_another_routes(chosen):
     ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
     ended.classes[0] += [7, 7]
     found.on_draft_end([candidate], [2], ended, num_passes=2)
-    assert found.stop_rates.observe_direct("a", HIERARCHICAL, 5, 5, None) == 5
+    assert found.stop_rules.observe_direct("a", HIERARCHICAL, 5, 5, None) == 5
 
 
 def test_a_class_that_is_never_drafted_returns_to_its_prior():
@@ -150,7 +150,7 @@ def test_a_class_that_is_never_drafted_returns_to_its_prior():
 def test_the_options_have_what_ended_drafts_were(chosen):
     """Scaled to the request's acceptance, which is the engine's here; the only option."""
     found, candidate = chosen
-    ended = found.stop_rates._ended[DRAFT, False] = EndedDrafts()
+    ended = found.stop_rules._ended[DRAFT, False] = EndedDrafts()
     for _ in range(20):
         ended.add(tokens=1.25, drafts=3, passes=4)
     options = found._options([candidate], 0)

@@ -20,7 +20,7 @@ LONG_PAYS = Measurements(
     full_by_rows=[(1, 0.010), (16, 0.0105), (128, 0.014)],
     full_by_tokens=[(1, [(16, 0.010), (100_000, 0.040)]), (17, [(16, 0.011), (100_000, 0.048)])],
     level2_by_tokens=[(1, 0.0105), (17, 0.012)],
-    level2_per_row=0.0005,
+    level2_by_batch=[(1, [(0, 0.0105)]), (2, [(0, 0.011)])],
     draft=0.0005,
 )
 # A busy machine: every token of a pass costs as much as the first.
@@ -28,7 +28,7 @@ NOTHING_PAYS = Measurements(
     full_by_rows=[(1, 0.010), (128, 1.28)],
     full_by_tokens=[(1, [(16, 0.01), (100_000, 0.1)]), (17, [(16, 0.17), (100_000, 1.7)])],
     level2_by_tokens=[(1, 0.01), (17, 0.17)],
-    level2_per_row=0.01,
+    level2_by_batch=[(1, [(0, 0.01)]), (2, [(0, 0.02)])],
     draft=0.004,
 )
 # The embedded pair on a CPU, about.
@@ -39,7 +39,7 @@ SMALL_ON_CPU = Measurements(
         (17, [(16, 0.009), (2000, 0.0125), (16_000, 0.035)]),
     ],
     level2_by_tokens=[(1, 0.0045), (17, 0.010)],
-    level2_per_row=0.001,
+    level2_by_batch=[(1, [(0, 0.0045)]), (2, [(0, 0.0055)])],
     draft=0.0008,
     draft_per_row=0.0002,
     draft_per_token=1e-5,
@@ -51,7 +51,7 @@ OVER_HOST = Measurements(
     full_by_rows=[(1, 0.018), (16, 0.019), (128, 0.025)],
     full_by_tokens=[(1, [(16, 0.018), (100_000, 0.470)]), (33, [(16, 0.020), (100_000, 0.480)])],
     level2_by_tokens=[(1, 0.019), (5, 0.0195)],
-    level2_per_row=0.0005,
+    level2_by_batch=[(1, [(0, 0.019)]), (2, [(0, 0.0195)])],
     draft=0.001,
 )
 
@@ -130,22 +130,27 @@ class World:
                 choices = dict(zip(names, controller.choose(candidates)))
                 proposing = self.deciding + self._propose(draw, controller, choices, is_greedy)
             lengths = [choices[name].num_tokens for name in names]
+            kept = []
+            for name, count in zip(names, lengths):
+                is_drafted = choices[name].route == DRAFT
+                rate = self.level2 * (self.draft if is_drafted else 1)
+                kept.append(accepted(draw, rate, count))
             tokens = [1 + n for n in lengths]
             step = truth.full_pass(tokens, contexts) + self.overhead
             step += self.speculating if any(lengths) else 0.0
             planned = controller.take_plan()
             if any(lengths) or controller.backoff.is_settled:
-                taken = StepTime(is_greedy, tokens, contexts, step, sum(lengths), proposing)
+                taken = StepTime(
+                    is_greedy, tokens, contexts, step, sum(lengths), proposing, sum(kept)
+                )
                 controller.observe_step(taken, planned)
             seconds += step + proposing
             plain_seconds += truth.full_pass([1] * size, contexts) + self.overhead
-            for name, count in zip(names, lengths):
-                is_drafted = choices[name].route == DRAFT
-                kept = accepted(draw, self.level2 * (self.draft if is_drafted else 1), count)
+            for name, count, num_accepted in zip(names, lengths, kept):
                 if count:
-                    controller.observe_full_pass(name, count, kept)
-                running[name] += kept + 1
-                num_tokens += kept + 1
+                    controller.observe_full_pass(name, count, num_accepted)
+                running[name] += num_accepted + 1
+                num_tokens += num_accepted + 1
                 if running[name] >= length:
                     del running[name]
                     controller.release(name)

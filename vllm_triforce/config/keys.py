@@ -97,6 +97,17 @@ class Keys:
         "times and acceptance. `false` uses 6, 2 and twice the largest budget",
         change="for runs that must not depend on timing",
     )
+    max_slowdown: float = _key(
+        None,
+        _PROPOSAL,
+        "Share of its speed that a request may lose to speculation, its own or that of others in "
+        "its batch, as planned and as measured. 1 sets no limit: then all gain most on average. "
+        "Not for requests with a seed, and not where `min_context` is given or `adaptive` is false",
+        low=0.01,
+        high=1,
+        default_text="0.05",
+        change="larger for more tokens a second in batches of unlike requests",
+    )
     levels: str = _key(
         LEVEL_SETS[0],
         _PROPOSAL,

@@ -37,6 +37,7 @@ _MAX_OFFLOAD_LENGTH, _FEW_REQUESTS = 16, 16
 _MAX_NGRAM, _NUM_SINKS = 8, 16
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
 _NEVER = 1 << 31
+_MAX_SLOWDOWN = 0.05
 
 # Limits of the retrieval budget where it is a share of the context, and recent tokens of any.
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
@@ -268,7 +269,7 @@ class TriForceConfig(Keys):
     def _with_lengths(
         self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
     ) -> "TriForceConfig":
-        """Fill in lengths, ``refresh_interval`` and ``adaptive_keys``, once.
+        """Fill in the proposals' keys, ``refresh_interval`` and ``adaptive_keys``, once.
 
         Raises:
             ValueError: the runner cannot select in level 2's passes.
@@ -276,21 +277,23 @@ class TriForceConfig(Keys):
         if self.adaptive_keys is not None:
             return self
         refresh_interval = self._interval(has_fixed_shapes)
+        open_keys = {
+            "context": self.min_context is None,
+            "gamma": self.gamma is None and self.levels == "1,2,3",
+            "length": self.num_speculative_tokens is None,
+        }
+        adapts = self.adaptive and can_adapt and not self.is_plain
+        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
+        max_slowdown = self._slowdown(adaptive_keys)
         if self.is_plain:  # vLLM has no speculative method without a token
             return dataclasses.replace(
                 self,
                 num_speculative_tokens=1,
                 gamma=1,
                 refresh_interval=refresh_interval,
-                adaptive_keys=frozenset(),
+                max_slowdown=max_slowdown,
+                adaptive_keys=adaptive_keys,
             )
-        open_keys = {
-            "context": self.min_context is None,
-            "gamma": self.gamma is None and self.levels == "1,2,3",
-            "length": self.num_speculative_tokens is None,
-        }
-        adapts = self.adaptive and can_adapt
-        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
         length, gamma = self.num_speculative_tokens, self.gamma
         if length is None:
             max_length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
@@ -306,8 +309,27 @@ class TriForceConfig(Keys):
             num_speculative_tokens=length,
             gamma=gamma,
             refresh_interval=refresh_interval,
+            max_slowdown=max_slowdown,
             adaptive_keys=adaptive_keys,
         )
+
+    def _slowdown(self, adaptive_keys: frozenset[str]) -> float:
+        """Return ``max_slowdown``, 1 where the controller does not choose who speculates.
+
+        Raises:
+            ValueError: it is given there.
+        """
+        if self.is_plain:
+            return 1.0
+        if "context" in adaptive_keys:
+            return _MAX_SLOWDOWN if self.max_slowdown is None else self.max_slowdown
+        if self.max_slowdown is not None:
+            reason = "without the controller" if self.min_context is None else "with min_context"
+            raise ValueError(
+                f"max_slowdown={self.max_slowdown} is not supported {reason}: requests then "
+                "speculate whether they gain or lose. Leave one of them out."
+            )
+        return 1.0
 
     def _interval(self, has_fixed_shapes: bool) -> int:
         """Return ``refresh_interval``, by default 0 where level 2's passes can select.
@@ -341,7 +363,7 @@ class TriForceConfig(Keys):
                 f"{levels} is plain decoding, which vLLM does by itself. Set kv_offload_gib, or "
                 "drop method='triforce'."
             )
-        names = (*LEVEL1_KEYS, "num_speculative_tokens", "min_context")
+        names = (*LEVEL1_KEYS, "num_speculative_tokens", "min_context", "max_slowdown")
         self._check_unused(levels, "nothing is drafted or proposed", model, names)
 
     def _check_unused(self, setting: str, reason: str, model: str | None, names: tuple) -> None:

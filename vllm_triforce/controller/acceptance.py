@@ -1,6 +1,6 @@
 """Acceptance of proposed tokens: exponentially weighted, per request and for the engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,12 @@ CAUTION = 0.95
 
 # Tests after which an old one counts 1/e. With 512 for the engine, traffic that becomes good again
 # is found after more than 1,500 steps; with 128 after 750.
-_REQUEST_MEMORY, _ENGINE_MEMORY = 48.0, 128.0
+_REQUEST_MEMORY, _ENGINE_MEMORY = 64.0, 128.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
 # Chance below which a run of rejected proposals is a change of the text.
-_SURPRISING = 1e-4
+_SURPRISING = 1e-3
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Rate:
     """Share of tested tokens that were accepted.
 
     Tokens after the first rejection are not tested. With ``a`` accepted and ``r`` rejected tests,
-    both forgotten exponentially, the estimate is ``(a + weight * prior) / (a + r + weight)``.
+    the estimate is ``(a + weight * prior) / (a + r + weight)``. All three are forgotten
+    exponentially; without tests, ``weight`` comes back.
 
     Args:
         prior: the estimate without tests.
@@ -45,11 +46,14 @@ class Rate:
     rejected: float = 0.0
     num_misses: int = 0
     """Proposals in a row without an accepted token."""
+    _prior_share: float = 1.0
+    """Share of ``weight`` that is left."""
 
     @property
     def value(self) -> float:
-        tests = self.accepted + self.rejected + self.weight
-        return (self.accepted + self.weight * self.prior) / tests
+        weight = self.weight * self._prior_share
+        tests = self.accepted + self.rejected + weight
+        return (self.accepted + weight * self.prior) / tests
 
     def add(
         self, num_drafted: int, num_accepted: int, probs: Sequence[float] | None = None
@@ -67,6 +71,7 @@ class Rate:
         keep = max(0.0, 1 - num_tests / self.memory)
         self.accepted = self.accepted * keep + accepted
         self.rejected = self.rejected * keep + num_tests - accepted
+        self._prior_share *= keep
         self.num_misses = 0 if num_accepted else self.num_misses + num_rejected
         if num_rejected and (1 - self.value) ** self.num_misses < _SURPRISING:
             # The text has changed. A rejected proposal is one test and an accepted one many, so
@@ -74,11 +79,19 @@ class Rate:
             self.accepted = 0.0
             self.rejected += self.weight
 
+    def halve(self) -> None:
+        """Halve the estimate; as many tests stand behind it as before."""
+        weight = self.weight * self._prior_share
+        accepted = (self.accepted + weight * self.prior) / 2
+        self.rejected += self.accepted + weight - accepted
+        self.accepted, self._prior_share = accepted, 0.0
+
     def fade(self) -> None:
         """Forget a little of an estimate that is not tested, so that it is tried again."""
         keep = 1 - 1 / (8 * self.memory)
         self.accepted *= keep
         self.rejected *= keep
+        self._prior_share = 1 - keep * (1 - self._prior_share)
 
 
 @dataclass
@@ -161,6 +174,11 @@ class Rates:
             num_drafted, num_accepted = num_drafted - 1, num_accepted - 1
         if num_drafted:
             last.add(num_drafted, num_accepted, probs)
+
+    def halve(self) -> None:
+        """Halve all estimates."""
+        for rate in (self.level2, *(rate for rates in self.level1.values() for rate in rates)):
+            rate.halve()
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
@@ -261,6 +279,14 @@ class Acceptance:
                 rates.add_draft(
                     choice.route, False, choice.match_class, num_drafted, num_accepted, model_probs
                 )
+
+    def distrust(self, request_ids: Iterable[str]) -> None:
+        """Halve the estimates of these requests, and of the engine.
+
+        Their proposals have lost more time than the estimates explain.
+        """
+        for rates in (self.greedy, self.sampled, *map(self.of, request_ids)):
+            rates.halve()
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

@@ -51,6 +51,7 @@ class StepSeen:
         is_greedy: True if all requests are.
         seconds: since the output of the step before.
         outcomes: by request, of the proposals that it verified.
+        proposing_seconds: of these proposals on the device, by route.
         is_comparable: True if the step before had the same requests, and no prompt is read.
     """
 
@@ -60,15 +61,24 @@ class StepSeen:
     is_greedy: bool
     seconds: float
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    proposing_seconds: Mapping[str, float] = field(default_factory=dict)
     is_comparable: bool = True
 
 
 @dataclass
 class _Pending:
-    """A step whose outcome is not known yet."""
+    """A step whose outcome is not known yet.
 
-    choices: dict[str, Choice]
+    Args:
+        contexts: of each request that proposes.
+        first: requests whose first proposal by its route this is. It reads the whole context, or
+            the draft's window.
+    """
+
+    plan: dict[str, tuple[Choice, int]]
     planned: Planned | None
+    contexts: dict[str, int]
+    first: set[str]
 
 
 @dataclass
@@ -111,8 +121,8 @@ class AsyncController:
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0
         self._present: set[str] = set()
-        self._alive: set[str] = set()
-        """Requests that have proposed something and not left."""
+        self._routes: dict[str, set[str]] = {}
+        """Routes of the proposals of each request, until it leaves."""
 
     def decide(
         self, names: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
@@ -149,7 +159,7 @@ class AsyncController:
         plan = self._plan(candidates, num_plain)
         if plan:
             planned = controller.take_plan()
-            self._add_pending(number, plan, planned)
+            self._add_pending(number, plan, planned, {c.request_id: c.context for c in candidates})
             if controller.is_steady:
                 now = self._clock()
                 until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
@@ -165,12 +175,37 @@ class AsyncController:
         shared = max(
             (n for n, choice in zip(rounds, choices) if choice.route == HIERARCHICAL), default=0
         )
-        choices = self.controller.extend_to_shared_rounds(candidates, choices, shared)
+        choices = self._extend_to_shared_rounds(candidates, choices, shared)
         return {
             c.request_id: (choice, n if c.has_seed or choice.route != HIERARCHICAL else shared)
             for c, choice, n in zip(candidates, choices, rounds)
             if choice is not PLAIN
         }
+
+    def _extend_to_shared_rounds(
+        self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
+    ) -> list[Choice]:
+        """Lengthen proposals by levels 1 and 2 that take part in ``num_rounds``.
+
+        Plan above the mean: the rounds run anyway, and an unused place costs one token of the full
+        pass.
+        """
+        controller = self.controller
+        if controller.planned is None or not num_rounds:
+            return choices
+        extended = []
+        for candidate, choice in zip(candidates, choices):
+            if choice.route == HIERARCHICAL and not candidate.has_seed:
+                longest = min(candidate.most, controller.config.num_speculative_tokens)
+                num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
+                choice = replace(choice, num_tokens=num_tokens)
+            extended.append(choice)
+        contexts = [candidate.context for candidate in candidates]
+        before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
+        full_pass = controller.model.full_pass
+        seconds = full_pass(after, contexts) - full_pass(before, contexts)
+        controller.add_to_plan(sum(after) - sum(before), seconds)
+        return extended
 
     def _num_rounds(self, candidate: Candidate, choice: Choice) -> int:
         """Return the mean number of rounds of a proposal.
@@ -189,25 +224,34 @@ class AsyncController:
         self, number: int, held: _Held, candidate: Callable[[str], Candidate]
     ) -> dict[str, tuple[Choice, int]]:
         """Repeat a decision for the requests that are still there, as far as they have room."""
-        plan, is_same = {}, self._present == held.names
+        plan, contexts, is_same = {}, {}, self._present == held.names
         for name, (choice, num_rounds) in held.plan.items():
             if name not in self._present:
                 continue
-            max_tokens = candidate(name).most
-            if choice.num_tokens > max_tokens:
-                choice, is_same = replace(choice, num_tokens=max_tokens), False
+            described = candidate(name)
+            contexts[name] = described.context
+            if choice.num_tokens > described.most:
+                choice, is_same = replace(choice, num_tokens=described.most), False
             plan[name] = choice, num_rounds
         if plan:
-            self._add_pending(number, plan, held.planned if is_same else None)
+            self._add_pending(number, plan, held.planned if is_same else None, contexts)
         return plan
 
     def _add_pending(
-        self, number: int, plan: Mapping[str, tuple[Choice, int]], planned: Planned | None
+        self,
+        number: int,
+        plan: dict[str, tuple[Choice, int]],
+        planned: Planned | None,
+        contexts: dict[str, int],
     ) -> None:
-        choices = {name: choice for name, (choice, _) in plan.items()}
-        self._pending[number] = _Pending(choices, planned)
-        self.controller.await_outcomes(choices)
-        self._alive.update(choices)
+        first = set()
+        for name, (choice, _) in plan.items():
+            routes = self._routes.setdefault(name, set())
+            if choice.route not in routes:
+                first.add(name)
+                routes.add(choice.route)
+        self._pending[number] = _Pending(plan, planned, contexts, first)
+        self.controller.await_outcomes(plan)
 
     def _note_joined(self, joined: Sequence[Candidate]) -> None:
         if any(candidate.has_seed for candidate in joined):
@@ -220,21 +264,47 @@ class AsyncController:
         """Learn from a step's output; it verified the proposals after the step before."""
         pending = self._pending.pop(step.number - 1, None)
         for number in [n for n in self._pending if n < step.number]:
-            for name in self._pending.pop(number).choices:  # of a step without an output
+            for name in self._pending.pop(number).plan:  # of a step without an output
                 self.controller.outcome_lost(name)
         if pending is not None:
-            for name, choice in pending.choices.items():
+            self._learn_seconds(pending, step.proposing_seconds)
+            for name, (choice, _) in pending.plan.items():
                 if name not in step.outcomes:
                     self.controller.outcome_lost(name)
-                elif name in self._alive:
+                elif name in self._routes:
                     self._learn(name, step.outcomes[name], choice)
         if self.controller.measured is None or not step.is_comparable or not step.tokens:
             return
         num_drafts = sum(step.tokens) - len(step.tokens)
+        num_accepted = sum(outcome.num_accepted for outcome in step.outcomes.values())
         self.controller.observe_step(
-            StepTime(step.is_greedy, step.tokens, step.contexts, step.seconds, num_drafts),
+            StepTime(
+                step.is_greedy,
+                step.tokens,
+                step.contexts,
+                step.seconds,
+                num_drafts,
+                num_accepted=num_accepted,
+            ),
             None if pending is None else pending.planned,
         )
+
+    def _learn_seconds(self, pending: _Pending, seconds: Mapping[str, float]) -> None:
+        """Learn how long rounds and passes of the draft took on the device."""
+        if (costs := self.controller.measured) is None:
+            return
+        for route, taken_s in seconds.items():
+            names = [name for name, (choice, _) in pending.plan.items() if choice.route == route]
+            if not names or pending.first.intersection(names):
+                continue
+            if route == HIERARCHICAL:
+                num_rounds = max(pending.plan[name][1] for name in names)
+                context = sum(pending.contexts[name] for name in names) / len(names)
+                costs.observe_round_seconds(len(names), context, taken_s / num_rounds)
+            elif self.controller.takes_passes(route):
+                gamma = self.controller.config.gamma
+                num_passes = gamma * max(pending.plan[name][1] for name in names)
+                costs.observe("level 1", num_passes * costs.draft(len(names)), taken_s)
 
     def _learn(self, name: str, outcome: Outcome, choice: Choice) -> None:
         if choice.route == HIERARCHICAL and outcome.num_rounds:
@@ -259,4 +329,4 @@ class AsyncController:
         """Drop everything that is kept of a request that has left."""
         self.controller.release(request_id)
         self._present.discard(request_id)
-        self._alive.discard(request_id)
+        self._routes.pop(request_id, None)

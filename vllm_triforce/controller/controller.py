@@ -1,8 +1,8 @@
 """Decides per step and request: speculate or not, how far, and by which levels.
 
 The rule is in docs/controller.md: of all proposals those that make everybody's tokens come fastest
-(``planner.py``), by measured costs (``cost_model.py``) and acceptance (``acceptance.py``), and a
-fixed share of the time for trials (``trials.py``). Values that the user gave are not chosen.
+(``planner.py``), by measured costs (``cost_model.py``) and acceptance (``acceptance.py``), and
+what finds these out (``exploration.py``). Values that the user gave are not chosen.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,27 +12,22 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates
-from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
+from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import (
-    Plan,
     StepCosts,
     best_alone,
     plan,
-    plan_by_routes,
     unshared_seconds,
 )
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
-from vllm_triforce.controller.stop_rule import StopRates, StopRule
-from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
+from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
 # Decisions between two adoptions of learned costs; in the beginning, each power of 2.
 _ADOPT_EVERY = 16
-# Steps with proposals before the baseline is probed, at least.
-_PROBE_AFTER = 16
 # Lengths that are always compared; of longer ones those whose full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
 
@@ -76,22 +71,24 @@ class Controller:
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
         self._model: CostModel | None = None
+        self._is_alone = True
         self.acceptance = Acceptance(sources)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
-        self.stop_rates = StopRates(self.acceptance)
-        self.trials = Trials()
-        self.backoff = SpeculationBackoff()
+        self.stop_rules = StopRules(config, self.acceptance)
+        self.exploration = Exploration(config.max_slowdown, self._fixed, self.acceptance)
+        self.backoff, self.trials = self.exploration.backoff, self.exploration.trials
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
-        self.num_decisions = self._num_held_steps = self._last_plain_step = 0
-        self._resting_s = 0.0
-        """Seconds of a step of the present rest."""
-        self._rest_was_ended = False
+        self.num_decisions = self._num_held_steps = 0
+
+    def takes_passes(self, source: str) -> bool:
+        """True if a source drafts by passes of the draft model."""
+        return any(s.name == source and s.takes_passes for s in self.sources)
 
     @property
     def model(self) -> CostModel:
@@ -110,17 +107,19 @@ class Controller:
         return self.config.adaptive_keys if self._model is not None else frozenset()
 
     def start(
-        self, model: CostModel, adopt: Callable[[CostModel], CostModel] = lambda model: model
+        self, model: CostModel, adopt: Callable[[CostModel], CostModel] | None = None
     ) -> None:
         """Begin to choose.
 
         Args:
             model: this rank's costs.
-            adopt: returns the first rank's costs. Ranks that decided differently would wait for
-                each other's passes.
+            adopt: returns the first rank's costs, where there are several ranks. Ranks that decided
+                differently would wait for each other's passes.
         """
+        model = replace(model, drafts_per_round=self._drafts_per_round)
         self.measured = model
-        self._adopt = lambda: adopt(model).copy()
+        self._is_alone = adopt is None
+        self._adopt = lambda: (adopt(model) if adopt else model).copy()
         self._use_costs(self._adopt())
 
     def seeded_request_joined(self) -> None:
@@ -145,9 +144,7 @@ class Controller:
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
-            if self.num_decisions % _ADOPT_EVERY == 0 or (
-                self.num_decisions < _ADOPT_EVERY and self.num_decisions.bit_count() == 1
-            ):
+            if self._adoption_is_due():
                 self._use_costs(self._adopt())
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
@@ -163,6 +160,12 @@ class Controller:
         self._num_held_steps = 0
         return choices
 
+    def _adoption_is_due(self) -> bool:
+        if self._is_alone and self.measured is not None and self.measured.has_lost:
+            return True
+        count = self.num_decisions
+        return count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
+
     def hold(self) -> None:
         """Count a step that repeats the newest decision."""
         self._num_held_steps += 1
@@ -173,55 +176,15 @@ class Controller:
         """Return the column of each request's option, -1 for plain decoding; [num_reqs]."""
         if "context" not in self.chooses:
             return best_alone(options, costs.plain_s / len(candidates))
-        was_ended, self._rest_was_ended = self._rest_was_ended, False
-        self.trials.begin_decision(candidates)
-        best = plan_by_routes(options, costs)
-        has_seed = any(candidate.has_seed for candidate in candidates)
-        if not has_seed and self._probe_is_due(best, costs.plain_s):
-            self.backoff.begin_probe()
-            return np.full(len(candidates), -1)
-        budget, columns = self.trials.budget, best.options
-        budget.earn((1 + self._num_held_steps) * best.seconds, costs.plain_s)
-        num_reqs = len(candidates) + costs.num_plain
-        reevaluation_s = costs.model.reevaluation_seconds(num_reqs, _are_greedy(candidates))
-        has_trials = self.trials.add(
-            columns,
+        columns, self.is_steady = self.exploration.choose(
             candidates,
             options,
             lambda: self._options(candidates, costs.num_plain, self._prior_rates),
             costs,
-            reevaluation_s,
+            self.measured,
+            1 + self._num_held_steps,
         )
-        if (columns >= 0).any():
-            self.backoff.restart()
-        else:
-            if self.measured is not None and not was_ended:
-                self.measured.forget_a_little()
-            num_steps = self.backoff.next_rest(reevaluation_s, costs.plain_s)
-            for candidate in candidates:
-                if candidate.has_seed:  # no rest may delay its speculation
-                    num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
-            self._resting_s = costs.plain_s
-            budget.earn(num_steps * costs.plain_s, costs.plain_s)
-            self.backoff.begin(num_steps)
-        self.is_steady = not (has_trials or has_seed)
         return columns
-
-    def _probe_is_due(self, best: Plan, plain_s: float) -> bool:
-        """True if the baseline, which speculation is compared with, was not timed for long.
-
-        A probe takes at most the share of the time that trials have.
-        """
-        step = self.backoff.step
-        if best.is_plain:
-            self._last_plain_step = step
-            return False
-        num_steps = step - self._last_plain_step
-        lost_s = PROBE_STEPS * plain_s * (1 - 1 / best.speedup)
-        if num_steps < _PROBE_AFTER or lost_s > TRIAL_SHARE * num_steps * best.seconds:
-            return False
-        self._last_plain_step = step
-        return True
 
     def step_costs(
         self,
@@ -240,7 +203,8 @@ class Controller:
         pass_s = model.full_pass([1] * len(contexts), contexts)
         plain_s = max(pass_s / 2, pass_s + model.overhead(count + num_plain, is_greedy))
         speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
-        return StepCosts(model, plain_s, speculating_s, num_plain, self._drafts_per_round)
+        context = float(np.mean([c.context for c in candidates]))
+        return StepCosts(model, plain_s, speculating_s, num_plain, context)
 
     def _options(
         self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
@@ -265,7 +229,7 @@ class Controller:
         costs = SharedCosts(
             max(0.0, more_s) / (num_reqs * max_tokens),
             model.attention_scales(num_reqs, count)[1],
-            model.round_seconds(count, self._drafts_per_round) / count,
+            np.array([model.round_seconds(count, c.context) / count for c in candidates]),
             model.draft(count) / count,
             self.config.gamma if self._whole_rounds else 0,
         )
@@ -276,34 +240,11 @@ class Controller:
             routes |= {source.name: source for source in self.sources}
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         ended = {
-            source.name: [self.stop_rates.expected_draft(source.name, c) for c in candidates]
+            source.name: [self.stop_rules.expected_draft(source.name, c) for c in candidates]
             for source in self.sources
             if source.takes_passes and rates is None and "length" in self.chooses
         }
         return build_options(model, candidates, acceptance, lengths, costs, routes, ended)
-
-    def extend_to_shared_rounds(
-        self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
-    ) -> list[Choice]:
-        """Lengthen proposals by levels 1 and 2 that take part in ``num_rounds``.
-
-        A proposal that ends at the mean loses the tokens that lucky rounds add. The rounds are made
-        all the same, and a place without a token only takes its place in the full pass.
-        """
-        if self.planned is None or not num_rounds:
-            return choices
-        extended = []
-        for candidate, choice in zip(candidates, choices):
-            if choice.route == HIERARCHICAL and not candidate.has_seed:
-                longest = min(candidate.most, self.config.num_speculative_tokens)
-                num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
-                choice = replace(choice, num_tokens=num_tokens)
-            extended.append(choice)
-        contexts = [candidate.context for candidate in candidates]
-        before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
-        seconds = self.model.full_pass(after, contexts) - self.model.full_pass(before, contexts)
-        self.planned = self.planned.plus(sum(after) - sum(before), seconds)
-        return extended
 
     def choose_draft(
         self,
@@ -334,19 +275,12 @@ class Controller:
         """
         options = self._options([candidate], len(other_contexts))
         costs = self.step_costs([candidate], len(other_contexts), other_contexts)
-        return not plan_by_routes(options, costs).is_plain
-
-    def end_rest(self) -> None:
-        """Decide in this step, and not at the rest's end."""
-        num_left = self.backoff.end()
-        # The whole rest was credited in advance.
-        self.trials.budget.earn(-num_left * self._resting_s, self._resting_s)
-        self._rest_was_ended = True
+        return not plan(options, costs, self.config.max_slowdown).is_plain
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""
         options = self._options([candidate], 0, self._prior_rates)
-        best = plan(options, self.model.full_pass([1], [candidate.context]))
+        best = plan(options, self.step_costs([candidate], 0))
         return options.choice(0, best.options[0])
 
     def _use_costs(self, model: CostModel) -> None:
@@ -366,26 +300,8 @@ class Controller:
         """
         if "length" not in self.chooses:
             return None
-        costs, num_reqs = self.step_costs(candidates, num_plain), len(candidates) + num_plain
-        verify_s = self.model.verification(
-            [c.context for c in candidates],
-            [c.is_greedy for c in candidates],
-            num_reqs,
-            self.config.num_speculative_tokens,
-        )
-        return StopRule(
-            source,
-            costs.plain_s + costs.speculating_s,
-            self.model.draft(len(candidates)),
-            verify_s.tolist(),
-            num_reqs,
-            *self.stop_rates.of(
-                source,
-                False,
-                [c.request_id for c in candidates],
-                [c.has_seed for c in candidates],
-            ),
-        )
+        costs = self.step_costs(candidates, num_plain)
+        return self.stop_rules.for_direct_draft(source, candidates, costs)
 
     def rule_for_round(
         self, source: str, request_ids: Sequence[str], has_seed: Sequence[bool]
@@ -393,13 +309,7 @@ class Controller:
         """Return the rule for a round's drafts for level 2; None for fixed lengths."""
         if not {"length", "gamma"} <= self.chooses:
             return None
-        num_rows, is_greedy = len(request_ids), all(map(self.acceptance.is_greedy, request_ids))
-        seconds = self.model.rounds_without_drafting(num_rows, self.config.gamma, is_greedy)
-        # In ``seconds`` all rows have the same number of tokens.
-        verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
-        rates, means = self.stop_rates.of(source, True, request_ids, has_seed)
-        pass_s = self.model.draft(num_rows)
-        return StopRule(source, seconds[0], pass_s, verify_s, num_rows, rates, means)
+        return self.stop_rules.for_round(source, request_ids, has_seed, self.model)
 
     def on_draft_end(
         self,
@@ -413,19 +323,8 @@ class Controller:
         Args:
             num_planned: tokens of each request by ``choose()``.
         """
-        expected = [self.stop_rates.expected_draft(rule.source, c) for c in candidates]
-        planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
-        tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
-        for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
-            if rule.rates[row] is None:
-                continue
-            classes, request_id = rule.classes[row], candidate.request_id
-            self.stop_rates.on_draft_end(rule.source, request_id, classes, num_passes)
-            more = len(classes) - planned
-            tokens += more
-            seconds += rule.verify_s[row][len(classes)] - rule.verify_s[row][planned]
-            seconds -= more * self.model.draft_seconds(candidate.is_greedy)
-        self.add_to_plan(tokens, seconds)
+        more = self.stop_rules.on_draft_end(candidates, num_planned, rule, num_passes, self.model)
+        self.add_to_plan(*more)
 
     # Outcomes.
 
@@ -445,7 +344,7 @@ class Controller:
         """
         num_unbiased = num_drafted
         if classes and source is not None:
-            self.stop_rates.observe_round(request_id, source, classes[:num_drafted], num_accepted)
+            self.stop_rules.observe_round(request_id, source, classes[:num_drafted], num_accepted)
             num_unbiased = 1
         self.acceptance.observe_round(
             request_id, source, match_class, num_drafted, num_accepted, num_unbiased
@@ -477,7 +376,7 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, drafted, accepted)
-        num_unbiased = self.stop_rates.observe_direct(
+        num_unbiased = self.stop_rules.observe_direct(
             request_id, choice.route, drafted, accepted, probs
         )
         drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
@@ -492,6 +391,7 @@ class Controller:
         if self.measured is None:
             return
         if step.num_drafts:
+            self.exploration.losses.observe_step(self.measured, step)
             if planned is None or planned.num_drafts != step.num_drafts:
                 return
             step.planned_seconds = planned.seconds
@@ -525,7 +425,7 @@ class Controller:
         self.acceptance.release(request_id)
         self.trials.release(request_id)
         self._chosen.pop(request_id, None)
-        self.stop_rates.release(request_id)
+        self.stop_rules.release(request_id)
 
 
 def _are_greedy(candidates: Sequence[Candidate]) -> bool:
@@ -539,7 +439,7 @@ def _planned(
     taken = rows, columns[rows]
     lengths = options.lengths[taken]
     seconds = float((options.seconds - options.amortized_setup_s)[taken].sum())
-    seconds += unshared_seconds(options, columns, costs)
+    seconds += float(unshared_seconds(options, columns, costs))
     for row, length in zip(rows, lengths):
         seconds -= int(length) * costs.model.draft_seconds(candidates[row].is_greedy)
     return Planned(int(lengths.sum()), seconds)

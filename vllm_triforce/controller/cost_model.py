@@ -36,6 +36,8 @@ class CostModel:
     """
 
     measured: Measurements
+    drafts_per_round: int = 0
+    """Passes of the draft model in a planned round."""
     speed: float = 1.0
     """Factor on full passes, below 1 where the machine was slower at start-up."""
     overheads: dict[BatchKey, float] = field(default_factory=dict)
@@ -52,13 +54,24 @@ class CostModel:
     factors: dict[str, float] = field(default_factory=dict)
     """Measured over predicted seconds of level 1's and level 2's passes."""
     rounds: dict[int, float] = field(default_factory=dict)
-    """Seconds of a round of levels 1 and 2, by requests in powers of 2."""
+    """Measured over predicted seconds of a round of levels 1 and 2, by requests in powers of 2."""
     begin_seconds: float = 0.0
     """Seconds per request and proposal: selection, block tables."""
+    balance_s: float | None = None
+    """Seconds that speculation may lose (``losses.py``); None before the first proposal."""
     error: float = _FIRST_ERROR
     """Mean relative excess of steps over their prediction; a smaller gain is not worth trying."""
     num_errors: int = 0
     """Steps in ``error``."""
+
+    @property
+    def has_lost(self) -> bool:
+        """True if speculation has lost as much as it may."""
+        return self.balance_s is not None and self.balance_s < 0
+
+    def refill_balance(self, seconds: float) -> None:
+        """Set the balance that holds after a wait."""
+        self.balance_s = seconds
 
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""
@@ -75,11 +88,8 @@ class CostModel:
         keep = 1 - _FORGOTTEN
         self.speculating = {key: keep * s for key, s in self.speculating.items()}
         self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
-        before = self.factors.get("level 2", 1.0)
         for part, factor in self.factors.items():
             self.factors[part] = 1 + keep * (factor - 1)
-        for size in self.rounds:
-            self.rounds[size] *= self.factors.get("level 2", 1.0) / before
 
     # Full passes.
 
@@ -131,10 +141,13 @@ class CostModel:
 
     # Proposals.
 
-    def level2(self, num_rows: int, num_tokens: int) -> float:
-        """Return the seconds of level 2's pass of ``num_tokens`` a request."""
-        seconds = interpolate(self.measured.level2_by_tokens, num_tokens)
-        seconds += (num_rows - 1) * self.measured.level2_per_row
+    def level2(self, num_rows: int, num_tokens: int, context: float = 0) -> float:
+        """Return the seconds of level 2's pass of ``num_tokens`` a request.
+
+        Args:
+            context: tokens of each request, or their mean.
+        """
+        seconds = self.measured.level2(num_rows, num_tokens, context)
         return self.factors.get("level 2", 1.0) * seconds
 
     def draft(self, num_rows: int) -> float:
@@ -142,15 +155,19 @@ class CostModel:
         seconds = self.measured.draft + (num_rows - 1) * self.measured.draft_per_row
         return self.factors.get("level 1", 1.0) * seconds
 
-    def round_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Return the seconds of a round of levels 1 and 2, with ``num_drafts`` draft passes."""
-        size = num_rows.bit_length()
-        expected = self.level2(num_rows, 3) + num_drafts * self.draft(num_rows)
-        if not self.rounds or size in self.rounds:
-            return self.rounds.get(size, expected)
-        near = min(self.rounds, key=lambda other: abs(other - size))
-        expected_near = self.level2(1 << (near - 1), 3) + num_drafts * self.draft(1 << (near - 1))
-        return expected * self.rounds[near] / expected_near
+    def round_seconds(self, num_rows: int, context: float = 0) -> float:
+        """Return the seconds of a round of levels 1 and 2.
+
+        Args:
+            context: tokens of each request, or their mean.
+        """
+        size, factor = num_rows.bit_length(), 1.0
+        if self.rounds:
+            factor = self.rounds[min(self.rounds, key=lambda other: abs(other - size))]
+        return factor * self._passes_of_round(num_rows, context)
+
+    def _passes_of_round(self, num_rows: int, context: float) -> float:
+        return self.level2(num_rows, 3, context) + self.drafts_per_round * self.draft(num_rows)
 
     def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
         """Return the seconds of level 2's test of ``num_tokens``."""
@@ -232,12 +249,18 @@ class CostModel:
             num_tests: tokens that level 2 returned logits for.
             is_greedy: True if all requests are.
         """
-        size, seconds = num_rows.bit_length(), level1_s + level2_s + test_s
-        self.rounds[size] = _moved(self.rounds.get(size), seconds, seconds)
+        self.observe_round_seconds(num_rows, 0, level1_s + level2_s + test_s)
         self.observe_test(num_tests, is_greedy, test_s)
         self.observe("level 2", self.level2(num_rows, longest + 1), level2_s)
         if any(num_drafts):
             self.observe("level 1", max(num_drafts) * self.draft(len(num_drafts)), level1_s)
+
+    def observe_round_seconds(self, num_rows: int, context: float, seconds: float) -> None:
+        """Learn the seconds of a round; ``context`` as in ``round_seconds()``."""
+        size, passes_s = num_rows.bit_length(), self._passes_of_round(num_rows, context)
+        if passes_s > 0:
+            factor = seconds / passes_s
+            self.rounds[size] = _moved(self.rounds.get(size), factor, factor)
 
     def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
         """Learn from level 2's test of ``num_tokens``."""

@@ -35,9 +35,9 @@ class Measurements:
     full_by_tokens: list[tuple[float, list[tuple[float, float]]]]
     """(tokens, [(context, seconds)]) of a full pass of one request, at the same contexts."""
     level2_by_tokens: list[tuple[float, float]]
-    """(tokens, seconds) of a pass of level 2 of one request, over a full budget."""
-    level2_per_row: float
-    """Seconds that another request adds to a pass of level 2."""
+    """(tokens, seconds) of a pass of level 2 of one request, at the first context below."""
+    level2_by_batch: list[tuple[float, list[tuple[float, float]]]]
+    """(requests, [(context, seconds)]) of a pass of level 2, at the same contexts."""
     draft: float = 0.0
     """Seconds of the draft model's pass for one request."""
     draft_per_row: float = 0.0
@@ -62,6 +62,16 @@ class Measurements:
     def contexts(self) -> np.ndarray:
         """Measured contexts, [num_contexts]."""
         return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
+
+    def level2(self, num_reqs: float, num_tokens: float, context: float) -> float:
+        """Return the seconds of a pass of level 2 of ``num_tokens`` a request.
+
+        Args:
+            context: tokens of each request, or their mean.
+        """
+        by_reqs = [(n, interpolate(points, context)) for n, points in self.level2_by_batch]
+        more_s = interpolate(by_reqs, num_reqs) - self.level2_by_batch[0][1][0][1]
+        return max(0.0, interpolate(self.level2_by_tokens, num_tokens) + more_s)
 
     def attention(self, max_tokens: int) -> np.ndarray:
         """Return the seconds that contexts add to passes of 0, 1 ... tokens.
@@ -133,6 +143,8 @@ class StepTime:
     num_drafts: int = 0
     proposal_seconds: float = 0.0
     """Of the proposal that this step verified."""
+    num_accepted: int = 0
+    """Accepted drafts of all requests."""
     planned_seconds: float = 0.0
     """Planned seconds of that proposal and its verification."""
     is_reevaluation: bool = False

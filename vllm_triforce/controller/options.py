@@ -78,10 +78,10 @@ class Options:
     tokens: np.ndarray
     seconds: np.ndarray
     is_possible: np.ndarray
-    routes: list[Route] = field(default_factory=list)
-    match_classes: list[dict[Route, int | None]] = field(default_factory=list)
-    passes: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
-    shared_s: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    routes: list[Route]
+    match_classes: list[dict[Route, int | None]]
+    passes: np.ndarray
+    shared_s: np.ndarray
     amortized_setup_s: np.ndarray | float = 0.0
     remaining_setup_s: np.ndarray | float = 0.0
 
@@ -105,7 +105,7 @@ class SharedCosts:
     Args:
         token_s: of one more token in the full pass, without its attention.
         attention_scale: factor on the attention of further tokens.
-        round_s: a request's share of a round of levels 1 and 2.
+        round_s: each request's share of a round of levels 1 and 2, [num_reqs].
         draft_s: a request's share of a pass of the draft.
         drafts_per_round: passes of the draft in a round, where rounds are made as a whole; 0 where
             they end with the last token.
@@ -113,7 +113,7 @@ class SharedCosts:
 
     token_s: float
     attention_scale: float
-    round_s: float
+    round_s: np.ndarray
     draft_s: float
     drafts_per_round: int = 0
 
@@ -157,7 +157,7 @@ def build_options(
         is_possible = lengths > 0
         passes = _passes(source, rates, lengths, costs)
         if source is None:
-            shared_s = passes * costs.round_s
+            shared_s = passes * costs.round_s[:, None]
             own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes

@@ -1,6 +1,21 @@
-"""Plan of a batch: which requests propose how much, so that everybody's tokens come fastest."""
+"""Plan of a batch: which requests propose how much, so that everybody's tokens come fastest.
 
-from dataclasses import dataclass, replace
+A plain step gives each of ``n`` requests a token and takes ``plain``. Request i's proposal adds
+``E_i`` expected tokens and ``C_i`` seconds, and all wait for all: request i's speed is
+``(1 + E_i) / T`` with ``T = plain + speculating + sum C``. The plan maximizes the geometric mean of
+the speeds. By their sum, one well predicted request could double the others' time between tokens;
+the geometric mean weighs each gain and loss by its share. No request may become slower than plain
+decoding by more than ``max_slowdown``.
+
+``sum log(1 + E_i) - n log T`` is convex in ``T``, so its tangent at any ``T0`` lies below it. The
+best set of proposals is therefore the best one at its own tangent, where each request decides by
+itself: it takes the proposal with the largest ``log(1 + E) - (n / T0) * C``. Sets are made for many
+prices of a second, and judged with whole passes: a route makes the passes of the request that needs
+most, for all requests that take it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,10 +23,9 @@ from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Options
 from vllm_triforce.controller.routes import HIERARCHICAL
 
-# Step times that are tried first, between the plain and the longest step on a scale of ratios.
-_STARTS = np.linspace(0, 1, 12)
-# Improvements from the best of these.
-_MAX_MOVES = 4
+# Prices of a second, on a scale of ratios: 1 of the longest step, 0 of a plain one. Negative ones
+# make the short steps that a limit on slowdown needs.
+_PRICES = np.linspace(-1, 1, 25)
 
 
 @dataclass
@@ -22,14 +36,14 @@ class StepCosts:
         plain_s: seconds of a plain step.
         speculating_s: seconds that verifying any drafts adds.
         num_plain: requests of the batch that decode plainly in any case.
-        drafts_per_round: passes of the draft in a round of levels 1 and 2.
+        context: mean tokens of the requests that could propose.
     """
 
     model: CostModel
     plain_s: float
     speculating_s: float
     num_plain: int
-    drafts_per_round: int
+    context: float
 
 
 @dataclass
@@ -51,73 +65,71 @@ class Plan:
         return bool((self.options < 0).all())
 
 
-def plan(
-    options: Options,
-    plain_s: float,
-    speculating_s: float = 0.0,
-    num_plain: int = 0,
-    margin: float = 0.0,
-) -> Plan:
-    """Maximize the geometric mean of the requests' expected speeds.
-
-    A plain step gives each request a token and takes ``plain_s``. Options add tokens ``E`` and
-    seconds ``C``, and the first one adds ``speculating_s`` once. So request i's speed is
-    ``(1 + E_i) / T`` with ``T = plain + speculating + sum C``: everybody waits for everybody's
-    proposals. By the sum of speeds one well predicted request could double the others' time
-    between tokens; the geometric mean weighs each gain and loss by its share.
-
-    ``sum log(1 + E_i) - n log T`` is convex in ``T``, so its tangent at any ``T0`` lies below it.
-    The best set of options is therefore the best one at its own tangent, where each request
-    decides by itself: it takes the option with the largest ``log(1 + E) - (n / T0) * C``. Sets are
-    made for several ``T0``; from the best, ``T0`` moves to that set's ``T`` while this improves.
+def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
+    """Return the best plan, the plain one where none gains more than predictions are wrong by.
 
     Args:
-        num_plain: further requests, which decode plainly.
-        margin: relative gain below which nothing is proposed.
+        max_slowdown: share of its speed that a request may lose.
     """
-    num_rows = len(options.tokens)
-    num_reqs = num_rows + num_plain
-    plain = Plan(np.full(num_rows, -1), 1.0, plain_s)
+    rows = np.arange(len(options.tokens))
+    num_reqs = len(rows) + costs.num_plain
+    plain = Plan(np.full(len(rows), -1), 1.0, costs.plain_s)
     if not options.is_possible.any():
         return plain
-    logs = np.where(options.is_possible, np.log1p(options.tokens), -np.inf)
-    rows = np.arange(num_rows)
-    base_s = plain_s + speculating_s
-
-    def judge(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds and log speedups of sets, [..., num_rows]."""
-        is_taken = columns >= 0
-        seconds = base_s + np.where(is_taken, options.seconds[rows, columns], 0).sum(-1)
-        gained = np.where(is_taken, logs[rows, columns], 0).sum(-1)
-        return seconds, gained - num_reqs * np.log(seconds / plain_s)
-
+    logs = np.log1p(options.tokens)
+    base_s = costs.plain_s + costs.speculating_s
     longest_s = base_s + np.where(options.is_possible, options.seconds, 0).max(1).sum()
-    prices = num_reqs / plain_s * (plain_s / longest_s) ** _STARTS
-    sets = _best_columns(logs, options, prices[:, None, None])
-    seconds, values = judge(sets)
+    prices = num_reqs / costs.plain_s * (costs.plain_s / longest_s) ** _PRICES
+    sets = np.concatenate(
+        [
+            _best_columns(np.where(mask, logs, -np.inf), options.seconds, prices[:, None, None])
+            for mask in _route_masks(options)
+        ]
+    )
+    is_taken = sets >= 0
+    gained = np.where(is_taken, logs[rows, sets], 0)
+    seconds = base_s + np.where(is_taken, options.seconds[rows, sets], 0).sum(-1)
+    seconds = seconds + unshared_seconds(options, sets, costs)
+    values = gained.sum(-1) - num_reqs * np.log(seconds / costs.plain_s)
+    least = np.exp(gained.min(-1)) if not costs.num_plain else 1.0
+    is_fair = costs.plain_s * least >= (1 - max_slowdown) * seconds
+    values = np.where(is_taken.any(-1) & is_fair, values, -np.inf)
     best = int(values.argmax())
-    columns, step_s, value = sets[best], seconds[best], values[best]
-    for _ in range(_MAX_MOVES):
-        moved = _best_columns(logs, options, num_reqs / step_s)
-        moved_s, moved_value = judge(moved)
-        if moved_value <= value + 1e-9:
-            break
-        columns, step_s, value = moved, moved_s, moved_value
-    speedup = float(np.exp(value / num_reqs))
-    if speedup <= 1 + margin or (columns < 0).all():
+    speedup = float(np.exp(values[best] / num_reqs))
+    if speedup <= 1 + costs.model.error:
         return plain
-    return Plan(columns, speedup, float(step_s))
+    return Plan(sets[best], speedup, float(seconds[best]))
 
 
-def _best_columns(logs: np.ndarray, options: Options, price) -> np.ndarray:
+def _best_columns(logs: np.ndarray, seconds: np.ndarray, prices: np.ndarray) -> np.ndarray:
     """Take each request's option with the largest ``log - price * seconds``, -1 below 0.
 
     Args:
         logs: [num_reqs, num_options], -infinity for an impossible option.
-        price: of a second; a number, or [..., 1, 1].
+        prices: of a second, [num_prices, 1, 1].
+
+    Returns:
+        [num_prices, num_reqs]
     """
-    gains = logs - price * options.seconds
+    gains = logs - prices * seconds
     return np.where(gains.max(-1) > 0, gains.argmax(-1), -1)
+
+
+def _routes_with_passes(options: Options) -> list[str]:
+    routes = np.array(options.routes)
+    return [r for r in dict.fromkeys(options.routes) if options.passes[:, routes == r].any()]
+
+
+def _route_masks(options: Options) -> Iterator[np.ndarray]:  # [num_reqs, num_options], bool
+    """Yield all options, and those without all but one of the routes that take passes.
+
+    Two such routes side by side take the passes of both: one of them for all is often better.
+    """
+    yield options.is_possible
+    routes, with_passes = np.array(options.routes), _routes_with_passes(options)
+    for route in with_passes if len(with_passes) > 1 else ():
+        others = [r for r in with_passes if r != route]
+        yield options.is_possible & ~np.isin(routes, others)
 
 
 def best_alone(options: Options, share_s: float) -> np.ndarray:
@@ -127,58 +139,28 @@ def best_alone(options: Options, share_s: float) -> np.ndarray:
     return np.where(np.isfinite(speeds.max(axis=1)), speeds.argmax(axis=1), -1)
 
 
-def plan_by_routes(options: Options, costs: StepCosts) -> Plan:
-    """Return the best of several plans, priced with whole passes.
-
-    In one plan each request takes its best route; in one plan for each route that takes passes,
-    nobody takes another such route. Options are priced as if all requests shared a route's passes.
-    Two routes side by side take the passes of both: one of them for all is often better.
-    """
-    margin = costs.model.error
-    arguments = costs.plain_s, costs.speculating_s, costs.num_plain, margin
-    plans = [plan(options, *arguments)]
-    routes = np.array(options.routes)
-    with_passes = [r for r in dict.fromkeys(options.routes) if options.passes[:, routes == r].any()]
-    planned_routes = {options.routes[c] for c in plans[0].options if c >= 0}
-    if len(with_passes) > 1 and len(planned_routes) > 1:
-        for route in with_passes:
-            others = [r for r in with_passes if r != route]
-            is_possible = options.is_possible & ~np.isin(routes, others)
-            plans.append(plan(replace(options, is_possible=is_possible), *arguments))
-    num_reqs = len(options.tokens) + costs.num_plain
-    best = Plan(np.full(len(options.tokens), -1), 1.0, costs.plain_s)
-    for candidate in plans:
-        if candidate.is_plain:
-            continue
-        columns = candidate.options
-        seconds = candidate.seconds + unshared_seconds(options, columns, costs)
-        rows = np.flatnonzero(columns >= 0)
-        gained = np.log1p(options.tokens[rows, columns[rows]]).sum()
-        speedup = float(np.exp(gained / num_reqs) * costs.plain_s / seconds)
-        if speedup > max(1 + margin, best.speedup):
-            best = Plan(columns, speedup, seconds)
-    return best
-
-
-def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) -> float:
-    """Return the seconds of a plan's passes beyond its requests' shares of them.
-
-    A route makes the passes of the request that needs most, for all requests that take it.
+def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) -> np.ndarray:
+    """Return the seconds of plans' passes beyond their requests' shares of them.
 
     Args:
-        columns: of ``options``, -1 for none; [num_reqs].
+        columns: of ``options``, -1 for none; [..., num_reqs].
+
+    Returns:
+        [...]
     """
-    rows = np.flatnonzero(columns >= 0)
-    planned = columns[rows]
-    seconds = -float(options.shared_s[rows, planned].sum())
-    by_route: dict[str, list[float]] = {}
-    for row, column in zip(rows, planned):
-        if passes := float(options.passes[row, column]):
-            by_route.setdefault(options.routes[column], []).append(passes)
-    for route, passes_of_reqs in by_route.items():
-        count = len(passes_of_reqs)
-        pass_s = costs.model.draft(count)
-        if route == HIERARCHICAL:
-            pass_s = costs.model.round_seconds(count, costs.drafts_per_round)
-        seconds += max(passes_of_reqs) * pass_s
+    rows, is_taken = np.arange(len(options.tokens)), columns >= 0
+    passes = np.where(is_taken, options.passes[rows, columns], 0)
+    seconds = -np.where(is_taken, options.shared_s[rows, columns], 0).sum(-1)
+    routes = np.array(options.routes)
+    for route in _routes_with_passes(options):
+        own = np.where(routes[columns] == route, passes, 0)
+        counts = (own > 0).sum(-1)
+        pass_s = np.zeros(len(rows) + 1)
+        for count in np.unique(counts[counts > 0]):
+            pass_s[count] = (
+                costs.model.round_seconds(int(count), costs.context)
+                if route == HIERARCHICAL
+                else costs.model.draft(int(count))
+            )
+        seconds = seconds + own.max(-1) * pass_s[counts]
     return seconds

@@ -16,8 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate, EndedDrafts
+from vllm_triforce.controller.planner import StepCosts
 
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
 _BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
@@ -123,10 +126,11 @@ class StopRule:
         return self.base_s + self.verify_s[row][num_tokens] + passes_s
 
 
-class StopRates:
-    """Acceptance by class of confidence, learned from the drafts that rules could end."""
+class StopRules:
+    """Makes the rules of an engine, and learns from the drafts that they could end."""
 
-    def __init__(self, acceptance: Acceptance) -> None:
+    def __init__(self, config: ResolvedConfig, acceptance: Acceptance) -> None:
+        self._config = config
         self._acceptance = acceptance
         self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
         """By source, through level 2, of greedy requests."""
@@ -135,7 +139,38 @@ class StopRates:
         self._ended: dict[tuple[str, bool], EndedDrafts] = {}
         """By source, of greedy requests."""
 
-    def of(
+    def for_direct_draft(
+        self, source: str, candidates: Sequence[Candidate], costs: StepCosts
+    ) -> StopRule:
+        """Return the rule for drafts that go straight to the full pass."""
+        model, num_reqs = costs.model, len(candidates) + costs.num_plain
+        verify_s = model.verification(
+            [c.context for c in candidates],
+            [c.is_greedy for c in candidates],
+            num_reqs,
+            self._config.num_speculative_tokens,
+        )
+        base_s, pass_s = costs.plain_s + costs.speculating_s, model.draft(len(candidates))
+        ids, has_seed = [c.request_id for c in candidates], [c.has_seed for c in candidates]
+        rates, means = self._known(source, False, ids, has_seed)
+        return StopRule(source, base_s, pass_s, verify_s.tolist(), num_reqs, rates, means)
+
+    def for_round(
+        self,
+        source: str,
+        request_ids: Sequence[str],
+        has_seed: Sequence[bool],
+        model: CostModel,
+    ) -> StopRule:
+        """Return the rule for a round's drafts for level 2."""
+        num_rows, is_greedy = len(request_ids), all(map(self._acceptance.is_greedy, request_ids))
+        seconds = model.rounds_without_drafting(num_rows, self._config.gamma, is_greedy)
+        # In ``seconds`` all rows have the same number of tokens.
+        verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
+        rates, means = self._known(source, True, request_ids, has_seed)
+        return StopRule(source, seconds[0], model.draft(num_rows), verify_s, num_rows, rates, means)
+
+    def _known(
         self,
         source: str,
         through_level2: bool,
@@ -165,13 +200,34 @@ class StopRates:
         return replace(ended, tokens=ended.tokens * scale)
 
     def on_draft_end(
-        self, source: str, request_id: str, classes: list[int], num_passes: int
-    ) -> None:
-        """Keep the classes of a direct draft that a rule could end."""
-        if classes:
-            self._classes[request_id] = source, classes, num_passes
-        else:  # nothing will be tested
-            self._mean_of(source, request_id).add(0.0, 0, num_passes)
+        self,
+        candidates: Sequence[Candidate],
+        num_planned: Sequence[int],
+        rule: StopRule,
+        num_passes: int,
+        model: CostModel,
+    ) -> tuple[int, float]:
+        """Keep the classes of direct drafts that have ended.
+
+        Returns:
+            Drafts, and their seconds, beyond those planned.
+        """
+        expected = [self.expected_draft(rule.source, c) for c in candidates]
+        planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
+        tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
+        for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
+            if rule.rates[row] is None:
+                continue
+            classes, request_id = rule.classes[row], candidate.request_id
+            if classes:
+                self._classes[request_id] = rule.source, classes, num_passes
+            else:  # nothing will be tested
+                self._mean_of(rule.source, request_id).add(0.0, 0, num_passes)
+            more = len(classes) - planned
+            tokens += more
+            seconds += rule.verify_s[row][len(classes)] - rule.verify_s[row][planned]
+            seconds -= more * model.draft_seconds(candidate.is_greedy)
+        return tokens, seconds
 
     def observe_direct(
         self,

@@ -150,10 +150,13 @@ class Trials:
             if speeds[row].max() <= (1 + costs.model.error) * present_speed:
                 continue  # no trial would pay
             trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
+            known = (1 + options.tokens[row, trial]) / (share_s + options.seconds[row, trial])
+            if known > (1 + costs.model.error) * present_speed:
+                continue  # it would pay, but others would lose: a trial finds out nothing
             alone = np.full(len(columns), -1)
             alone[row] = trial
-            cost_s = options.first_seconds(row, trial) + unshared_seconds(options, alone, costs)
-            cost_s = float(cost_s + lost_s + fixed_s)
+            shared_s = float(unshared_seconds(options, alone, costs))
+            cost_s = options.first_seconds(row, trial) + shared_s + lost_s + fixed_s
             if not self.budget.can_save(cost_s):
                 continue
             if not self.budget.spend(cost_s):

@@ -109,12 +109,14 @@ class StepReport:
     Args:
         number: number of the plan.
         proposed: reports by request id; requests that proposed nothing may be missing.
+        seconds: of the proposals on the device, by route.
         measured: ``Measurements`` of the passes, sent once.
         disabled: requests newly disabled because of NaN logits, in this step or an earlier one.
     """
 
     number: int
     proposed: Mapping[str, RequestReport] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     measured: Any = None
     disabled: tuple[str, ...] = ()
 

@@ -55,8 +55,6 @@ _MAX_SECONDS = 8.0
 _LONGEST_PASS = 0.1
 # Context of the first pass that is timed.
 _PROBED_CONTEXT = 2048
-# Standard deviation of the logits whose sampling is timed.
-_LOGITS_DEVIATION = 5.0
 # Share of the longest pass's seconds that a pass of one token takes, about.
 _ONE_TOKEN = 0.35
 
@@ -113,12 +111,15 @@ class Calibration:
         # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
         # corrects it soon.
         level2 = {q: self._level2(1, q, repeats + 1) for q in level2_tokens}
-        level2_per_row = draft = draft_per_row = draft_per_token = 0.0
+        draft = draft_per_row = draft_per_token = 0.0
+        context = float(self._context)
+        level2_by_batch = [(1.0, [(context, level2[level2_tokens[0]])])]
         num_rows = min(4, self._max_reqs)
         if num_rows > 1:
             num_tokens = min(3, max_tokens)
             added_s = self._level2(num_rows, num_tokens, repeats) - level2[num_tokens]
-            level2_per_row = max(0.0, added_s / (num_rows - 1))
+            one_s = level2[level2_tokens[0]]
+            level2_by_batch.append((float(num_rows), [(context, one_s + max(0.0, added_s))]))
         if (model := self._speculator.level1.model) is not None:
             draft = self._draft(model, 1, repeats)
             draft_per_token = self._window(model, repeats, draft)
@@ -129,7 +130,7 @@ class Calibration:
             list(zip(rows, rising)),
             [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens],
             list(level2.items()),
-            level2_per_row,
+            level2_by_batch,
             draft,
             draft_per_row,
             draft_per_token,
@@ -299,17 +300,14 @@ class Calibration:
         model.draft(batch, proposal, rows, counts, matches, batch.sampling, noise)
 
     def _sampling(self, num_rows: int, repeats: int) -> float:
-        """Measure the sampling of a row of logits, with top-p.
+        """Measure the sampling of a row of logits, without top-k and top-p.
 
-        The logits are about as peaked as a language model's. Flat ones, for which the vocabulary is
-        sorted, take ten times as long; the controller learns the real time from the steps.
+        The controller learns from the steps what these add, tens of times as much where the
+        vocabulary is sorted for them.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
-        logits = _LOGITS_DEVIATION * torch.randn(
-            num_rows, vocab_size, device=self._device, generator=torch.Generator(self._device)
-        )
-        rows = torch.full((num_rows,), 0.9, device=self._device)
-        sampling = SamplingRows(temperature=rows, top_p=rows)
+        logits = torch.zeros(num_rows, vocab_size, device=self._device)
+        sampling = SamplingRows(torch.ones(num_rows, device=self._device))
         return self._timed(lambda: token_distribution(logits, sampling), repeats) / num_rows
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:

@@ -68,6 +68,8 @@ class PlainSteps:
         self._sample = swaps.SAMPLE.set(runner, self.sample)
         self._last_step: _TimedStep | None = None
         self._propose_seconds = 0.0
+        self._num_accepted = 0
+        """Drafts of the current step that were accepted."""
         self._present: frozenset[str] = frozenset()
         """Requests of the last step. A request may be skipped for some steps without notice."""
         self._has_seed = False
@@ -85,6 +87,10 @@ class PlainSteps:
         """Add to the time that the current step spends on its proposal."""
         self._propose_seconds += seconds
 
+    def add_accepted(self, num_drafts: int) -> None:
+        """Add accepted drafts of the current step."""
+        self._num_accepted += num_drafts
+
     def execute_model(self, scheduler_output, *args, **kwargs):
         """Run a step, as a plain one if nothing will be proposed."""
         forget_blocks(self._runner, blocks_kept(scheduler_output))
@@ -94,7 +100,7 @@ class PlainSteps:
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
         if backoff.may_end and self._finds_match(scheduler_output):
-            self._controller.end_rest()
+            self._controller.exploration.end_rest()
         if backoff.wants_times:
             self._time_step(scheduler_output, has_changed)
         else:
@@ -225,6 +231,7 @@ class PlainSteps:
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         last, self._last_step = self._last_step, None
+        num_accepted, self._num_accepted = self._num_accepted, 0
         proposal_seconds, self._propose_seconds = self._propose_seconds, 0.0
         planned = self._controller.take_plan()
         if has_changed or not scheduled:
@@ -235,7 +242,7 @@ class PlainSteps:
             if not last.time.is_reevaluation:
                 seconds -= proposal_seconds
             if backoff.is_resting or not last.time.is_reevaluation:
-                step_time = replace(last.time, seconds=seconds)
+                step_time = replace(last.time, seconds=seconds, num_accepted=num_accepted)
                 self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]

@@ -108,6 +108,8 @@ _CONTEXTS = (2048, 8192, 32_768)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Batch sizes that measure how attention scales with the number of requests.
 _BATCH_SIZES = (2, 4, 8)
+# Batch sizes of level 2's passes, and their shortest context if the model has longer ones.
+_LEVEL2_SIZES, _LEVEL2_CONTEXT = (1, 4, 8), 8192
 _REPEATS = 3
 # Rounds of two proposals; a round takes its share of the difference, which has a selection where
 # each round adds one token.
@@ -161,34 +163,53 @@ class CalibrationV2:
             for q in (1, query_len)
         ]
         context, by_num_reqs = self._measure_batches(contexts[1:], query_len)
-        draft = draft_per_row = 0.0
-        num_reqs = min(4, self.batches.max_rows)
-        for route in self._routes():
-            if self.speculator.keeps_window(route):
-                draft = self._measure_round(route, 1) / self.config.gamma
-                if num_reqs > 1:
-                    added = self._measure_round(route, num_reqs) / self.config.gamma - draft
-                    draft_per_row = max(0.0, added / (num_reqs - 1))
-        # Draft passes of a round.
-        num_drafts = self.config.gamma * self.speculator.keeps_window(self.config.sources[0])
-        level2 = max(0.0, self._measure_round(HIERARCHICAL, 1) - num_drafts * draft)
-        level2_per_row = 0.0
-        if num_reqs > 1:
-            batch_round = self._measure_round(HIERARCHICAL, num_reqs) - num_drafts * (
-                draft + (num_reqs - 1) * draft_per_row
-            )
-            level2_per_row = max(0.0, (batch_round - level2) / (num_reqs - 1))
+        draft, draft_per_row = self._measure_draft()
+        level2_by_batch = self._measure_level2(contexts[1:], draft, draft_per_row)
         return Measurements(
             by_rows,
             by_tokens,
-            [(1, level2)],
-            level2_per_row,
+            [(1.0, level2_by_batch[0][1][0][1])],
+            level2_by_batch,
             draft,
             draft_per_row,
             selection_per_token=self._measure_first_selection(),
             full_by_num_reqs=by_num_reqs,
             full_context=float(context),
         )
+
+    def _measure_draft(self) -> tuple[float, float]:
+        """Measure a pass of the draft model: seconds for one request, and for each further one."""
+        draft = draft_per_row = 0.0
+        num_reqs = min(4, self.batches.max_rows)
+        for route in filter(self.speculator.keeps_window, self._routes()):
+            draft = self._measure_round(route, 1, self._context) / self.config.gamma
+            if num_reqs > 1:
+                batch_s = self._measure_round(route, num_reqs, self._context) / self.config.gamma
+                draft_per_row = max(0.0, batch_s - draft) / (num_reqs - 1)
+        return draft, draft_per_row
+
+    def _measure_level2(
+        self, contexts: list[int], draft: float, draft_per_row: float
+    ) -> list[tuple[float, list[tuple[float, float]]]]:
+        """Measure passes of level 2; returns ``Measurements.level2_by_batch``.
+
+        Level 2 reads a share of each context, and looks through all of it when it selects.
+
+        Args:
+            draft, draft_per_row: ``_measure_draft()``, which is part of each round.
+        """
+        sizes = sorted({min(n, self.batches.max_rows) for n in _LEVEL2_SIZES})
+        contexts = [c for c in contexts if c >= _LEVEL2_CONTEXT] or contexts[-1:]
+        if self._is_interpreted:
+            sizes, contexts = sizes[:2], [self._context]
+        num_drafts = self.config.gamma * self.speculator.keeps_window(self.config.sources[0])
+        by_batch = []
+        for n in sizes:
+            drafts_s = num_drafts * (draft + (n - 1) * draft_per_row)
+            rounds_s = [self._measure_round(HIERARCHICAL, n, c) for c in contexts]
+            points = [(float(c), max(0.0, s - drafts_s)) for c, s in zip(contexts, rounds_s)]
+            by_batch.append((float(n), points))
+        return by_batch
 
     def _routes(self) -> list[str]:
         return [HIERARCHICAL, *self.config.sources]
@@ -230,10 +251,10 @@ class CalibrationV2:
             for n in sizes
         ]
 
-    def _measure_round(self, route: str, num_rows: int) -> float:
+    def _measure_round(self, route: str, num_rows: int, context: int) -> float:
         """Measure a round as the difference of a longer and a shorter proposal."""
         short_s, long_s = (
-            self._min_seconds(partial(self._propose, route, num_rows, self._context, n, True))
+            self._min_seconds(partial(self._propose, route, num_rows, context, n, True))
             for n in (_FEW_ROUNDS, _MORE_ROUNDS)
         )
         return max(0.0, long_s - short_s) / (_MORE_ROUNDS - _FEW_ROUNDS)
@@ -271,7 +292,7 @@ class CalibrationV2:
         On a CPU kernels are interpreted, a run takes seconds, and one is enough.
         """
         seconds = float("inf")
-        repeats = 0 if self._device.type == "cpu" else _REPEATS
+        repeats = 0 if self._is_interpreted else _REPEATS
         for turn in range(repeats + 1):
             self._synchronize()
             start = time.perf_counter()
@@ -281,8 +302,12 @@ class CalibrationV2:
                 seconds = min(seconds, time.perf_counter() - start)
         return seconds
 
+    @property
+    def _is_interpreted(self) -> bool:
+        return self._device.type == "cpu"
+
     def _synchronize(self) -> None:
-        if self._device.type != "cpu":
+        if not self._is_interpreted:
             torch.accelerator.synchronize()
 
 

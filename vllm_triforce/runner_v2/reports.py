@@ -1,7 +1,10 @@
 """Reports to the scheduler: a step's proposed tokens, and their outcomes."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +24,8 @@ class Reports:
         self._is_gpu = device.type != "cpu"
         self._number: int | None = None
         self._rows: list[tuple[list[str], torch.Tensor]] = []
+        self._marks: list[tuple[str, Any, Any]] = []
+        """Route, begin and end of the proposals by each route."""
         self._measured: Measurements | None = None
         self._disabled: tuple[str, ...] = ()
         self._pending: Callable[..., StepReport] | None = None
@@ -32,8 +37,10 @@ class Reports:
             number: number of the step's plan; None without a plan.
         """
         if self._number is not None:
-            self._pending = partial(self._make_report, self._number, self._rows, self._event())
-        self._number, self._rows = number, []
+            self._pending = partial(
+                self._make_report, self._number, self._rows, self._marks, self._event()
+            )
+        self._number, self._rows, self._marks = number, [], []
 
     def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
         """Add the outcomes of a batch's proposals to the step's report.
@@ -44,6 +51,25 @@ class Reports:
         if self._number is not None:
             host_copy = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
             self._rows.append((request_ids, host_copy.copy_(outcomes, non_blocking=True)))
+
+    @contextmanager
+    def timing(self, route: str) -> Iterator[None]:
+        """Time a route's proposals on the device."""
+        begin = self._mark()
+        yield
+        self.add_time(route, begin, self._mark())
+
+    def add_time(self, route: str, begin, end) -> None:
+        """Add the time of a route's proposals: events of a GPU, or seconds."""
+        if self._number is not None:
+            self._marks.append((route, begin, end))
+
+    def _mark(self):
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def set_measurements(self, measurements: Measurements | None) -> None:
         """Send measurements with the next report."""
@@ -72,7 +98,7 @@ class Reports:
         return event
 
     @staticmethod
-    def _make_report(number, rows, event, measured, disabled) -> StepReport:
+    def _make_report(number, rows, marks, event, measured, disabled) -> StepReport:
         if event is not None:
             event.synchronize()  # returns at once: the step is over
         proposed = {
@@ -80,7 +106,14 @@ class Reports:
             for request_ids, outcomes in rows
             for request_id, values in zip(request_ids, outcomes.tolist())
         }
-        return StepReport(number, proposed, measured, disabled)
+        seconds = {route: _seconds_between(begin, end) for route, begin, end in marks}
+        return StepReport(number, proposed, seconds, measured, disabled)
+
+
+def _seconds_between(begin, end) -> float:
+    if isinstance(begin, float):
+        return end - begin
+    return begin.elapsed_time(end) / 1000
 
 
 class ProposedTokensHandler(DraftTokensHandler):

@@ -296,7 +296,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         speculator = self.built.speculator
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
-            with self.built.recorder.without_recording():
+            with self.built.recorder.without_recording(), self._reports.timing(route):
                 if route == HIERARCHICAL:
                     speculator.propose(batch, draft_tokens)
                 else:

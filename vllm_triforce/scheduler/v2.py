@@ -206,13 +206,22 @@ class StepPlanMixin(SchedulerBase):
         if self.decisions is not None and plan is not None and has_tokens:
             if report is not None and report.measured is not None:
                 self.decisions.controller.start(CostModel(report.measured))
-            outcomes = {}
+            outcomes: dict[str, Outcome] = {}
+            seconds: Mapping[str, float] = {}
             if report is not None and report.number == plan.number - 1:
                 drafts = scheduler_output.scheduled_spec_decode_tokens
                 outcomes = _outcomes(report, drafts, model_runner_output)
-            self.decisions.on_step_end(self._step_seen(scheduler_output, plan.number, outcomes))
+                seconds = report.seconds
+            step = self._step_seen(scheduler_output, plan.number, outcomes, seconds)
+            self.decisions.on_step_end(step)
 
-    def _step_seen(self, scheduler_output, number: int, outcomes: dict[str, Outcome]) -> StepSeen:
+    def _step_seen(
+        self,
+        scheduler_output,
+        number: int,
+        outcomes: dict[str, Outcome],
+        proposing_seconds: Mapping[str, float],
+    ) -> StepSeen:
         """Describe a step, whose output has just arrived, to the controller."""
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -229,6 +238,7 @@ class StepPlanMixin(SchedulerBase):
             all(is_greedy(request.sampling_params) for request in alive),
             self._last_time - last_time if last_ids else 0.0,
             outcomes,
+            proposing_seconds,
             is_comparable=last_ids == scheduled.keys() == set(cached.req_ids)
             and tokens == decodes
             and len(alive) == len(tokens),
