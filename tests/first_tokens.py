@@ -86,7 +86,7 @@ def in_simulation(is_ours: bool, num_running: int, budget: int, prompt: int, rep
         before, late = len(engine.seen), f"r{num_running}"
         # Somewhere in a step, whose end it waits for.
         arrival = Arrival(engine.now + n / repeats * engine.seen[-1].seconds, prompt, 2)
-        engine.run([arrival], lambda e=engine, late=late: late in e._first)
+        engine.run([arrival], lambda e=engine, late=late: late in e.first)
         found.append((len(engine.seen) - before, engine.first[late] - arrival.at))
     return found
 

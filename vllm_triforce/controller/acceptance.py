@@ -21,6 +21,8 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 64.0, 128.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
+# Share of a source's tests by one way that is forgotten with each of its tests by the other.
+_RELATED = 1 / 16
 # Chance below which a run of rejected proposals is a change of the text.
 _SURPRISING = 1e-3
 
@@ -86,9 +88,10 @@ class Rate:
         self.rejected += self.accepted + weight - accepted
         self.accepted, self._prior_share = accepted, 0.0
 
-    def fade(self) -> None:
-        """Forget a little of an estimate that is not tested, so that it is tried again."""
-        keep = 1 - 1 / (8 * self.memory)
+    def fade(self, share: float | None = None) -> None:
+        """Forget ``share`` of the tests of an estimate that is not tested; by default a little, so
+        that it is tried again."""
+        keep = 1 - (1 / (8 * self.memory) if share is None else share)
         self.accepted *= keep
         self.rejected *= keep
         self._prior_share = 1 - keep * (1 - self._prior_share)
@@ -175,6 +178,20 @@ class Rates:
         if num_drafted:
             last.add(num_drafted, num_accepted, probs)
 
+    def relate(self, source: str, was_direct: bool) -> None:
+        """Let the other way of a model's tokens follow the one that was just tested.
+
+        Straight to the full pass they are accepted about as often as by level 2 and then by the
+        full pass.
+        """
+        through, direct = self.of(source, True, 0), self.of(source, False, 0)
+        if was_direct:
+            through.prior = min(1.0, direct.value / max(0.01, self.level2.value))
+            through.fade(_RELATED)
+        else:
+            direct.prior = through.value * self.level2.value
+            direct.fade(_RELATED)
+
     def halve(self) -> None:
         """Halve all estimates."""
         for rate in (self.level2, *(rate for rates in self.level1.values() for rate in rates)):
@@ -233,6 +250,7 @@ class Acceptance:
             rates.add_round(num_accepted + 1)
             if source is not None and match_class is not None:
                 rates.add_draft(source, True, match_class, counted, min(counted, num_accepted))
+                self._relate(rates, source, was_direct=False)
             for other in self._sources:
                 if other.takes_passes and other.name != source:
                     rates.of(other.name, True, 0).fade()
@@ -254,6 +272,7 @@ class Acceptance:
                 rate.add(accepted, accepted)
                 for _ in range(rejected):
                     rate.add(1, 0)
+                self._relate(rates, source, was_direct=False)
 
     def observe_full_pass(
         self,
@@ -279,6 +298,11 @@ class Acceptance:
                 rates.add_draft(
                     choice.route, False, choice.match_class, num_drafted, num_accepted, model_probs
                 )
+                self._relate(rates, choice.route, was_direct=True)
+
+    def _relate(self, rates: Rates, source: str, was_direct: bool) -> None:
+        if any(s.name == source and s.takes_passes for s in self._sources):
+            rates.relate(source, was_direct)
 
     def distrust(self, request_ids: Iterable[str]) -> None:
         """Halve the estimates of these requests, and of the engine.

@@ -2,15 +2,15 @@
 
 A step with proposals that took ``T`` seconds gave each request ``n`` tokens on average, for which
 plain decoding needs ``n`` plain steps. The balance changes by ``n * plain - T``, plus
-``max_slowdown`` of the time. It begins with a few plain steps, and never exceeds them. Below zero
+``max_slowdown`` of the time. It begins with a few plain steps, and holds not many more. Below zero
 speculation has lost as much as it may: the batch decodes plainly until it has earned a plain step.
 """
 
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import StepTime
 
-# Plain steps that the balance begins with, and holds at most.
-_MAX_STEPS = 4.0
+# Plain steps that the balance begins with, and holds at most: one unlucky proposal may take four.
+_FIRST_STEPS, _MAX_STEPS = 4.0, 8.0
 
 
 class LossLimit:
@@ -31,9 +31,8 @@ class LossLimit:
         plain_s = pass_s + costs.overhead(num_reqs, step.is_greedy)
         seconds = step.seconds + step.proposal_seconds
         gained_s = (1 + step.num_accepted / num_reqs) * plain_s - (1 - self._share) * seconds
-        most_s = _MAX_STEPS * plain_s
-        balance_s = most_s if costs.balance_s is None else costs.balance_s
-        costs.refill_balance(min(most_s, balance_s + gained_s))
+        balance_s = _FIRST_STEPS * plain_s if costs.balance_s is None else costs.balance_s
+        costs.refill_balance(min(_MAX_STEPS * plain_s, balance_s + gained_s))
 
     def begin_wait(self, costs: CostModel, step: int, plain_s: float) -> None:
         """Wait from ``step`` on until the balance holds a plain step."""
