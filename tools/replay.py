@@ -45,9 +45,9 @@ QUESTIONS = (
 )
 # Fixed rules: tokens by levels 1 and 2, and tokens of prompt lookup.
 FIXED = [("levels", 2), ("levels", 4), ("levels", 8), ("lookup", 2), ("lookup", 4)]
-# Seconds of a step beside its passes, of verifying any drafts, of a decision, and of a look for a
-# match at rest: about those of an engine with SmolLM2 on two cores.
-STEP_S, VERIFY_S, DECISION_S, LOOK_S = 0.004, 0.002, 0.0015, 0.0003
+# Seconds of a step beside its passes, of verifying any drafts, and of a decision: about those of an
+# engine with SmolLM2 on two cores.
+STEP_S, VERIFY_S, DECISION_S = 0.004, 0.002, 0.0015
 # Seconds of a pass vary by this share, and each start-up's measurement of a kind of pass.
 _NOISE, _START_UP_NOISE = 0.05, 0.1
 
@@ -191,7 +191,7 @@ class Decoder:
         if controller is not None:
             controller.requests_joined()
         seconds = plain_s = 0.0
-        self._has_selection, self._known = False, {}
+        self._has_selection = False
         self._timed: StepTime | None = None
         while position < end:
             step_s, accepted = self._step(controller, position, end)
@@ -224,13 +224,7 @@ class Decoder:
             if self._timed is not None and backoff.wants_times:
                 controller.observe_step(self._timed, None)
             self._timed = None
-            if backoff.may_end:
-                proposing_s += LOOK_S
-                if self._would_propose(controller, position - 1, end):
-                    controller.exploration.end_rest()
-                    is_reevaluation = True
             if not (backoff.is_resting or is_new):
-                self._known = {}
                 proposing_s += DECISION_S
                 (choice,) = controller.choose([self._candidate(controller, position, end, match)])
         drafted, accepted, probs, is_typical = 0, 0, None, True
@@ -285,18 +279,6 @@ class Decoder:
             tokens_unselected=0 if self._has_selection else context,
             num_left=end - position,
         )
-
-    def _would_propose(self, controller: Controller, position: int, end: int) -> bool:
-        """Look for a match at rest, as ``runner_v1/resting_matches.py``."""
-        match = self._lookup.find(self._ids[:position])
-        if match is None:
-            return False
-        candidate = self._candidate(controller, position, end, match)
-        if candidate.most < 2:
-            return False
-        if match.match_class not in self._known:
-            self._known[match.match_class] = controller.would_propose(candidate, [])
-        return self._known[match.match_class]
 
     def _rounds(
         self, controller: Controller | None, position: int, num_tokens: int, is_typical: bool

@@ -43,7 +43,7 @@ class Dice:
         for candidate in candidates:
             self._controller.acceptance.of(candidate.request_id, candidate.is_greedy)
         if self.draw.random() < 0.2:
-            self._controller.backoff.begin(self.draw.randint(1, 4), self.draw.random() < 0.5)
+            self._controller.backoff.begin(self.draw.randint(1, 4))
             self.decided["rest"] += 1
             return [PLAIN] * len(candidates)
         return [self._choose(candidate) for candidate in candidates]
@@ -58,10 +58,6 @@ class Dice:
         if route == PLAIN_ROUTE:
             return PLAIN
         return Choice(route, self.draw.randint(1, candidate.most), match_class)
-
-    def would_propose(self, candidate, other_contexts) -> bool:
-        self.decided["match at rest"] += 1
-        return self.draw.random() < 0.5
 
     def choose_draft(self, request_id, has_seed, match_classes, num_rows, most):
         source = self.draw.choice([None, *self._sources, *self._sources])
@@ -84,7 +80,6 @@ def rolled(llm, seed: int):
     dice = Dice(controller, seed)
     with (
         replaced(controller, "choose", dice.choose),
-        replaced(controller, "would_propose", dice.would_propose),
         replaced(controller, "choose_draft", dice.choose_draft),
         replaced(StopRule, "keeps", lambda rule, *place: dice.keeps(rule, *place)),
         replaced(StopRule, "goes_on", lambda rule, row: rule.num_reqs % 2 or len(rule.means) > 1),
@@ -264,41 +259,6 @@ def test_plain_steps_and_reevaluations_are_timed(engines, pair, text):
         generate(llm, [text[:200], text[200:400]], max_tokens=40)
     assert measured.overheads.keys() == measured.reevaluations.keys() == {(2, True)}
     measured.overheads, measured.reevaluations = before.overheads, before.reevaluations
-
-
-@pytest.mark.parametrize("is_probe, pays", [(False, True), (False, False), (True, True)])
-def test_a_rest_ends_at_a_match_that_pays(engines, pair, is_probe, pays):
-    """The prompts repeat themselves, so that most steps have a match."""
-    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
-    llm = engines.get(pair["target"], keys)
-    controller = controller_of(llm)
-    decided, asked = [], []
-
-    def plainly(candidates, num_plain=0):
-        decided.append([controller.acceptance.of(c.request_id) for c in candidates])
-        controller.num_decisions += 1
-        controller.backoff.restart()
-        controller.backoff.begin(10_000, is_probe)
-        return [PLAIN] * len(candidates)
-
-    def would_propose(candidate, other_contexts):
-        assert len(other_contexts) == 1 and candidate.match_classes.keys() == {"prompt_lookup"}
-        asked.append((candidate.request_id, candidate.match_classes["prompt_lookup"]))
-        return pays
-
-    controller.backoff.reset()
-    with (
-        replaced(controller, "choose", plainly),
-        replaced(controller, "would_propose", would_propose),
-    ):
-        generate(llm, [[*range(40, 60)] * 12, [*range(80, 100)] * 12], max_tokens=20)
-    controller.backoff.reset()
-    if is_probe:
-        assert len(decided) == 1 and not asked
-    elif pays:
-        assert len(decided) > 3
-    else:  # what is known is not asked again in the same rest
-        assert len(decided) == 1 and 1 <= len(asked) == len(set(asked))
 
 
 def test_steps_without_speculation_are_stocks(engines, pair, text):

@@ -250,7 +250,6 @@ def test_a_request_that_comes_back_is_not_kept_waiting():
         runner,
         controller,
         SimpleNamespace(),
-        finds_match=lambda step: False,
         on_new_blocks=len,
         on_finished=list,
     )

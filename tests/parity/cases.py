@@ -1009,6 +1009,23 @@ def _parameters() -> list[Case]:
             **_small("draft_model"),
         ),
         Case(
+            "limits by request",
+            "A request may turn speculation off for itself, or limit its proposals, beside others.",
+            (
+                (
+                    Request(0, 400, {"max_tokens": 24}),
+                    Request(100, 270, {"max_tokens": 24, "extra_args": {"triforce": False}}),
+                    Request(
+                        200,
+                        300,
+                        {"max_tokens": 24, "extra_args": {"triforce_num_speculative_tokens": 2}},
+                    ),
+                ),
+            ),
+            ("stock", "limited"),
+            **_small("draft_model"),
+        ),
+        Case(
             "log-probabilities",
             "Log-probabilities of every token, speculated or not, are stock vLLM's, with ranks and "
             "decoded tokens; those of prompts too, which are read beside drafts.",

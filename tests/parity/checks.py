@@ -267,6 +267,14 @@ def _named(case: Case, job: Job, seen: Seen, by: By) -> None:
         assert all(set(named) <= set(table) for table in tables)
 
 
+@check("limited")
+def _limited(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """By each answer's own figures: all, none, and two tokens of a proposal at most."""
+    free, off, few = (output.outputs[0].spec_decode_metrics for output in seen.batches[0].outputs)
+    assert max(free.per_step_drafted) > 2 and not off.num_draft_tokens
+    assert 0 < max(few.per_step_drafted) <= 2
+
+
 @check("obeyed")
 def _obeyed(case: Case, job: Job, seen: Seen, by: By) -> None:
     """Sampled requests whose tokens are restricted."""

@@ -27,7 +27,6 @@ from tests.unit.worlds import (
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.acceptance import Acceptance, Rate
-from vllm_triforce.controller.backoff import SpeculationBackoff
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import interpolate
@@ -567,62 +566,6 @@ def test_a_trial_pays_for_verification_and_reevaluation():
             num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
             found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
     assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3
-
-
-def test_a_request_would_propose_where_it_is_planned_to():
-    """Compare with the whole batch's plan, for each length of match, alone and beside others."""
-    found = controller(LONG_PAYS, has_draft=False)
-    found.acceptance.sampled.level2 = Rate(0.01, weight=500, memory=1000)
-    answers = set()
-    for num_others, length in itertools.product((0, 3), range(1, 9)):
-        others = [Candidate(f"other {i}", 30_000, 16, is_greedy=False) for i in range(num_others)]
-        only = Candidate("only", 30_000, 16, matched(length), is_greedy=False)
-        would = found.would_propose(only, [other.context for other in others])
-        candidates = [only, *others]
-        best = plan(found._options(candidates, 0), found.step_costs(candidates, 0), 0.05)
-        assert would == (best.options[0] >= 0), (num_others, length)
-        answers.add(would)
-    assert answers == {True, False}
-
-
-def test_rests_end_at_matches_a_few_times_and_then_when_paid_for():
-    rest = SpeculationBackoff()
-    rest.begin(rest.next_rest(reevaluation_s=0.001, plain_s=0.01))  # paid for after 20 steps
-    ended = []
-    for _ in range(100):
-        rest.begin_step()
-        if rest.may_end:
-            ended.append(rest.step)
-            assert rest.end() >= 0 and rest.is_reevaluation
-        if not rest.is_resting:
-            rest.begin(rest.next_rest(reevaluation_s=0.001, plain_s=0.01))
-    assert ended[:4] == [2, 4, 6, 8] and len(ended) <= 9
-    assert all(later - earlier >= 20 for earlier, later in itertools.pairwise(ended[4:]))
-    rest.restart()  # a proposal
-    rest.begin(50, is_probe=True)
-    for _ in range(40):
-        rest.begin_step()
-        assert rest.is_resting and not rest.may_end
-
-
-def test_trials_keep_their_share_where_rests_are_ended():
-    """The match is gone at each decision, and the full pass accepts 5 % of level 2's tokens."""
-    found, truth = controller(LONG_PAYS, has_draft=False), CostModel(LONG_PAYS)
-    draw, spent, plain = random.Random(0), 0.0, truth.full_pass([1], [16_000])
-    for _ in range(4000):
-        found.backoff.begin_step()
-        if found.backoff.may_end:
-            found.exploration.end_rest()
-        if found.backoff.is_resting:
-            continue
-        (choice,) = found.choose([Candidate("a", 16_000, 16, is_greedy=False)])
-        if choice is not PLAIN:
-            kept = accepted(draw, 0.05, choice.num_tokens)
-            spent += truth.full_pass([1 + choice.num_tokens], [16_000]) - (1 + kept) * plain
-            spent += choice.num_tokens * truth.level2(1, 1)
-            found.observe_full_pass("a", choice.num_tokens, kept, choice)
-    # Seconds lost, not charged: a refund counts tokens that the batch would not have had.
-    assert 0 < spent < 3 * TRIAL_SHARE * 4000 * plain
 
 
 def test_a_baseline_that_was_too_long_is_soon_right():

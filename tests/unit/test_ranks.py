@@ -56,7 +56,9 @@ class Rows(list):
 
 def a_rank(built, monkeypatch) -> module.RunnerAdapterV2:
     """Make the speculator without vLLM's base, over a build of our own."""
-    flags = SimpleNamespace(decodes_plainly=np.zeros(2, dtype=bool))
+    flags = SimpleNamespace(
+        decodes_plainly=np.zeros(2, dtype=bool), max_tokens=np.full(2, 128, dtype=np.int32)
+    )
 
     def init(self, vllm_config, device, runner, config, draft_model) -> None:
         self.config, self.device, self.vllm_config = config, device, vllm_config

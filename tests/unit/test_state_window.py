@@ -189,7 +189,9 @@ def test_places_go_to_contexts_that_may_be_speculated_on():
     requests = {
         name: SimpleNamespace(
             num_tokens=n,
-            sampling_params=SimpleNamespace(logprob_token_ids=[1] if name == "never" else None),
+            sampling_params=SimpleNamespace(
+                logprob_token_ids=[1] if name == "never" else None, extra_args=None
+            ),
         )
         for name, n in lengths.items()
     }

@@ -2,6 +2,7 @@
 given placeholders for what will never be proposed."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -108,9 +109,12 @@ def test_short_contexts_and_prefills_propose_nothing(scheduler):
     assert scheduler.step(Running("short", computed=999), reading, Running("long")) == {"long": ALL}
 
 
-def test_named_log_probabilities_propose_nothing(scheduler):
+def test_who_names_tokens_or_asks_for_none_proposes_nothing(scheduler):
     named = Running("named", logprob_token_ids=[1, 2])
     assert scheduler.step(named, Running("usual")) == {"usual": ALL}
+    off = Running("off", extra_args={"triforce": False})
+    few = Running("few", extra_args={"triforce": {"num_speculative_tokens": 2}})
+    assert scheduler.step(off, few) == {"few": replace(ALL, num_tokens=2, num_rounds=1)}
     allowed = Running("allowed", allowed_token_ids=[1, 2])
     assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
 

@@ -10,9 +10,6 @@ PROBE_STEPS = _SETTLING_STEPS + 1
 _TIMED_EVERY = 8
 # Steps of a rest: the first, and at most by doubling; and at most where decisions take long.
 FIRST_REST, LONGEST_REST, LONGEST_PAID_REST = 8, 32, 128
-# Rests that may end at a match before the next decision is paid for, since the last restart(): a
-# match is often gone by then.
-_MAX_ENDED_RESTS = 4
 
 
 class SpeculationBackoff:
@@ -27,26 +24,15 @@ class SpeculationBackoff:
         self._paid_from = 0
         """Step from which on another decision is paid for."""
         self._is_reevaluation = False
-        self._is_probe = False
-        self._num_ended = 0
-        """Rests that ended at a match since the last restart()."""
 
     def begin_step(self) -> None:
         self._is_reevaluation = self.step == self._until - 1
         self.step += 1
 
-    def begin(self, num_steps: int, is_probe: bool = False) -> None:
+    def begin(self, num_steps: int) -> None:
         """Rest for ``num_steps`` from now on, then decide again."""
         if self.step + num_steps > self._until:
             self._since, self._until = self.step, self.step + num_steps
-            self._is_probe = is_probe
-
-    def end(self) -> int:
-        """Interrupt the rest for a decision, and return the number of steps that it had left."""
-        num_left, self._until = self._until - self.step, self.step
-        self._is_reevaluation = True
-        self._num_ended += 1
-        return num_left
 
     def at_most(self, num_steps: int) -> None:
         """Decide in ``num_steps`` at the latest."""
@@ -54,7 +40,7 @@ class SpeculationBackoff:
 
     def begin_probe(self) -> None:
         """Rest until a plain step has been timed."""
-        self.begin(PROBE_STEPS, is_probe=True)
+        self.begin(PROBE_STEPS)
 
     def reset(self) -> None:
         """Decide in this step."""
@@ -62,7 +48,7 @@ class SpeculationBackoff:
 
     def restart(self) -> None:
         """Begin with short rests again."""
-        self._num_rests = self._num_ended = 0
+        self._num_rests = 0
 
     def on_requests_joined(self) -> None:
         """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
@@ -89,18 +75,6 @@ class SpeculationBackoff:
     @property
     def is_resting(self) -> bool:
         return self.step < self._until
-
-    @property
-    def may_end(self) -> bool:
-        """True if a match may end this rest in this step."""
-        is_free = self._num_ended < _MAX_ENDED_RESTS
-        num_rested = self.step - self._since
-        return (
-            self.is_resting
-            and not self._is_probe
-            and num_rested > 1  # the decision has seen the first step's tokens
-            and (is_free or self.step >= self._paid_from)
-        )
 
     @property
     def rests_next(self) -> bool:

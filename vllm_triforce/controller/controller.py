@@ -186,25 +186,17 @@ class Controller:
         )
         return columns
 
-    def step_costs(
-        self,
-        candidates: Sequence[Candidate],
-        num_plain: int,
-        plain_contexts: Sequence[int] = (),
-    ) -> StepCosts:
+    def step_costs(self, candidates: Sequence[Candidate], num_plain: int) -> StepCosts:
         """Return the costs of a step beside its proposals.
 
-        Args:
-            plain_contexts: contexts of the ``num_plain`` requests; the full pass is priced without
-                those not given.
+        The full pass is priced without the contexts of the ``num_plain`` other requests.
         """
         model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
-        contexts = [*(c.context for c in candidates), *plain_contexts]
-        pass_s = model.full_pass([1] * len(contexts), contexts)
+        contexts = [c.context for c in candidates]
+        pass_s = model.full_pass([1] * count, contexts)
         plain_s = max(pass_s / 2, pass_s + model.overhead(count + num_plain, is_greedy))
         speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
-        context = float(np.mean([c.context for c in candidates]))
-        return StepCosts(model, plain_s, speculating_s, num_plain, context)
+        return StepCosts(model, plain_s, speculating_s, num_plain, float(np.mean(contexts)))
 
     def _options(
         self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
@@ -266,16 +258,6 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.draft(most)
         return self._draft_lengths.best(request_id, match_classes, num_rows, most)
-
-    def would_propose(self, candidate: Candidate, other_contexts: Sequence[int]) -> bool:
-        """True if a proposal for this request pays while the rest of its batch decodes plainly.
-
-        Args:
-            other_contexts: tokens of context of the batch's other requests.
-        """
-        options = self._options([candidate], len(other_contexts))
-        costs = self.step_costs([candidate], len(other_contexts), other_contexts)
-        return not plan(options, costs, self.config.max_slowdown).is_plain
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

@@ -37,9 +37,6 @@ class Exploration:
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self._last_plain_step = 0
-        self._resting_s = 0.0
-        """Seconds of a step of the present rest."""
-        self._rest_was_ended = False
 
     def choose(
         self,
@@ -61,7 +58,6 @@ class Exploration:
             Columns, -1 for plain decoding, [num_reqs]; and True if they are the best plan, which
             may be repeated.
         """
-        was_ended, self._rest_was_ended = self._rest_was_ended, False
         self.trials.begin_decision(candidates)
         has_seed, plain_s = any(c.has_seed for c in candidates), costs.plain_s
         nothing = np.full(len(candidates), -1)
@@ -85,17 +81,10 @@ class Exploration:
         if (columns >= 0).any():
             self.backoff.restart()
         else:
-            if measured is not None and not was_ended:
+            if measured is not None:
                 measured.forget_a_little()
             self._begin_rest(candidates, reevaluation_s, plain_s)
         return columns, not (has_trials or has_seed)
-
-    def end_rest(self) -> None:
-        """Decide in this step, and not at the rest's end."""
-        num_left = self.backoff.end()
-        # The whole rest was credited in advance.
-        self.trials.budget.earn(-num_left * self._resting_s, self._resting_s)
-        self._rest_was_ended = True
 
     def _steps_to_wait(
         self, candidates: Sequence[Candidate], costs: StepCosts, measured: CostModel | None
@@ -132,6 +121,5 @@ class Exploration:
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
-        self._resting_s = plain_s
         self.trials.budget.earn(num_steps * plain_s, plain_s)
         self.backoff.begin(num_steps)

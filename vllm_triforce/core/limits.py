@@ -4,6 +4,8 @@ On Runner V2 lengths are on the device, where ``kernels/rows.py`` applies the ru
 ``room_for_proposal()``.
 """
 
+from vllm_triforce.config.request_args import request_limit
+
 # Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
 GREEDY_EPSILON = 1e-5
 
@@ -16,7 +18,7 @@ def decodes_plainly(params) -> bool:
     Args:
         params: vLLM's ``SamplingParams``.
     """
-    return bool(params.logprob_token_ids)
+    return bool(params.logprob_token_ids) or request_limit(params) == 0
 
 
 def is_greedy(params) -> bool:

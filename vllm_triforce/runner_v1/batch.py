@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.core.limits import (
     decodes_plainly,
     is_eligible,
@@ -55,6 +56,8 @@ class RunnerBatch:
             return 0
         num_slots = min(int(t.num_blocks_per_row[row]) * t.block_size for t in tables)
         params, max_len = request.sampling_params, self._runner.max_model_len
+        if (limit := request_limit(params)) is not None:
+            max_tokens = min(max_tokens, limit)
         if params.max_tokens is not None:
             max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
         max_tokens = room_for_proposal(num_computed, max_tokens, num_slots, max_len)

@@ -38,7 +38,6 @@ class PlainSteps:
 
     Args:
         recorder: recorder of the full pass's queries, which a plain step does not need.
-        finds_match: takes a step's ``SchedulerOutput``; True if a request has a match that pays.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
         on_finished: called after the runner has removed finished requests.
         on_states: takes a step's ``SchedulerOutput`` and the target's states that a head reads,
@@ -50,7 +49,6 @@ class PlainSteps:
         runner,
         controller: Controller,
         recorder,
-        finds_match: Callable[[Any], bool],
         on_new_blocks: Callable[[tuple[list[int], ...]], None],
         on_finished: Callable[[], None],
         on_states: Callable[[Any, Sequence], None] | None = None,
@@ -58,7 +56,6 @@ class PlainSteps:
         self._runner = runner
         self._controller = controller
         self._recorder = recorder
-        self._finds_match = finds_match
         self._on_new_blocks = on_new_blocks
         self._on_finished = on_finished
         self._on_states = on_states
@@ -99,8 +96,6 @@ class PlainSteps:
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
-        if backoff.may_end and self._finds_match(scheduler_output):
-            self._controller.exploration.end_rest()
         if backoff.wants_times:
             self._time_step(scheduler_output, has_changed)
         else:

@@ -33,7 +33,6 @@ from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 from vllm_triforce.runner_v1.hidden_states import StatesOfSteps
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
-from vllm_triforce.runner_v1.resting_matches import RestingMatches
 from vllm_triforce.runner_v1.sources.head import Head
 from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.vllm_patches import swaps
@@ -134,7 +133,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self._runner,
             speculator.controller,
             recorder,
-            RestingMatches(self._runner, self._batch, speculator),
             on_new_blocks=speculator.level2.invalidate_summaries,
             on_finished=self._forget_finished,
             on_states=self._states,

@@ -67,40 +67,19 @@ class SpeculatorV1:
         greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
         num_left: Sequence[int | None] = batch.num_remaining_tokens or [None] * len(batch)
         return [
-            self.candidate(
+            Candidate(
                 request_id,
-                batch.num_computed_tokens[row],
+                context := batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
                 matches.classes(row),
                 batch.has_seed(row),
                 greedy[row],
+                self.level1.num_uncached_tokens(request_id, context + 1),
+                0 if self.level2.has_selection(request_id) else context,
                 num_left[row],
             )
             for row, request_id in enumerate(batch.request_ids)
         ]
-
-    def candidate(
-        self,
-        request_id: str,
-        context: int,
-        most: int,
-        match_classes: dict[str, int],
-        has_seed: bool,
-        is_greedy: bool,
-        num_left: int | None,
-    ) -> Candidate:
-        """Describe a request to the controller; see ``Candidate``."""
-        return Candidate(
-            request_id,
-            context,
-            most,
-            match_classes,
-            has_seed,
-            is_greedy,
-            self.level1.num_uncached_tokens(request_id, context + 1),
-            0 if self.level2.has_selection(request_id) else context,
-            num_left,
-        )
 
     def _propose_by_levels(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], lengths: list[int]

@@ -62,8 +62,9 @@ class Routes:
                 if not num_free:
                     continue
                 num_free -= 1
+            limit = min(max_tokens, int(self.flags.max_tokens[input_batch.idx_mapping_np[row]]))
             routes.setdefault(request_plan.route, {})[row] = replace(
-                request_plan, num_tokens=min(request_plan.num_tokens, max_tokens)
+                request_plan, num_tokens=min(request_plan.num_tokens, limit)
             )
             if self.built.speculator.keeps_window(request_plan.route):
                 kept_windows.add(request_id)

@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.routes import HIERARCHICAL
@@ -164,6 +165,8 @@ class StepPlanMixin(SchedulerBase):
         ):
             return 0
         max_tokens = self.num_spec_tokens
+        if (limit := request_limit(request.sampling_params)) is not None:
+            max_tokens = min(max_tokens, limit)
         if not has_seed(request):
             # This step and the next one each add at least one token beside the proposal. The
             # count of tokens left depends on when outputs arrive. A seeded request must not depend

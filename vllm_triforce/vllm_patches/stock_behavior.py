@@ -13,6 +13,7 @@
   discarded tokens for that of the next input, and keep the turn's last token.
 """
 
+from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.vllm_patches.cli_args import REGISTRY
 from vllm_triforce.vllm_patches.patch import patch
 
@@ -63,12 +64,14 @@ def _skip_fetching_drafts(original):
 @patch(
     "vllm.sampling_params:SamplingParams._validate_spec_decode",
     "self, speculative_config",
-    why="vLLM refuses `min_p` and `logit_bias` with any speculation; TriForce supports them",
+    why="vLLM refuses `min_p` and `logit_bias` with any speculation; TriForce supports them, and "
+    "checks its own `extra_args` here",
     until="vLLM's rejection sampler of Model Runner V1 applies them",
 )
 def _support_all_sampling_params(original):
     def _validate_spec_decode(self, speculative_config):
         if is_triforce(speculative_config):
+            request_limit(self)  # raises an error for bad extra_args
             return
         original(self, speculative_config)
 
