@@ -18,7 +18,11 @@ BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2_model.py"
 LAYERS = "vllm_triforce/core/own_layers.py"
 
+REQUEST = "vllm_triforce/config/request_args.py"
+
 TABLE: list[Surface] = [
+    calls("exceptions.py", "VLLMValidationError.__init__", "message, parameter=", REQUEST),
+    has("sampling_params.py", "SamplingParams", "extra_args", REQUEST),
     has("config/model.py", "ModelConfig", "model tokenizer tokenizer_mode tokenizer_revision trust_remote_code seed hf_overrides enforce_eager model_impl disable_sliding_window quantization quantization_config dtype get_num_experts get_total_num_kv_heads get_head_size", COPY_CONFIG),
     has("config/quantization.py", "QuantizationConfigArgs", "linear", COPY_CONFIG),
     has("config/parallel.py", "ParallelConfig", "enable_eplb", COPY_CONFIG),

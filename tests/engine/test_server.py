@@ -206,6 +206,24 @@ def test_samples_are_reproducible(client):
     assert answers[0].choices[0].token_ids == answers[1].choices[0].token_ids
 
 
+def test_a_request_turns_speculation_off_or_limits_it(client, stock, text):
+    def answer(**xargs):
+        found = client.completions.create(
+            prompt=text[:300], extra_body=IDS | {"vllm_xargs": xargs}, **GREEDY
+        )
+        check(stock, [text[:300]], [found.choices[0].token_ids])
+        return found.metrics and found.metrics["speculative_decoding"]
+
+    assert answer()["num_draft_tokens"] > 0
+    assert answer(triforce=True) == answer()
+    assert not answer(triforce=False)
+    limited = answer(triforce_num_speculative_tokens=2)
+    assert 0 < limited["num_draft_tokens"] <= 2 * 40 and limited["mean_acceptance_length"] <= 3
+    for bad in ({"triforce": "off"}, {"triforce": 2}, {"triforce_num_speculative_tokens": -1}):
+        with pytest.raises(openai.BadRequestError, match='Use "triforce": false to decode'):
+            answer(**bad)
+
+
 def test_health_models_and_errors(server, client):
     """What else clients ask for, and a bad request, which must not reach the engine."""
     with urllib.request.urlopen(f"{server.address}/health", timeout=10) as response:

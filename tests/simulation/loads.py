@@ -118,3 +118,35 @@ def mean_per_token(engine: Engine, skip: int = 0) -> float:
     """Mean seconds between a request's tokens, of those behind the first that came."""
     served = sorted(engine.served.values(), key=lambda its: its.at)[skip:]
     return sum(its.per_token for its in served) / len(served)
+
+
+@dataclass
+class _Halves(Text):
+    """Only tokens of every second request are accepted."""
+
+    def rate(self, base: float, request: str, position: int, place: int) -> float:
+        return base * (int(request[1:]) % 2 == 0)
+
+
+def speeds_of_halves(
+    machine: Machine, size: int, context: int, max_slowdown: float
+) -> tuple[float, float]:
+    """Speeds over plain decoding's, of requests that are predicted well and of the others.
+
+    All begin together, and are watched until the first is done.
+    """
+    scheduler = make_scheduler(
+        True,
+        max_num_batched_tokens=size * (context + 16),
+        num_blocks=200 + size * -(-2 * (context + 900) // 256),
+        block_size=256,
+        max_slowdown=max_slowdown,
+    )
+    text = _Halves(0.95, 0.6, match=0.4, lookup=0.4)
+    engine = Engine(scheduler, World(machine, text, random.Random(3)))
+    arrivals = [Arrival(0.0, context, 800, {"temperature": 1.0}) for _ in range(size)]
+    engine.run(arrivals, until=lambda: bool(engine.served))
+    plain_s = machine.full_pass([1] * size, [context + 300] * size) + machine.beside
+    decoding_s = engine.now - max(engine.first.values())
+    good, bad = ([engine.emitted[f"r{i}"] - 1 for i in range(half, size, 2)] for half in (0, 1))
+    return tuple(plain_s * sum(its) / len(its) / decoding_s for its in (good, bad))

@@ -1,9 +1,6 @@
 """Promise: through vLLM's own scheduler, over machines of several kinds, speculation is never
 slower than decoding plainly, and soon noticed to be useless where a text has changed."""
 
-import random
-from dataclasses import dataclass
-
 import pytest
 
 from tests.simulation.engine import Arrival, Engine, make_scheduler
@@ -14,9 +11,10 @@ from tests.simulation.loads import (
     decide_by,
     mean_per_token,
     poisson,
+    speeds_of_halves,
     speedup,
 )
-from tests.simulation.world import HOPELESS, MACHINES, TEXTS, Text, World
+from tests.simulation.world import HOPELESS, MACHINES, TEXTS, World
 
 
 def served(machine, text, size, context, num_steps=450, **settings) -> Engine:
@@ -71,35 +69,9 @@ def test_a_text_that_becomes_hopeless_is_noticed():
     assert speedup(engine, begin + 100, begin + 150) >= 0.98
 
 
-@dataclass
-class _Halves(Text):
-    """Only tokens of every second request are accepted."""
-
-    def rate(self, base: float, request: str, position: int, place: int) -> float:
-        return base * (int(request[1:]) % 2 == 0)
-
-
 @pytest.mark.parametrize("max_slowdown", [0.05, 1.0])
 def test_no_request_is_slower_than_it_may_be_for_its_neighbours(max_slowdown):
-    """Four of eight requests are predicted well; all of equal length until the first is done."""
-    context, machine = 32_000, MACHINES["gqa"]
-    scheduler = make_scheduler(
-        True,
-        max_num_batched_tokens=8 * (context + 16),
-        num_blocks=2500,
-        block_size=256,
-        max_slowdown=max_slowdown,
-    )
-    text = _Halves(0.95, 0.6, match=0.4, lookup=0.4)
-    engine = Engine(scheduler, World(machine, text, random.Random(3)))
-    arrivals = [Arrival(0.0, context, 800, {"temperature": 1.0}) for _ in range(8)]
-    engine.run(arrivals, until=lambda: bool(engine.served))
-    plain_s = machine.full_pass([1] * 8, [context + 300] * 8) + machine.beside
-    decoding_s = engine.now - max(engine.first.values())
-    good, bad = (
-        plain_s * sum(engine.emitted[f"r{i}"] - 1 for i in range(half, 8, 2)) / 4 / decoding_s
-        for half in (0, 1)
-    )
+    good, bad = speeds_of_halves(MACHINES["gqa"], 8, 32_000, max_slowdown)
     assert bad >= 0.95 if max_slowdown < 1 else (good > 1.5 and bad < 0.95), (good, bad)
 
 

@@ -103,6 +103,7 @@ class Keys:
         "Share of its speed that a request may lose to speculation, its own or that of others in "
         "its batch, as planned and as measured. 1 sets no limit: then all gain most on average. "
         "Not for requests with a seed, and not where `min_context` is given or `adaptive` is false",
+        unit="share",
         low=0.01,
         high=1,
         default_text="0.05",
