@@ -740,8 +740,8 @@ def _unequal_contexts() -> Case:
     alone = Request(0, 6500, seeded | {"seed": 0}), Request(6500, 2500, seeded | {"seed": 1})
     return Case(
         "unequal contexts",
-        "A seeded request samples the same tokens, of which as many are accepted, alone and beside "
-        "requests with longer or shorter contexts, in any order.",
+        "A seeded request samples the same tokens, and the same number is accepted, alone and "
+        "beside requests with longer or shorter contexts, in any order.",
         (*((request,) for request in alone), alone, alone[::-1]),
         ("as alone",),
         keys={"refresh_interval": 0},

@@ -334,4 +334,4 @@ class Engine:
         assert len(scheduler._with_slots) <= 1 and len(scheduler._decided_on) <= 1
         if (decisions := scheduler.decisions) is not None:
             assert decisions.controller.num_requests <= 1
-            assert len(decisions._routes) <= 1 and len(decisions._pending) <= 2
+            assert len(decisions._alive) <= 1 and len(decisions._pending) <= 2

@@ -28,6 +28,8 @@ class FixedDecisions:
                 plan[name] = replace(self._its, num_tokens=length), self._num_rounds
         return self._num_steps - 1, plan
 
+    ignores_steps = True
+
     def on_step_end(self, step) -> None:
         """It learns nothing."""
 

@@ -110,7 +110,9 @@ def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Optio
 
 
 def step_costs(plain_s: float, speculating_s=0.0, num_plain=0, error=0.0) -> StepCosts:
-    return StepCosts(SimpleNamespace(error=error), plain_s, speculating_s, num_plain, 1000.0)
+    return StepCosts(
+        SimpleNamespace(error=error), plain_s, speculating_s, num_plain, 1000.0, np.array(True)
+    )
 
 
 @pytest.mark.parametrize("speculating, max_slowdown", [(0.0, 1.0), (0.7, 1.0), (0.0, 0.2)])

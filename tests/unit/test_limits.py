@@ -10,7 +10,7 @@ from vllm_triforce.core.limits import decodes_plainly
 from vllm_triforce.vllm_patches.stock_behavior import mark
 
 
-def params(**extra_args) -> SamplingParams:
+def params(extra_args: dict) -> SamplingParams:
     return SamplingParams(extra_args=extra_args)
 
 
@@ -25,13 +25,15 @@ def params(**extra_args) -> SamplingParams:
         ({"triforce": 0}, 0),
         ({"triforce": {"num_speculative_tokens": 3}}, 3),
         ({"triforce_num_speculative_tokens": 5}, 5),
+        ({"triforce_num_speculative_tokens": 2**63}, 128),
+        ({3: "no string"}, None),
         ({"triforce": True, "triforce_num_speculative_tokens": 0}, 0),
         ({"triforce_num_speculative_tokens": 5, "triforce": 0}, 0),
     ],
 )
 def test_limits(extra_args, limit):
-    assert request_limit(params(**extra_args)) == limit
-    assert decodes_plainly(params(**extra_args)) == (limit == 0)
+    assert request_limit(params(extra_args)) == limit
+    assert decodes_plainly(params(extra_args)) == (limit == 0)
     assert request_limit(SamplingParams()) is None
 
 
@@ -59,4 +61,4 @@ def test_bad_values_are_refused_when_the_request_comes(extra_args):
     mark(config)
     validate = wrap("SamplingParams._validate_spec_decode", lambda *_: None)
     with pytest.raises(VLLMValidationError, match=f'{name}=.*Use "triforce": false to'):
-        validate(params(**extra_args), config)
+        validate(params(extra_args), config)

@@ -208,7 +208,10 @@ def test_a_swap_that_nobody_would_read_is_refused():
 # Attributes of these are ours to write; of every other object only through a Swap.
 OUR_OBJECTS = {
     "args",  # of the command line
+    "costs",
+    "direct",
     "draft",
+    "ended",
     "group",
     "proposal",
     "recorder",
@@ -218,6 +221,7 @@ OUR_OBJECTS = {
     "speculator",
     "state",
     "step",
+    "through",
     "self.built",
     "self.recorder",
     "self._step_config",

@@ -67,7 +67,7 @@ def test_about_as_good_as_the_best_plan(seed):
         options, model = drawn(draw)
         possible = [[-1, *np.flatnonzero(row)] for row in options.is_possible]
         best = max(step(options, model, columns)[1] for columns in itertools.product(*possible))
-        found = plan(options, StepCosts(model, PLAIN, 0.1, 0, 1000.0))
+        found = plan(options, StepCosts(model, PLAIN, 0.1, 0, 1000.0, np.array(True)))
         seconds, speedup = step(options, model, found.options)
         assert found.seconds == pytest.approx(seconds)
         assert found.speedup == pytest.approx(speedup) and speedup >= 1

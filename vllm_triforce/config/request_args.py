@@ -2,7 +2,7 @@
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_triforce.config.keys import METHOD
+from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS, METHOD
 
 _LIMIT = "num_speculative_tokens"
 
@@ -22,7 +22,7 @@ def request_limit(params) -> int | None:
     """
     limit = None
     for name, value in (params.extra_args or {}).items():
-        if not name.startswith(METHOD):
+        if not (isinstance(name, str) and name.startswith(METHOD)):
             continue
         given = value
         if name == METHOD and isinstance(value, dict) and value.keys() == {_LIMIT}:
@@ -39,5 +39,5 @@ def request_limit(params) -> int | None:
                 f'"{METHOD}_{_LIMIT}": N for proposals of at most N tokens.',
                 parameter=name,
             )
-        limit = given if limit is None else min(limit, given)
+        limit = min(given, MAX_NUM_SPECULATIVE_TOKENS if limit is None else limit)
     return limit

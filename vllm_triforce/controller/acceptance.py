@@ -21,7 +21,7 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 64.0, 128.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
-# Share of a source's tests by one way that is forgotten with each of its tests by the other.
+# Share of the tests by one way that a test by the other way makes a source forget.
 _RELATED = 1 / 16
 # Chance below which a run of rejected proposals is a change of the text.
 _SURPRISING = 1e-3
@@ -82,7 +82,7 @@ class Rate:
             self.rejected += self.weight
 
     def halve(self) -> None:
-        """Halve the estimate; as many tests stand behind it as before."""
+        """Halve the estimate; the number of tests stays."""
         weight = self.weight * self._prior_share
         accepted = (self.accepted + weight * self.prior) / 2
         self.rejected += self.accepted + weight - accepted

@@ -71,14 +71,16 @@ class _Pending:
 
     Args:
         contexts: of each request that proposes.
-        first: requests whose first proposal by its route this is. It reads the whole context, or
-            the draft's window.
+        untypical: requests that did not propose by the same route in the step before. Their
+            proposals may read the whole context, or the draft's window.
+        has_seed: True if a request has a seed.
     """
 
     plan: dict[str, tuple[Choice, int]]
     planned: Planned | None
     contexts: dict[str, int]
-    first: set[str]
+    untypical: set[str]
+    has_seed: bool
 
 
 @dataclass
@@ -121,8 +123,8 @@ class AsyncController:
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0
         self._present: set[str] = set()
-        self._routes: dict[str, set[str]] = {}
-        """Routes of the proposals of each request, until it leaves."""
+        self._alive: set[str] = set()
+        """Requests that have proposed something and not left."""
 
     def decide(
         self, names: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
@@ -159,7 +161,9 @@ class AsyncController:
         plan = self._plan(candidates, num_plain)
         if plan:
             planned = controller.take_plan()
-            self._add_pending(number, plan, planned, {c.request_id: c.context for c in candidates})
+            contexts = {c.request_id: c.context for c in candidates}
+            has_seed = any(c.has_seed for c in candidates)
+            self._add_pending(number, plan, planned, contexts, has_seed)
             if controller.is_steady:
                 now = self._clock()
                 until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
@@ -243,14 +247,16 @@ class AsyncController:
         plan: dict[str, tuple[Choice, int]],
         planned: Planned | None,
         contexts: dict[str, int],
+        has_seed: bool = False,
     ) -> None:
-        first = set()
-        for name, (choice, _) in plan.items():
-            routes = self._routes.setdefault(name, set())
-            if choice.route not in routes:
-                first.add(name)
-                routes.add(choice.route)
-        self._pending[number] = _Pending(plan, planned, contexts, first)
+        before = self._pending[number - 1].plan if number - 1 in self._pending else {}
+        untypical = {
+            name
+            for name, (choice, _) in plan.items()
+            if name not in before or before[name][0].route != choice.route
+        }
+        self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
+        self._alive.update(plan)
         self.controller.await_outcomes(plan)
 
     def _note_joined(self, joined: Sequence[Candidate]) -> None:
@@ -260,6 +266,12 @@ class AsyncController:
         if not all(candidate.has_seed for candidate in joined):
             self.controller.requests_joined()
 
+    @property
+    def ignores_steps(self) -> bool:
+        """True if nothing is learned from a step that ends now: at rest few are timed."""
+        backoff = self.controller.backoff
+        return backoff.is_resting and not backoff.wants_times and not self._pending
+
     def on_step_end(self, step: StepSeen) -> None:
         """Learn from a step's output; it verified the proposals after the step before."""
         pending = self._pending.pop(step.number - 1, None)
@@ -267,15 +279,17 @@ class AsyncController:
             for name in self._pending.pop(number).plan:  # of a step without an output
                 self.controller.outcome_lost(name)
         if pending is not None:
-            self._learn_seconds(pending, step.proposing_seconds)
+            self._learn_seconds(pending, step)
             for name, (choice, _) in pending.plan.items():
                 if name not in step.outcomes:
                     self.controller.outcome_lost(name)
-                elif name in self._routes:
+                elif name in self._alive:
                     self._learn(name, step.outcomes[name], choice)
         if self.controller.measured is None or not step.is_comparable or not step.tokens:
             return
         num_drafts = sum(step.tokens) - len(step.tokens)
+        if num_drafts and not step.outcomes:
+            return  # the report was lost
         num_accepted = sum(outcome.num_accepted for outcome in step.outcomes.values())
         self.controller.observe_step(
             StepTime(
@@ -285,17 +299,22 @@ class AsyncController:
                 step.seconds,
                 num_drafts,
                 num_accepted=num_accepted,
+                has_seed=pending is not None and pending.has_seed,
             ),
             None if pending is None else pending.planned,
         )
 
-    def _learn_seconds(self, pending: _Pending, seconds: Mapping[str, float]) -> None:
+    def _learn_seconds(self, pending: _Pending, step: StepSeen) -> None:
         """Learn how long rounds and passes of the draft took on the device."""
         if (costs := self.controller.measured) is None:
             return
-        for route, taken_s in seconds.items():
-            names = [name for name, (choice, _) in pending.plan.items() if choice.route == route]
-            if not names or pending.first.intersection(names):
+        for route, taken_s in step.proposing_seconds.items():
+            names = [
+                name
+                for name, (choice, _) in pending.plan.items()
+                if choice.route == route and name in step.outcomes
+            ]
+            if not names or pending.untypical.intersection(names):
                 continue
             if route == HIERARCHICAL:
                 num_rounds = max(pending.plan[name][1] for name in names)
@@ -329,4 +348,4 @@ class AsyncController:
         """Drop everything that is kept of a request that has left."""
         self.controller.release(request_id)
         self._present.discard(request_id)
-        self._routes.pop(request_id, None)
+        self._alive.discard(request_id)

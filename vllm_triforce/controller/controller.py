@@ -77,7 +77,7 @@ class Controller:
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
         self.stop_rules = StopRules(config, self.acceptance)
-        self.exploration = Exploration(config.max_slowdown, self._fixed, self.acceptance)
+        self.exploration = Exploration(config.max_slowdown, self._fixed, self._distrust)
         self.backoff, self.trials = self.exploration.backoff, self.exploration.trials
         self.planned: Planned | None = None
         self.is_steady = False
@@ -192,11 +192,15 @@ class Controller:
         The full pass is priced without the contexts of the ``num_plain`` other requests.
         """
         model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
-        contexts = [c.context for c in candidates]
-        pass_s = model.full_pass([1] * count, contexts)
-        plain_s = max(pass_s / 2, pass_s + model.overhead(count + num_plain, is_greedy))
-        speculating_s = model.speculating_seconds(count + num_plain, is_greedy)
-        return StepCosts(model, plain_s, speculating_s, num_plain, float(np.mean(contexts)))
+        contexts, num_reqs = [c.context for c in candidates], count + num_plain
+        return StepCosts(
+            model,
+            model.plain_step(contexts, num_reqs, is_greedy),
+            model.speculating_seconds(num_reqs, is_greedy),
+            num_plain,
+            float(np.mean(contexts)),
+            np.array([not c.has_seed for c in candidates]),
+        )
 
     def _options(
         self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
@@ -258,6 +262,11 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.draft(most)
         return self._draft_lengths.best(request_id, match_classes, num_rows, most)
+
+    def _distrust(self, request_ids: Sequence[str]) -> None:
+        """Lower all estimates, which explain less time than these proposals have lost."""
+        self.acceptance.distrust(request_ids)
+        self.stop_rules.distrust()
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

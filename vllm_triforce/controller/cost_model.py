@@ -66,12 +66,8 @@ class CostModel:
 
     @property
     def has_lost(self) -> bool:
-        """True if speculation has lost as much as it may."""
+        """True if speculation has lost all that it may lose."""
         return self.balance_s is not None and self.balance_s < 0
-
-    def refill_balance(self, seconds: float) -> None:
-        """Set the balance that holds after a wait."""
-        self.balance_s = seconds
 
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""
@@ -90,6 +86,8 @@ class CostModel:
         self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
         for part, factor in self.factors.items():
             self.factors[part] = 1 + keep * (factor - 1)
+        self.rounds = {size: 1 + keep * (factor - 1) for size, factor in self.rounds.items()}
+        self.error = min(self.error, _FIRST_ERROR + keep * (self.error - _FIRST_ERROR))
 
     # Full passes.
 
@@ -220,6 +218,16 @@ class CostModel:
         """Return the seconds that a decision to rest adds to a step; 0 if not known."""
         return _nearest(self.reevaluations, num_rows, is_greedy)
 
+    def plain_step(self, contexts: Sequence[int], num_reqs: int, is_greedy: bool) -> float:
+        """Return the seconds of a plain step.
+
+        Args:
+            contexts: of the requests whose attention is priced.
+            num_reqs: in the step.
+        """
+        pass_s = self.full_pass([1] * len(contexts), contexts)
+        return max(pass_s / 2, pass_s + self.overhead(num_reqs, is_greedy))
+
     def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
         """Return the seconds that verifying any drafts adds to a step."""
         return _nearest(self.speculating, num_rows, is_greedy)
@@ -259,8 +267,8 @@ class CostModel:
         """Learn the seconds of a round; ``context`` as in ``round_seconds()``."""
         size, passes_s = num_rows.bit_length(), self._passes_of_round(num_rows, context)
         if passes_s > 0:
-            factor = seconds / passes_s
-            self.rounds[size] = _moved(self.rounds.get(size), factor, factor)
+            old = self.rounds.get(size, 1.0)
+            self.rounds[size] = _moved(old, seconds / passes_s, 2 * old)
 
     def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
         """Learn from level 2's test of ``num_tokens``."""

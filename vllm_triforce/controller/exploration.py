@@ -2,7 +2,7 @@
 
 Each decision goes through these, in this order:
 
-- a wait, where speculation has lost as much as it may (``losses.py``);
+- a wait, where speculation has lost all that it may lose (``losses.py``);
 - a probe of the baseline: three plain steps of a batch that speculates, so that an overestimate of
   the plain step does not last;
 - trials of proposals outside the plan (``trials.py``);
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_triforce.controller.acceptance import Acceptance
 from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.lengths import FixedLengths
@@ -27,12 +26,22 @@ _PROBE_AFTER = 16
 
 
 class Exploration:
-    """Chooses the columns of a batch's options, by the plan and beside it."""
+    """Chooses the columns of a batch's options, by the plan and beside it.
 
-    def __init__(self, max_slowdown: float, fixed: FixedLengths, acceptance: Acceptance) -> None:
+    Args:
+        max_slowdown: key of that name.
+        distrust: called with the ids of requests whose proposals have lost too much time.
+    """
+
+    def __init__(
+        self,
+        max_slowdown: float,
+        fixed: FixedLengths,
+        distrust: Callable[[Sequence[str]], None],
+    ) -> None:
         self._max_slowdown = max_slowdown
         self._fixed = fixed
-        self._acceptance = acceptance
+        self._distrust = distrust
         self.losses = LossLimit(max_slowdown)
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
@@ -51,7 +60,7 @@ class Exploration:
 
         Args:
             optimistic: builds the options with prior acceptance.
-            measured: learned costs, of which ``costs.model`` may be a copy.
+            measured: learned costs; ``costs.model`` may be a copy.
             num_steps: steps since the decision before.
 
         Returns:
@@ -83,7 +92,9 @@ class Exploration:
         else:
             if measured is not None:
                 measured.forget_a_little()
-            self._begin_rest(candidates, reevaluation_s, plain_s)
+            num_to_rest = self._begin_rest(candidates, reevaluation_s, plain_s)
+            if measured is not None:
+                self.losses.add_rest(measured, num_to_rest, plain_s)
         return columns, not (has_trials or has_seed)
 
     def _steps_to_wait(
@@ -91,11 +102,12 @@ class Exploration:
     ) -> int:
         """Return for how many steps losses forbid speculation."""
         step = self.backoff.step
-        if costs.model.has_lost:
-            self.losses.begin_wait(costs.model, step, costs.plain_s)
-            self._acceptance.distrust(candidate.request_id for candidate in candidates)
+        if self.losses.is_waiting and not self.losses.steps_left(step):
             for model in filter(None, (costs.model, measured)):
-                model.refill_balance(costs.plain_s)
+                self.losses.end_wait(model, costs.plain_s)
+        elif costs.model.has_lost and not self.losses.is_waiting:
+            self.losses.begin_wait(costs.model, step, costs.plain_s)
+            self._distrust([candidate.request_id for candidate in candidates])
         return self.losses.steps_left(step)
 
     def _probe_is_due(self, best: Plan, plain_s: float) -> bool:
@@ -116,10 +128,12 @@ class Exploration:
 
     def _begin_rest(
         self, candidates: Sequence[Candidate], reevaluation_s: float, plain_s: float
-    ) -> None:
+    ) -> int:
+        """Begin a rest, and return its steps."""
         num_steps = self.backoff.next_rest(reevaluation_s, plain_s)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
         self.trials.budget.earn(num_steps * plain_s, plain_s)
         self.backoff.begin(num_steps)
+        return num_steps

@@ -147,5 +147,7 @@ class StepTime:
     """Accepted drafts of all requests."""
     planned_seconds: float = 0.0
     """Planned seconds of that proposal and its verification."""
+    has_seed: bool = False
+    """True if a request has a seed."""
     is_reevaluation: bool = False
     """True if the step interrupted a rest for a decision, which is part of ``seconds``."""

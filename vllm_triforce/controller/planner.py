@@ -37,6 +37,7 @@ class StepCosts:
         speculating_s: seconds that verifying any drafts adds.
         num_plain: requests of the batch that decode plainly in any case.
         context: mean tokens of the requests that could propose.
+        is_limited: True for those that may not lose more than ``max_slowdown``; [num_reqs].
     """
 
     model: CostModel
@@ -44,6 +45,7 @@ class StepCosts:
     speculating_s: float
     num_plain: int
     context: float
+    is_limited: np.ndarray
 
 
 @dataclass
@@ -91,8 +93,10 @@ def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
     seconds = base_s + np.where(is_taken, options.seconds[rows, sets], 0).sum(-1)
     seconds = seconds + unshared_seconds(options, sets, costs)
     values = gained.sum(-1) - num_reqs * np.log(seconds / costs.plain_s)
-    least = np.exp(gained.min(-1)) if not costs.num_plain else 1.0
-    is_fair = costs.plain_s * least >= (1 - max_slowdown) * seconds
+    least = np.where(costs.is_limited, gained, np.inf).min(-1)
+    if costs.num_plain:
+        least = np.zeros(len(sets))
+    is_fair = costs.plain_s * np.exp(least) >= (1 - max_slowdown) * seconds
     values = np.where(is_taken.any(-1) & is_fair, values, -np.inf)
     best = int(values.argmax())
     speedup = float(np.exp(values[best] / num_reqs))

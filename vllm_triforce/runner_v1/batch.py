@@ -139,7 +139,7 @@ class RunnerBatch:
             ],
             queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
             sampling=self.sampling(rows, metadata),
-            num_plain_reqs=len(counts) - len(rows),
+            num_plain_reqs=sum(map(bool, counts)) - len(rows),
             is_greedy=[self.is_greedy(row) for row in rows],
             num_remaining_tokens=[self.num_remaining_tokens(row, computed[row]) for row in rows],
             logits_processors=[

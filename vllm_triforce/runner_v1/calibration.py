@@ -50,7 +50,7 @@ _GRIDS = (
     _Grid((1,), (), 1),
 )
 # Budget of the full passes; a slow model is measured at fewer points, and no pass is longer than a
-# share of the budget: beyond the longest context of those, the cost model extrapolates.
+# share of the budget: beyond their longest context the cost model extrapolates.
 _MAX_SECONDS = 8.0
 _LONGEST_PASS = 0.1
 # Context of the first pass that is timed.
@@ -305,7 +305,7 @@ class Calibration:
     def _sampling(self, num_rows: int, repeats: int) -> float:
         """Measure the sampling of a row of logits, without top-k and top-p.
 
-        The controller learns from the steps what these add, tens of times as much where the
+        The controller learns from the steps how long these take: tens of times longer where the
         vocabulary is sorted for them.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()

@@ -250,6 +250,7 @@ class PlainSteps:
                 seconds=0.0,
                 num_drafts=sum(map(len, drafts.values())),
                 proposal_seconds=proposal_seconds,
+                has_seed=self._has_seed,
                 is_reevaluation=backoff.is_reevaluation,
             )
             self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)

@@ -207,9 +207,14 @@ class CalibrationV2:
         for n in sizes:
             drafts_s = num_drafts * (draft + (n - 1) * draft_per_row)
             rounds_s = [self._measure_round(HIERARCHICAL, n, c) for c in contexts]
-            points = [(float(c), max(0.0, s - drafts_s)) for c, s in zip(contexts, rounds_s)]
-            by_batch.append((float(n), points))
-        return by_batch
+            by_batch.append([max(0.0, s - drafts_s) for s in rounds_s])
+        # Neither more requests nor longer contexts take less. Through noise, the cost model would
+        # extrapolate to 0.
+        rising = np.maximum.accumulate(np.maximum.accumulate(by_batch, axis=0), axis=1)
+        return [
+            (float(n), [(float(c), float(s)) for c, s in zip(contexts, seconds)])
+            for n, seconds in zip(sizes, rising)
+        ]
 
     def _routes(self) -> list[str]:
         return [HIERARCHICAL, *self.config.sources]

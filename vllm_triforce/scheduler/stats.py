@@ -36,11 +36,13 @@ class PaddingStatsMixin(SchedulerBase):
         """``_request_metrics()`` before the current step."""
 
     def start_counting_padding(self, scheduler_output, model_runner_output) -> None:
-        """Note what the step verified, before vLLM counts it."""
-        self._verified = self._verified_in(scheduler_output, model_runner_output)
-        self._snapshots = (
-            self._request_metrics() if self.spec_decode_metrics_level != "none" else []
-        )
+        """Note the verified tokens of the step, before vLLM counts them."""
+        self._verified, self._snapshots = {}, []
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if drafts or self._unverified or report_of(model_runner_output) is not None:
+            self._verified = self._verified_in(scheduler_output, model_runner_output)
+        if self._verified and self.spec_decode_metrics_level != "none":
+            self._snapshots = self._request_metrics()
 
     def remove_padding_from_request_metrics(self) -> None:
         """Count the step again for requests whose metrics vLLM has changed."""
@@ -130,19 +132,19 @@ _OUTCOMES = (
 class OutcomeStatsMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does."""
 
-    _outcomes = LevelCounters()
-    """Outcomes of the current step."""
+    _outcomes: LevelCounters | None = None
+    """Outcomes of the current step; None without drafts."""
 
     def start_counting_outcomes(self, model_runner_output) -> None:
         """Drop the worker's counts of the step."""
-        self._outcomes = LevelCounters()
-        sent = carrier.attached(model_runner_output) or {}
-        for name in _OUTCOMES:
-            sent.pop(name, None)
+        self._outcomes = None
+        if sent := carrier.attached(model_runner_output):
+            for name in _OUTCOMES:
+                sent.pop(name, None)
 
     def send_outcomes(self, outputs) -> None:
-        """Send what ``make_spec_decoding_stats()`` counted."""
-        if self._outcomes.num_level3_steps:
+        """Send the counts of ``make_spec_decoding_stats()``."""
+        if self._outcomes is not None and self._outcomes.num_level3_steps:
             carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
 
     def make_spec_decoding_stats(
@@ -154,6 +156,8 @@ class OutcomeStatsMixin(SchedulerBase):
         request_id,
     ):
         num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if self._outcomes is None:
+            self._outcomes = LevelCounters()
         self._outcomes.add_full_pass(num_draft_tokens - num_invalid, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats,

@@ -81,7 +81,10 @@ class StepPlanMixin(SchedulerBase):
         if len(names) <= self._config.max_batch:
             lengths = {name: self._max_tokens(self.requests[name]) for name in names}
             max_tokens = {name: length for name, length in lengths.items() if length}
-        plan = self.plan_step(max_tokens, len(names) - len(max_tokens), self._reads_prompts(names))
+        num_plain = sum(
+            name not in max_tokens and not self.requests[name].is_prefill_chunk for name in names
+        )
+        plan = self.plan_step(max_tokens, num_plain, self._reads_prompts(names))
         plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for name in names:
@@ -209,6 +212,9 @@ class StepPlanMixin(SchedulerBase):
         if self.decisions is not None and plan is not None and has_tokens:
             if report is not None and report.measured is not None:
                 self.decisions.controller.start(CostModel(report.measured))
+            if self.decisions.ignores_steps:
+                self._last_ids = frozenset()  # the next step's time is not known
+                return
             outcomes: dict[str, Outcome] = {}
             seconds: Mapping[str, float] = {}
             if report is not None and report.number == plan.number - 1:

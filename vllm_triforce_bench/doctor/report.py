@@ -1,8 +1,8 @@
 """The file to attach to a report of a fault: the doctor's results without private names.
 
-Fields that hold a model's name are replaced as a whole. Other texts, such as refusals, quote what
-the user gave: there everything given on the command line is replaced, and what looks like a path,
-an address or a key. This is a best effort, as nobody knows what vLLM's errors quote.
+Fields that hold a model's name are replaced as a whole. Other texts, such as refusals, quote
+the user: there everything given on the command line is replaced, and all that looks like a path, an
+address or a key. This is a best effort: vLLM's errors may quote other things.
 """
 
 import json
@@ -102,7 +102,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _hider(names: set[str]) -> Callable[[str], str]:
-    """Return a function that replaces names in a text, and what looks private."""
+    """Return a function that replaces names and private parts of a text."""
     # A word of the language is hidden where it is quoted alone: a folder may be named "target".
     patterns = [
         rf"(?<!\w){re.escape(name)}(?!\w)"
@@ -123,7 +123,7 @@ def _hider(names: set[str]) -> Callable[[str], str]:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Change all texts of JSON but keys, and what is the same for everybody."""
+    """Change all texts of JSON but keys and those that are the same for everybody."""
     if isinstance(value, dict):
         return {
             name: each if name == "wraps" else _map_texts(each, change)

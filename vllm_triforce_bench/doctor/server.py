@@ -1,4 +1,4 @@
-"""What speculation does on a running server, from its ``/metrics``."""
+"""Speculation on a running server, from its ``/metrics``."""
 
 import http.client
 import time
@@ -57,7 +57,7 @@ def examine_server(url: str, seconds: float) -> dict[str, Any]:
 
 
 def figures(values: Values) -> dict[str, Any]:
-    """Return a model's figures, and what may be done about them."""
+    """Return a model's figures, and advice."""
     levels = _levels(values)
     generated = values["vllm:generation_tokens_total"]
     prompts = values["vllm:request_prompt_tokens_count"]

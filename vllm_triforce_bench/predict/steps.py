@@ -215,9 +215,9 @@ class Predictor:
         return num_tokens * DRAFTING_KERNELS if has_draft else 0.0
 
     def selection_seconds(self, batch: int, context: int) -> float:
-        """Predict what selecting in each layer adds to a pass of level 2, by mean keys of 8 bits.
+        """Predict the seconds that selecting in each layer adds to a pass of level 2.
 
-        They are read twice (kernels/pass_selection.py).
+        Mean keys of 8 bits are read twice (kernels/pass_selection.py).
         """
         machine = self.machine
         mean_keys = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
