@@ -21,10 +21,8 @@ _REQUEST_MEMORY, _ENGINE_MEMORY = 64.0, 128.0
 # Tests that the prior is worth: a guess for the engine; the engine's estimate for a request, which
 # two unlucky tokens at the start must not outweigh.
 _ENGINE_WEIGHT, _REQUEST_WEIGHT = 2.0, 6.0
-# Share of the tests by one way that a test by the other way makes a source forget.
-_RELATED = 1 / 16
 # Chance below which a run of rejected proposals is a change of the text.
-_SURPRISING = 1e-3
+_SURPRISING = 1e-4
 
 
 @dataclass
@@ -88,10 +86,9 @@ class Rate:
         self.rejected += self.accepted + weight - accepted
         self.accepted, self._prior_share = accepted, 0.0
 
-    def fade(self, share: float | None = None) -> None:
-        """Forget ``share`` of the tests of an estimate that is not tested; by default a little, so
-        that it is tried again."""
-        keep = 1 - (1 / (8 * self.memory) if share is None else share)
+    def fade(self) -> None:
+        """Forget a little of an estimate that is not tested, so that it is tried again."""
+        keep = 1 - 1 / (8 * self.memory)
         self.accepted *= keep
         self.rejected *= keep
         self._prior_share = 1 - keep * (1 - self._prior_share)
@@ -179,7 +176,7 @@ class Rates:
             last.add(num_drafted, num_accepted, probs)
 
     def relate(self, source: str, was_direct: bool) -> None:
-        """Let the other way of a model's tokens follow the one that was just tested.
+        """Let the prior of the other way of a model's tokens follow the one that was just tested.
 
         Straight to the full pass they are accepted about as often as by level 2 and then by the
         full pass.
@@ -187,10 +184,8 @@ class Rates:
         through, direct = self.of(source, True, 0), self.of(source, False, 0)
         if was_direct:
             through.prior = min(1.0, direct.value / max(0.01, self.level2.value))
-            through.fade(_RELATED)
         else:
-            direct.prior = through.value * self.level2.value
-            direct.fade(_RELATED)
+            direct.prior = CAUTION * through.value * self.level2.value
 
     def halve(self) -> None:
         """Halve all estimates."""
