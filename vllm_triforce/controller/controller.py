@@ -264,7 +264,12 @@ class Controller:
         return self._draft_lengths.best(request_id, match_classes, num_rows, most)
 
     def _distrust(self, request_ids: Sequence[str]) -> None:
-        """Lower all estimates, which explain less time than these proposals have lost."""
+        """Lower all estimates: proposals of these requests have lost too much time.
+
+        Where estimates follow from probabilities, as on Runner V1, costs were wrong and not these.
+        """
+        if not self._whole_rounds:
+            return
         self.acceptance.distrust(request_ids)
         self.stop_rules.distrust()
 
