@@ -211,7 +211,6 @@ OUR_OBJECTS = {
     "costs",
     "direct",
     "draft",
-    "ended",
     "group",
     "proposal",
     "recorder",

@@ -1,11 +1,11 @@
 """Acceptance of proposed tokens: exponentially weighted, per request and for the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice, Route, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.943 to 0.955 of SmolLM2."""
@@ -187,10 +187,14 @@ class Rates:
         else:
             direct.prior = CAUTION * through.value * self.level2.value
 
-    def halve(self) -> None:
-        """Halve all estimates."""
-        for rate in (self.level2, *(rate for rates in self.level1.values() for rate in rates)):
-            rate.halve()
+    def halve(self, routes: Collection[Route]) -> None:
+        """Halve the acceptance by the full pass of proposals by these routes."""
+        if HIERARCHICAL in routes:
+            self.level2.halve()
+        for (source, through_level2), rates in self.level1.items():
+            if source in routes and not through_level2:
+                for rate in rates:
+                    rate.halve()
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
@@ -299,13 +303,13 @@ class Acceptance:
         if any(s.name == source and s.takes_passes for s in self._sources):
             rates.relate(source, was_direct)
 
-    def distrust(self, request_ids: Iterable[str]) -> None:
-        """Halve the estimates of these requests, and of the engine.
+    def distrust(self, request_ids: Iterable[str], routes: Collection[Route]) -> None:
+        """Halve the estimates of these requests, and of the engine, for these routes.
 
-        Their proposals have lost more time than the estimates explain.
+        Proposals have lost more time than the estimates explain.
         """
         for rates in (self.greedy, self.sampled, *map(self.of, request_ids)):
-            rates.halve()
+            rates.halve(routes)
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

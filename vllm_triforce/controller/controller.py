@@ -82,6 +82,8 @@ class Controller:
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
+        self._routes_taken: set[str] = set()
+        """Routes of choices since losses ended speculation last."""
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = 0
@@ -156,6 +158,7 @@ class Controller:
                     choices[row] = options.choice(row, column)
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(candidates, options, columns, costs)
+        self._routes_taken.update(choice.route for choice in choices)
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices
@@ -268,10 +271,9 @@ class Controller:
 
         Where estimates follow from probabilities, as on Runner V1, costs were wrong and not these.
         """
-        if not self._whole_rounds:
-            return
-        self.acceptance.distrust(request_ids)
-        self.stop_rules.distrust()
+        if self._whole_rounds:
+            self.acceptance.distrust(request_ids, self._routes_taken)
+        self._routes_taken.clear()
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

@@ -261,11 +261,6 @@ class StopRules:
         """Learn from level 2's test of a draft whose tokens are of ``classes``."""
         self._of(source, True, request_id).add_draft(classes, num_accepted)
 
-    def distrust(self) -> None:
-        """Halve the tokens that are expected of direct drafts."""
-        for ended in self._ended.values():
-            ended.tokens /= 2
-
     def release(self, request_id: str) -> None:
         self._classes.pop(request_id, None)
 
