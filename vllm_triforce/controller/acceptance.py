@@ -1,11 +1,11 @@
 """Acceptance of proposed tokens: exponentially weighted, per request and for the engine."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.routes import HIERARCHICAL, Choice, Route, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.943 to 0.955 of SmolLM2."""
@@ -78,13 +78,6 @@ class Rate:
             # forgetting at the usual pace would take long.
             self.accepted = 0.0
             self.rejected += self.weight
-
-    def halve(self) -> None:
-        """Halve the estimate; the number of tests stays."""
-        weight = self.weight * self._prior_share
-        accepted = (self.accepted + weight * self.prior) / 2
-        self.rejected += self.accepted + weight - accepted
-        self.accepted, self._prior_share = accepted, 0.0
 
     def fade(self) -> None:
         """Forget a little of an estimate that is not tested, so that it is tried again."""
@@ -186,15 +179,6 @@ class Rates:
             through.prior = min(1.0, direct.value / max(0.01, self.level2.value))
         else:
             direct.prior = CAUTION * through.value * self.level2.value
-
-    def halve(self, routes: Collection[Route]) -> None:
-        """Halve the acceptance by the full pass of proposals by these routes."""
-        if HIERARCHICAL in routes:
-            self.level2.halve()
-        for (source, through_level2), rates in self.level1.items():
-            if source in routes and not through_level2:
-                for rate in rates:
-                    rate.halve()
 
     def add_round(self, num_tokens: float) -> None:
         self.round_tokens += (num_tokens - self.round_tokens) / 16
@@ -302,14 +286,6 @@ class Acceptance:
     def _relate(self, rates: Rates, source: str, was_direct: bool) -> None:
         if any(s.name == source and s.takes_passes for s in self._sources):
             rates.relate(source, was_direct)
-
-    def distrust(self, request_ids: Iterable[str], routes: Collection[Route]) -> None:
-        """Halve the estimates of these requests, and of the engine, for these routes.
-
-        Proposals have lost more time than the estimates explain.
-        """
-        for rates in (self.greedy, self.sampled, *map(self.of, request_ids)):
-            rates.halve(routes)
 
     def release(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

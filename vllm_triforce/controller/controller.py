@@ -77,13 +77,11 @@ class Controller:
         self._fixed = FixedLengths(config, sources[0])
         self._draft_lengths = DraftLengths(config, self.sources, self.acceptance)
         self.stop_rules = StopRules(config, self.acceptance)
-        self.exploration = Exploration(config.max_slowdown, self._fixed, self._distrust)
+        self.exploration = Exploration(config.max_slowdown, self._fixed)
         self.backoff, self.trials = self.exploration.backoff, self.exploration.trials
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
-        self._routes_taken: set[str] = set()
-        """Routes of choices since losses ended speculation last."""
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = 0
@@ -158,7 +156,6 @@ class Controller:
                     choices[row] = options.choice(row, column)
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(candidates, options, columns, costs)
-        self._routes_taken.update(choice.route for choice in choices)
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices
@@ -265,15 +262,6 @@ class Controller:
         if "gamma" not in self.chooses or has_seed:
             return self._fixed.draft(most)
         return self._draft_lengths.best(request_id, match_classes, num_rows, most)
-
-    def _distrust(self, request_ids: Sequence[str]) -> None:
-        """Lower all estimates: proposals of these requests have lost too much time.
-
-        Where estimates follow from probabilities, as on Runner V1, costs were wrong and not these.
-        """
-        if self._whole_rounds:
-            self.acceptance.distrust(request_ids, self._routes_taken)
-        self._routes_taken.clear()
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

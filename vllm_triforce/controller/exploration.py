@@ -30,18 +30,11 @@ class Exploration:
 
     Args:
         max_slowdown: key of that name.
-        distrust: called with the ids of requests whose proposals have lost too much time.
     """
 
-    def __init__(
-        self,
-        max_slowdown: float,
-        fixed: FixedLengths,
-        distrust: Callable[[Sequence[str]], None],
-    ) -> None:
+    def __init__(self, max_slowdown: float, fixed: FixedLengths) -> None:
         self._max_slowdown = max_slowdown
         self._fixed = fixed
-        self._distrust = distrust
         self.losses = LossLimit(max_slowdown)
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
@@ -70,7 +63,7 @@ class Exploration:
         self.trials.begin_decision(candidates)
         has_seed, plain_s = any(c.has_seed for c in candidates), costs.plain_s
         nothing = np.full(len(candidates), -1)
-        if num_to_wait := self._steps_to_wait(candidates, costs, measured):
+        if num_to_wait := self._steps_to_wait(costs, measured):
             self.backoff.begin(1 if has_seed else num_to_wait)
             return nothing, False
         best = plan(options, costs, self._max_slowdown)
@@ -97,9 +90,7 @@ class Exploration:
                 self.losses.add_rest(measured, num_to_rest, plain_s)
         return columns, not (has_trials or has_seed)
 
-    def _steps_to_wait(
-        self, candidates: Sequence[Candidate], costs: StepCosts, measured: CostModel | None
-    ) -> int:
+    def _steps_to_wait(self, costs: StepCosts, measured: CostModel | None) -> int:
         """Return for how many steps losses forbid speculation."""
         step = self.backoff.step
         if self.losses.is_waiting and not self.losses.steps_left(step):
@@ -107,7 +98,6 @@ class Exploration:
                 self.losses.end_wait(model, costs.plain_s)
         elif costs.model.has_lost and not self.losses.is_waiting:
             self.losses.begin_wait(costs.model, step, costs.plain_s)
-            self._distrust([candidate.request_id for candidate in candidates])
         return self.losses.steps_left(step)
 
     def _probe_is_due(self, best: Plan, plain_s: float) -> bool:
