@@ -377,9 +377,9 @@ class Controller:
         if self.measured is None:
             return
         if step.num_drafts:
-            self.exploration.losses.observe_step(self.measured, step)
             if planned is None or planned.num_drafts != step.num_drafts:
                 return
+            self.exploration.losses.observe_step(self.measured, step)
             step.planned_seconds = planned.seconds
         self.measured.observe_step(step)
 

@@ -5,18 +5,19 @@ plain decoding needs ``n`` plain steps. The balance changes by ``n * plain - T``
 ``max_slowdown`` of all time. It begins with a few plain steps, and holds not many more. Below zero
 speculation has lost all that it may: the batch decodes plainly until it has earned a plain step.
 
-Requests with a seed propose whether that pays or not, so their steps do not count.
+Steps of requests with a seed do not count, which propose whether that pays or not, nor steps that
+set up a request's first proposal, which later ones share.
 """
 
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import StepTime
 
 # Plain steps that the balance begins with, and holds at most: one unlucky proposal may take four.
-_FIRST_STEPS, _MAX_STEPS = 4.0, 8.0
+_FIRST_STEPS, _MAX_STEPS = 4.0, 16.0
 # Plain steps that one step loses at most: a pause of the engine is no loss.
 _MAX_LOSS = 4.0
-# Steps of a wait at most.
-_MAX_WAIT = 128
+# Steps of a wait at most: a longer one would miss what is gained in the rest of an answer.
+_MAX_WAIT = 32
 
 
 class LossLimit:
