@@ -379,7 +379,9 @@ class Controller:
         if step.num_drafts:
             if planned is None or planned.num_drafts != step.num_drafts:
                 return
-            self.exploration.losses.observe_step(self.measured, step)
+            if self._whole_rounds:
+                # Where probabilities are known, estimates are right sooner than a wait ends.
+                self.exploration.losses.observe_step(self.measured, step)
             step.planned_seconds = planned.seconds
         self.measured.observe_step(step)
 
