@@ -101,7 +101,8 @@ class Keys:
         None,
         _PROPOSAL,
         "Share of its speed that a request may lose to speculation, its own or that of others in "
-        "its batch, as planned and as measured. 1 sets no limit: then all gain most on average. "
+        "its batch, as planned; on Runner V2 for the batch as measured too. 1 sets no limit: then "
+        "all gain most on average. "
         "Not for requests with a seed, and not where `min_context` is given or `adaptive` is false",
         unit="share",
         low=0.01,
