@@ -71,7 +71,6 @@ class Controller:
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
         self._model: CostModel | None = None
-        self._is_alone = True
         self.acceptance = Acceptance(sources)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
@@ -118,7 +117,6 @@ class Controller:
         """
         model = replace(model, drafts_per_round=self._drafts_per_round)
         self.measured = model
-        self._is_alone = adopt is None
         self._adopt = lambda: (adopt(model) if adopt else model).copy()
         self._use_costs(self._adopt())
 
@@ -161,7 +159,7 @@ class Controller:
         return choices
 
     def _adoption_is_due(self) -> bool:
-        if self._is_alone and self.measured is not None and self.measured.has_lost:
+        if self.measured is not None and self.measured.has_lost:  # on one rank alone, on Runner V2
             return True
         count = self.num_decisions
         return count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)

@@ -72,10 +72,8 @@ class Exploration:
             return nothing, False
         columns = best.options
         self.trials.budget.earn(num_steps * best.seconds, plain_s)
-        num_reqs, is_greedy = (
-            len(candidates) + costs.num_plain,
-            all(c.is_greedy for c in candidates),
-        )
+        num_reqs = len(candidates) + costs.num_plain
+        is_greedy = all(candidate.is_greedy for candidate in candidates)
         reevaluation_s = costs.model.reevaluation_seconds(num_reqs, is_greedy)
         has_trials = self.trials.add(
             columns, candidates, options, optimistic, costs, reevaluation_s

@@ -5,8 +5,7 @@ plain decoding needs ``n`` plain steps. The balance changes by ``n * plain - T``
 ``max_slowdown`` of all time. It begins with a few plain steps, and holds not many more. Below zero
 speculation has lost all that it may: the batch decodes plainly until it has earned a plain step.
 
-Steps of requests with a seed do not count, which propose whether that pays or not, nor steps that
-set up a request's first proposal, which later ones share.
+Steps of requests with a seed do not count: these propose whether that pays or not.
 """
 
 from vllm_triforce.controller.cost_model import CostModel

@@ -65,8 +65,6 @@ class PlainSteps:
         self._sample = swaps.SAMPLE.set(runner, self.sample)
         self._last_step: _TimedStep | None = None
         self._propose_seconds = 0.0
-        self._num_accepted = 0
-        """Drafts of the current step that were accepted."""
         self._present: frozenset[str] = frozenset()
         """Requests of the last step. A request may be skipped for some steps without notice."""
         self._has_seed = False
@@ -83,10 +81,6 @@ class PlainSteps:
     def add_propose_seconds(self, seconds: float) -> None:
         """Add to the time that the current step spends on its proposal."""
         self._propose_seconds += seconds
-
-    def add_accepted(self, num_drafts: int) -> None:
-        """Add accepted drafts of the current step."""
-        self._num_accepted += num_drafts
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         """Run a step, as a plain one if nothing will be proposed."""
@@ -226,7 +220,6 @@ class PlainSteps:
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         last, self._last_step = self._last_step, None
-        num_accepted, self._num_accepted = self._num_accepted, 0
         proposal_seconds, self._propose_seconds = self._propose_seconds, 0.0
         planned = self._controller.take_plan()
         if has_changed or not scheduled:
@@ -237,7 +230,7 @@ class PlainSteps:
             if not last.time.is_reevaluation:
                 seconds -= proposal_seconds
             if backoff.is_resting or not last.time.is_reevaluation:
-                step_time = replace(last.time, seconds=seconds, num_accepted=num_accepted)
+                step_time = replace(last.time, seconds=seconds)
                 self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
@@ -250,7 +243,6 @@ class PlainSteps:
                 seconds=0.0,
                 num_drafts=sum(map(len, drafts.values())),
                 proposal_seconds=proposal_seconds,
-                has_seed=self._has_seed,
                 is_reevaluation=backoff.is_reevaluation,
             )
             self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)

@@ -142,9 +142,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         """Measure the passes and start the controller, if it has anything to choose."""
         controller = self.built.speculator.controller
         if self.config.adaptive_keys:
-            is_alone = self._runner.vllm_config.parallel_config.tensor_parallel_size == 1
-            adopt = None if is_alone else broadcast_from_first_rank
-            controller.start(CostModel(self._measure()), adopt)
+            controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
             logger.info("%s", describe(controller))
 
     def measured_passes(self, remeasure: bool) -> Measurements | None:
@@ -353,7 +351,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                     num_accepted,
                     probs=None if probs is None else probs[row],
                 )
-                self._steps.add_accepted(num_accepted)
                 self.counters.add_full_pass(num_drafts[row], num_accepted)
 
     def _forget_finished(self) -> None:
