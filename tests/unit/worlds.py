@@ -1,7 +1,7 @@
 """Measured costs of machines, and worlds in which a controller decides."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Controller, CostModel, StepTime
@@ -139,10 +139,11 @@ class World:
             step = truth.full_pass(tokens, contexts) + self.overhead
             step += self.speculating if any(lengths) else 0.0
             planned = controller.take_plan()
-            if any(lengths) or controller.backoff.is_settled:
-                taken = StepTime(
-                    is_greedy, tokens, contexts, step, sum(lengths), proposing, sum(kept)
-                )
+            taken = StepTime(is_greedy, tokens, contexts, step, sum(lengths), proposing, sum(kept))
+            if controller.backoff.is_reevaluation and not any(lengths):
+                decided = replace(taken, seconds=step + proposing, is_reevaluation=True)
+                controller.observe_step(decided, planned)
+            elif any(lengths) or controller.backoff.is_settled:
                 controller.observe_step(taken, planned)
             seconds += step + proposing
             plain_seconds += truth.full_pass([1] * size, contexts) + self.overhead

@@ -8,12 +8,14 @@ _SETTLING_STEPS = 2
 PROBE_STEPS = _SETTLING_STEPS + 1
 # At rest one step in eight is timed, which takes the begin of two.
 _TIMED_EVERY = 8
-# Steps of a rest: the first, and at most by doubling; and at most where decisions take long.
-FIRST_REST, LONGEST_REST, LONGEST_PAID_REST = 8, 32, 128
+# Steps of a rest where the time of a decision is not known: the first, and at most by doubling.
+FIRST_REST, LONGEST_REST = 8, 32
+# Steps of a rest where it is known: at least, for some of them must be settled to be timed; at most.
+SHORTEST_PAID_REST, LONGEST_PAID_REST = 4, 128
 
 
 class SpeculationBackoff:
-    """Doubling rests of a batch for which no proposal pays."""
+    """Rests of a batch for which no proposal pays."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -56,21 +58,24 @@ class SpeculationBackoff:
             self.restart()
             self._until = min(self._until, max(self.step + 1, self._paid_from))
 
-    def next_rest(self, reevaluation_s: float, plain_s: float) -> int:
+    def next_rest(self, reevaluation_s: float | None, plain_s: float) -> int:
         """Return the steps of a rest after a decision to speculate nowhere.
 
-        Rests double, since less and less is likely to be found; and a decision takes at most the
-        share of the time that trials have.
+        A decision takes at most the share of the time that trials have. While its time is not known
+        rests double, since less and less is likely to be found.
 
         Args:
-            reevaluation_s: of the decision, 0 if that is not known.
+            reevaluation_s: of the decision; None if that is not known.
             plain_s: of a plain step.
         """
-        paid = min(round(reevaluation_s / (TRIAL_SHARE * plain_s)), LONGEST_PAID_REST)
-        self._paid_from = self.step + paid
         doubled = min(FIRST_REST << min(self._num_rests, 8), LONGEST_REST)
         self._num_rests += 1
-        return max(doubled, paid)
+        if reevaluation_s is None:
+            self._paid_from = self.step
+            return doubled
+        paid = min(round(reevaluation_s / (TRIAL_SHARE * plain_s)), LONGEST_PAID_REST)
+        self._paid_from = self.step + paid
+        return max(SHORTEST_PAID_REST, paid)
 
     @property
     def is_resting(self) -> bool:

@@ -12,7 +12,7 @@ from vllm_triforce.controller.measurements import Measurements, StepTime, interp
 # Weight of the newest value in moving averages, and in the baseline's where it is faster.
 _NEW = 1 / 8
 _FASTER = 1 / 2
-_FORGOTTEN = 1 / 32
+_FORGOTTEN = 1 / 1024  # in a plain step
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
 # Relative error of predictions, before any was compared with a step; and at least, since
@@ -43,7 +43,7 @@ class CostModel:
     overheads: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds of a plain step beside its full pass, negative where that was measured too slow."""
     reevaluations: dict[BatchKey, float] = field(default_factory=dict)
-    """Seconds that a decision to rest adds to a plain step."""
+    """Seconds, beside its full pass, of a plain step with a decision to rest."""
     speculating: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds that verifying any drafts adds to a step: rejection sampling, decisions, and the
     mean error of predictions."""
@@ -75,13 +75,13 @@ class CostModel:
         dicts: dict[str, Any] = {n: dict(v) for n, v in values.items() if isinstance(v, dict)}
         return dataclasses.replace(self, **dicts)
 
-    def forget_a_little(self) -> None:
+    def forget_a_little(self, num_steps: int) -> None:
         """Move the learned costs of proposals towards the start-up's measurements.
 
         Steps without proposals cannot correct these costs. Without this, one slow moment would
         forbid proposals for good.
         """
-        keep = 1 - _FORGOTTEN
+        keep = (1 - _FORGOTTEN) ** num_steps
         self.speculating = {key: keep * s for key, s in self.speculating.items()}
         self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
         for part, factor in self.factors.items():
@@ -214,9 +214,12 @@ class CostModel:
         """Return the seconds of a plain step beside its full pass."""
         return _nearest(self.overheads, num_rows, is_greedy)
 
-    def reevaluation_seconds(self, num_rows: int, is_greedy: bool) -> float:
-        """Return the seconds that a decision to rest adds to a step; 0 if not known."""
-        return _nearest(self.reevaluations, num_rows, is_greedy)
+    def reevaluation_seconds(self, num_rows: int, is_greedy: bool) -> float | None:
+        """Return the seconds that a decision to rest adds to a step; None if not known."""
+        if not self.reevaluations:
+            return None
+        deciding_s = _nearest(self.reevaluations, num_rows, is_greedy)
+        return max(0.0, deciding_s - self.overhead(num_rows, is_greedy))
 
     def plain_step(self, contexts: Sequence[int], num_reqs: int, is_greedy: bool) -> float:
         """Return the seconds of a plain step.
@@ -302,23 +305,22 @@ class CostModel:
         overhead_s = self.overhead(num_rows, step.is_greedy)
         # Before any overhead is known it is taken to be as long as the pass.
         plain_s = passes_s + (overhead_s or passes_s)
-        if step.is_reevaluation:
-            seconds = min(step.seconds, _CREDIBLE * plain_s)
-            more_s = max(0.0, seconds - passes_s - overhead_s)
-            self.reevaluations[key] = _moved(self.reevaluations.get(key), more_s, seconds)
-            return
-        # Nothing but a slower start-up makes steps faster than their measured passes.
-        faster = min(1.0, self.speed * step.seconds / passes_s)
-        self.speed = _moved(self.speed, faster, self.speed)
+        if not step.is_reevaluation:
+            # Nothing but a slower start-up makes steps faster than their measured passes.
+            faster = min(1.0, self.speed * step.seconds / passes_s)
+            self.speed = _moved(self.speed, faster, self.speed)
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
             # Negative where the start-up measured this pass too slow and not those of proposals,
             # which hold ``speed``.
             beside_s = max(-passes_s / 2, seconds - passes_s)
+            learned = self.reevaluations if step.is_reevaluation else self.overheads
+            old_s = learned.get(key)
             # Disturbances make steps slower, never faster. Too long a baseline costs most: it
-            # makes everything pay, and then hardly any step is plain.
-            weight = _FASTER if beside_s < overhead_s else _NEW
-            self.overheads[key] = _moved(self.overheads.get(key), beside_s, seconds, weight)
+            # makes everything pay, and then hardly any step is plain. Steps that decide are
+            # learned alike, for the difference is what counts.
+            weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
+            learned[key] = _moved(old_s, beside_s, seconds, weight)
             return
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)

@@ -76,15 +76,14 @@ class Exploration:
         is_greedy = all(candidate.is_greedy for candidate in candidates)
         reevaluation_s = costs.model.reevaluation_seconds(num_reqs, is_greedy)
         has_trials = self.trials.add(
-            columns, candidates, options, optimistic, costs, reevaluation_s
+            columns, candidates, options, optimistic, costs, reevaluation_s or 0.0
         )
         if (columns >= 0).any():
             self.backoff.restart()
         else:
-            if measured is not None:
-                measured.forget_a_little()
             num_to_rest = self._begin_rest(candidates, reevaluation_s, plain_s)
             if measured is not None:
+                measured.forget_a_little(num_to_rest)
                 self.losses.add_rest(measured, num_to_rest, plain_s)
         return columns, not (has_trials or has_seed)
 
@@ -115,7 +114,7 @@ class Exploration:
         return True
 
     def _begin_rest(
-        self, candidates: Sequence[Candidate], reevaluation_s: float, plain_s: float
+        self, candidates: Sequence[Candidate], reevaluation_s: float | None, plain_s: float
     ) -> int:
         """Begin a rest, and return its steps."""
         num_steps = self.backoff.next_rest(reevaluation_s, plain_s)
