@@ -10,7 +10,7 @@ PROBE_STEPS = _SETTLING_STEPS + 1
 _TIMED_EVERY = 8
 # Steps of a rest where the time of a decision is not known: the first, and at most by doubling.
 FIRST_REST, LONGEST_REST = 8, 32
-# Steps of a rest where it is known: at least, for some of them must be settled to be timed; at most.
+# Steps of a rest where it is known: at least, so that some are settled and timed; and at most.
 SHORTEST_PAID_REST, LONGEST_PAID_REST = 4, 128
 
 
