@@ -61,13 +61,16 @@ class VirtualClock:
         self.restart(0)
 
     def restart(self, seed: int) -> None:
+        """Begin at 0 with the noise of ``seed``."""
         self._now, self._mood_until, self._slowness = 0.0, 0.0, 1.0
         self._draw = random.Random(seed)
 
     def perf_counter(self) -> float:
+        """Return the seconds since the start, with noise."""
         return self._now
 
     def advance(self, seconds: float) -> None:
+        """Add work of ``seconds``."""
         if self._now >= self._mood_until:
             self._mood_until = self._now + self._draw.expovariate(1 / MOOD_S)
             self._slowness = self._draw.choice((1.0, SLOWER))
@@ -164,7 +167,7 @@ def read_costs(path: Path) -> Measurements:
 
     def points(value):
         if isinstance(value, list) and value and isinstance(value[0], list):
-            return [(x, points(y)) for x, y in value]
+            return [tuple(map(points, point)) for point in value]
         return value
 
     return Measurements(**{key: points(v) for key, v in json.loads(path.read_text()).items()})
