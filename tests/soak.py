@@ -45,8 +45,8 @@ SERVER = [
     *("--max-num-batched-tokens", "2048", "--distributed-executor-backend", "mp"),
     *("--block-size", "32", "--scheduling-policy", "priority"),
     *("--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"),
-    *("--speculative-model", "triforce"),
 ]
+TRIFORCE = ["--speculative-model", "triforce", "--speculative-config"]
 # Two things of the host grow with the number of shapes seen, in stock vLLM too, and would hide a
 # leak: oneDNN keeps up to 1,024 compiled matrix products (0.2 MiB each, one per weight shape and
 # number of tokens), and glibc keeps freed buffers of many sizes in its heap, once one was freed.
@@ -54,7 +54,6 @@ FLAT_MEMORY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "MALLOC_MMAP_THRESHOLD_"
 # Sixteen prompts of any length in one step.
 WHOLE_PROMPTS = ["--max-num-batched-tokens", str(16 * 4352)]
 KEYS = {"model": str(PAIR / "draft"), "retrieval_budget": 256}
-SERVER += ["--speculative-config", json.dumps(KEYS | {"log_interval": 5})]
 # Its prompts take long to read, and 46 KiB of KV cache a token.
 SMOLLM2 = ["--max-model-len", "6400", "--num-gpu-blocks-override", "320", "--max-num-seqs", "8"]
 LONGEST = {"pair": MAX_PROMPT, "smollm2": 6000}
@@ -253,12 +252,24 @@ class MemoryWatch:
             await asyncio.sleep(self.interval)
 
     def growth_mib(self) -> dict[str, float]:
-        """From the median of the second quarter to that of the last, by process."""
+        """From the least of the second quarter to that of the last, by process.
+
+        What leaks is never given back, so it raises the least. A median also rises where more
+        samples are taken while a prompt is read, as on a slower machine.
+        """
         found = {}
         for name, samples in self.samples.items():
             quarter = max(1, len(samples) // 4)
-            early, late = sorted(samples[quarter : 2 * quarter]), sorted(samples[-quarter:])
-            found[name] = (late[len(late) // 2] - early[len(early) // 2]) / 2**20
+            found[name] = (min(samples[-quarter:]) - min(samples[quarter : 2 * quarter])) / 2**20
+        return found
+
+    def medians_mib(self) -> dict[str, list[int]]:
+        """Medians of the four quarters, by process."""
+        found = {}
+        for name, samples in self.samples.items():
+            quarter = max(1, len(samples) // 4)
+            parts = (samples[i * quarter : (i + 1) * quarter] for i in range(4))
+            found[name] = [int(statistics.median(part)) >> 20 for part in parts if part]
         return found
 
     def slope_mib(self) -> dict[str, float]:
@@ -428,7 +439,7 @@ def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
     return len(greedy), num_ties
 
 
-def check_nothing_is_kept(server: Server, seconds: float = 30) -> None:
+def check_nothing_is_kept(server: Server, has_triforce: bool = True, seconds: float = 30) -> None:
     """All blocks free, no request known, no private cache but the last request's own."""
     deadline = time.monotonic() + seconds
     while True:
@@ -448,8 +459,9 @@ def check_nothing_is_kept(server: Server, seconds: float = 30) -> None:
     # Private caches are released at the next proposal: one more request, which keeps its own.
     tail = {"prompt": list(range(100, 500)), "max_tokens": 3, "temperature": 0, "model": MODEL}
     server.post("/v1/completions", tail)
-    held = server.rpc("triforce_held_requests")
-    assert max(held.values()) <= 1, held
+    if has_triforce:
+        held = server.rpc("triforce_held_requests")
+        assert max(held.values()) <= 1, held
 
 
 def soak(
@@ -459,11 +471,13 @@ def soak(
     on_progress=None,
     bench: Bench | None = None,
     model: str = "pair",
+    has_triforce: bool = True,
 ) -> tuple[dict, list[Case]]:
     """Drives the cases and checks all but the greedy outputs; returns the figures and the cases.
 
     Args:
         bench: a second client.
+        has_triforce: False for stock vLLM's server.
     """
     before, start = server.metrics(), time.monotonic()
     watch, counters, cases = MemoryWatch(server), CounterWatch(server), []
@@ -485,9 +499,10 @@ def soak(
     counters.read()
     seconds = time.monotonic() - start
     check_answers(cases)
-    check_nothing_is_kept(server)
-    counted = change(before, server.metrics())
+    check_nothing_is_kept(server, has_triforce)
+    counted = Counter(change(before, server.metrics()))
     assert not counted["vllm:triforce_boundary_faults_total"]
+    assert (counted["vllm:triforce_proposals_total"] > 0) == has_triforce
     aborted = [case for case in cases if None in case.finish_reasons]
     figures = {
         "requests": len(cases),
@@ -512,6 +527,7 @@ def soak(
         "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
         "memory growth (MiB)": {k: round(v, 1) for k, v in watch.growth_mib().items()},
         "memory, second half (MiB an hour)": {k: round(v, 1) for k, v in watch.slope_mib().items()},
+        "memory, medians of quarters (MiB)": watch.medians_mib(),
         "memory, ten samples (MiB)": watch.series_mib(10),
         "seconds": round(seconds, 1),
     }
@@ -528,6 +544,7 @@ def main() -> None:
     parser.add_argument(
         "--compare", type=int, default=2000, help="greedy outputs of so many, the last"
     )
+    parser.add_argument("--stock", action="store_true", help="stock vLLM, to compare its memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", action="store_true", help="requests with a seed, whole prompts")
     parser.add_argument("--max-growth-mib", type=float, default=32)
@@ -550,7 +567,8 @@ def main() -> None:
         keys = (args.keys or {}) | {"model": draft}
     arguments = [*SERVER, *(WHOLE_PROMPTS if args.seeds else ())]
     arguments += SMOLLM2 if args.model == "smollm2" else []
-    arguments += ["--speculative-config", json.dumps(keys | {"log_interval": 5})]
+    if not args.stock:
+        arguments += [*TRIFORCE, json.dumps(keys | {"log_interval": 5})]
     begun = time.monotonic()
 
     def progress(sent: int) -> None:
@@ -562,7 +580,9 @@ def main() -> None:
     ):
         bench = Bench(server, args.model, Path(folder), args.seed) if args.bench else None
         try:
-            figures, cases = soak(server, cases, args.seed, progress, bench, args.model)
+            figures, cases = soak(
+                server, cases, args.seed, progress, bench, args.model, not args.stock
+            )
         except Exception:
             sys.stderr.write(server.text()[-6000:])
             raise

@@ -31,7 +31,7 @@ def server(pair, tmp_path_factory):
     # Fixed lengths: what is counted by hand must not depend on times.
     fixed = {"log_interval": 5, "adaptive": False, "min_context": 256}
     keys = json.dumps(soak.KEYS | fixed)
-    with serve(pair["target"], log, *soak.SERVER, "--speculative-config", keys) as running:
+    with serve(pair["target"], log, *soak.SERVER, *soak.TRIFORCE, keys) as running:
         yield running
 
 
