@@ -89,12 +89,12 @@ class _Held:
 
     Args:
         plan: choice and rounds, by request that proposes.
-        names: of all requests that were decided on.
+        request_ids: of all requests that were decided on.
         until: time on the clock.
     """
 
     plan: dict[str, tuple[Choice, int]]
-    names: set[str]
+    request_ids: set[str]
     planned: Planned | None
     until: float
 
@@ -127,12 +127,12 @@ class AsyncController:
         """Requests that have proposed something and not left."""
 
     def decide(
-        self, names: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
+        self, request_ids: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
     ) -> tuple[int, dict[str, tuple[Choice, int]]]:
         """Choose the proposals after the step that is being scheduled.
 
         Args:
-            names: of the requests that could be speculated on.
+            request_ids: of the requests that could be speculated on.
             candidate: describes one of them; most steps need none.
             num_plain: further requests of the step.
 
@@ -142,22 +142,24 @@ class AsyncController:
         controller, number = self.controller, self._num_steps
         self._num_steps += 1
         controller.backoff.begin_step()
-        joined = [candidate(name) for name in names if name not in self._present]
-        self._present = set(names)
+        joined = [
+            candidate(request_id) for request_id in request_ids if request_id not in self._present
+        ]
+        self._present = set(request_ids)
         if joined:
             self._note_joined(joined)
-        if not names or (controller.chooses and controller.backoff.is_resting):
+        if not request_ids or (controller.chooses and controller.backoff.is_resting):
             return number, {}
         start = self._clock()
         if self._held is not None and start < self._held.until:
             controller.hold()
             return number, self._repeat(number, self._held, candidate)
         self._held = None
-        candidates = [candidate(name) for name in names]
+        candidates = [candidate(request_id) for request_id in request_ids]
         if controller.config.adaptive_keys and not controller.chooses:
             # Costs are not known yet; requests with a seed do not depend on them.
             candidates = [c for c in candidates if c.has_seed]
-            num_plain += len(names) - len(candidates)
+            num_plain += len(request_ids) - len(candidates)
         plan = self._plan(candidates, num_plain)
         if plan:
             planned = controller.take_plan()
@@ -167,7 +169,7 @@ class AsyncController:
             if controller.is_steady:
                 now = self._clock()
                 until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
-                self._held = _Held(plan, set(names), planned, until)
+                self._held = _Held(plan, set(request_ids), planned, until)
         return number, plan
 
     def _plan(
@@ -228,15 +230,15 @@ class AsyncController:
         self, number: int, held: _Held, candidate: Callable[[str], Candidate]
     ) -> dict[str, tuple[Choice, int]]:
         """Repeat a decision for the requests that are still there, as far as they have room."""
-        plan, contexts, is_same = {}, {}, self._present == held.names
-        for name, (choice, num_rounds) in held.plan.items():
-            if name not in self._present:
+        plan, contexts, is_same = {}, {}, self._present == held.request_ids
+        for request_id, (choice, num_rounds) in held.plan.items():
+            if request_id not in self._present:
                 continue
-            described = candidate(name)
-            contexts[name] = described.context
+            described = candidate(request_id)
+            contexts[request_id] = described.context
             if choice.num_tokens > described.most:
                 choice, is_same = replace(choice, num_tokens=described.most), False
-            plan[name] = choice, num_rounds
+            plan[request_id] = choice, num_rounds
         if plan:
             self._add_pending(number, plan, held.planned if is_same else None, contexts)
         return plan
@@ -251,9 +253,9 @@ class AsyncController:
     ) -> None:
         before = self._pending[number - 1].plan if number - 1 in self._pending else {}
         untypical = {
-            name
-            for name, (choice, _) in plan.items()
-            if name not in before or before[name][0].route != choice.route
+            request_id
+            for request_id, (choice, _) in plan.items()
+            if request_id not in before or before[request_id][0].route != choice.route
         }
         self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
         self._alive.update(plan)
@@ -276,15 +278,15 @@ class AsyncController:
         """Learn from a step's output; it verified the proposals after the step before."""
         pending = self._pending.pop(step.number - 1, None)
         for number in [n for n in self._pending if n < step.number]:
-            for name in self._pending.pop(number).plan:  # of a step without an output
-                self.controller.outcome_lost(name)
+            for request_id in self._pending.pop(number).plan:  # of a step without an output
+                self.controller.outcome_lost(request_id)
         if pending is not None:
             self._learn_seconds(pending, step)
-            for name, (choice, _) in pending.plan.items():
-                if name not in step.outcomes:
-                    self.controller.outcome_lost(name)
-                elif name in self._alive:
-                    self._learn(name, step.outcomes[name], choice)
+            for request_id, (choice, _) in pending.plan.items():
+                if request_id not in step.outcomes:
+                    self.controller.outcome_lost(request_id)
+                elif request_id in self._alive:
+                    self._learn(request_id, step.outcomes[request_id], choice)
         if self.controller.measured is None or not step.is_comparable or not step.tokens:
             return
         num_drafts = sum(step.tokens) - len(step.tokens)
@@ -309,26 +311,28 @@ class AsyncController:
         if (costs := self.controller.measured) is None:
             return
         for route, taken_s in step.proposing_seconds.items():
-            names = [
-                name
-                for name, (choice, _) in pending.plan.items()
-                if choice.route == route and name in step.outcomes
+            request_ids = [
+                request_id
+                for request_id, (choice, _) in pending.plan.items()
+                if choice.route == route and request_id in step.outcomes
             ]
-            if not names or pending.untypical.intersection(names):
+            if not request_ids or pending.untypical.intersection(request_ids):
                 continue
             if route == HIERARCHICAL:
-                num_rounds = max(pending.plan[name][1] for name in names)
-                context = sum(pending.contexts[name] for name in names) / len(names)
-                costs.observe_round_seconds(len(names), context, taken_s / num_rounds)
+                num_rounds = max(pending.plan[request_id][1] for request_id in request_ids)
+                context = sum(pending.contexts[request_id] for request_id in request_ids) / len(
+                    request_ids
+                )
+                costs.observe_round_seconds(len(request_ids), context, taken_s / num_rounds)
             elif self.controller.takes_passes(route):
                 gamma = self.controller.config.gamma
-                num_passes = gamma * max(pending.plan[name][1] for name in names)
-                costs.observe("level 1", num_passes * costs.draft(len(names)), taken_s)
+                num_passes = gamma * max(pending.plan[request_id][1] for request_id in request_ids)
+                costs.observe("level 1", num_passes * costs.draft(len(request_ids)), taken_s)
 
-    def _learn(self, name: str, outcome: Outcome, choice: Choice) -> None:
+    def _learn(self, request_id: str, outcome: Outcome, choice: Choice) -> None:
         if choice.route == HIERARCHICAL and outcome.num_rounds:
             self.controller.acceptance.observe_rounds(
-                name,
+                request_id,
                 self._source_of_levels,
                 outcome.num_rounds,
                 outcome.level1_accepted,
@@ -336,13 +340,13 @@ class AsyncController:
             )
         if outcome.num_verified:
             self.controller.observe_full_pass(
-                name, outcome.num_verified, outcome.num_accepted, choice
+                request_id, outcome.num_verified, outcome.num_accepted, choice
             )
         elif outcome.num_proposed == 0 and choice.route != HIERARCHICAL:
             # Nothing to propose is as good as a rejection.
-            self.controller.observe_full_pass(name, 1, 0, choice)
+            self.controller.observe_full_pass(request_id, 1, 0, choice)
         else:
-            self.controller.outcome_lost(name)
+            self.controller.outcome_lost(request_id)
 
     def release(self, request_id: str) -> None:
         """Drop everything that is kept of a request that has left."""

@@ -1,6 +1,6 @@
 """Options of a batch: every proposal that its requests could make, as arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,17 +136,9 @@ def build_options(
         ended: the expected draft of a source where a rule ends it, for each candidate. This is
             then the route's only option.
     """
-    max_tokens, rows = int(lengths.max(initial=0)), np.arange(len(candidates))[:, None]
-
-    def column(values) -> np.ndarray:
-        return np.array(list(values))[:, None]
-
-    attention = model.attention_table([c.context for c in candidates], max_tokens + 1)
-    token_s = costs.token_s + column(model.draft_seconds(c.is_greedy) for c in candidates)
-    further_s = attention[rows, lengths + 1] - attention[:, 1:2]
-    verify_s = token_s * lengths + costs.attention_scale * further_s
-    window_s = column(model.reading_window(c.num_uncached_tokens) for c in candidates)
-    selection_s = column(model.first_selection(c.tokens_unselected) for c in candidates)
+    verify_s = _verify_seconds(model, candidates, lengths, costs)
+    window_s = _column(model.reading_window(c.num_uncached_tokens) for c in candidates)
+    selection_s = _column(model.first_selection(c.tokens_unselected) for c in candidates)
     match_classes = [
         {n: None if s is None else s.match_class(c.match_classes) for n, s in routes.items()}
         for c in candidates
@@ -161,14 +153,14 @@ def build_options(
             own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes
-            is_possible = is_possible & column(known[route] is not None for known in match_classes)
+            is_possible = is_possible & _column(known[route] is not None for known in match_classes)
             _end_by_rule(ended.get(route, []), lengths, tokens, passes, is_possible)
             shared_s = passes * costs.draft_s
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
     lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)
     )
-    num_left = column(np.inf if c.num_left is None else c.num_left for c in candidates)
+    num_left = _column(np.inf if c.num_left is None else c.num_left for c in candidates)
     num_proposals = np.clip(num_left / (1 + tokens), 1, _MAX_PROPOSALS)
     amortized_s = setup_s / num_proposals
     return Options(
@@ -183,6 +175,23 @@ def build_options(
         amortized_s,
         setup_s - amortized_s,
     )
+
+
+def _column(values: Iterable) -> np.ndarray:
+    """Return one value a request as a column, [num_reqs, 1]."""
+    return np.array(list(values))[:, None]
+
+
+def _verify_seconds(
+    model: CostModel, candidates: Sequence[Candidate], lengths: np.ndarray, costs: SharedCosts
+) -> np.ndarray:
+    """Return the seconds that verifying proposals adds to the full pass, as ``lengths``."""
+    num_tokens = 1 + int(lengths.max(initial=0))
+    attention = model.attention_table([c.context for c in candidates], num_tokens)
+    token_s = costs.token_s + _column(model.draft_seconds(c.is_greedy) for c in candidates)
+    # A proposal of n tokens makes the request's own token of a plain step one of n + 1.
+    further_s = np.take_along_axis(attention, lengths + 1, axis=1) - attention[:, 1:2]
+    return token_s * lengths + costs.attention_scale * further_s
 
 
 def _expected_tokens(

@@ -96,7 +96,9 @@ class Trials:
 
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """Keep the trials of these requests over further decisions."""
-        self._in_flight.update(name for name in request_ids if name in self._pending)
+        self._in_flight.update(
+            request_id for request_id in request_ids if request_id in self._pending
+        )
 
     def discard(self, request_id: str) -> None:
         """Drop a trial without an outcome."""
@@ -140,31 +142,22 @@ class Trials:
 
         num_trials = 0
         for row in sorted(np.flatnonzero(is_trial.any(axis=1)), key=turn):
-            present_tokens = present_s = lost_s = 0.0
-            if (present := columns[row]) >= 0:
-                present_tokens = options.tokens[row, present]
-                present_s = options.seconds[row, present]
-                # A trial also costs the tokens that the present proposal would have gained.
-                lost_s = max(0.0, step_s / num_reqs * np.log1p(present_tokens) - present_s)
-            present_speed = (1 + present_tokens) / (share_s + present_s)
-            if speeds[row].max() <= (1 + costs.model.error) * present_speed:
+            present_speed, lost_s = _present(options, row, columns[row], share_s, step_s / num_reqs)
+            threshold = (1 + costs.model.error) * present_speed
+            if speeds[row].max() <= threshold:
                 continue  # no trial would pay
             trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
-            known = (1 + options.tokens[row, trial]) / (share_s + options.seconds[row, trial])
-            if known > (1 + costs.model.error) * present_speed:
+            trial_s = share_s + options.seconds[row, trial]
+            if 1 + options.tokens[row, trial] > threshold * trial_s:
                 continue  # it would pay, but others would lose: a trial finds out nothing
-            alone = np.full(len(columns), -1)
-            alone[row] = trial
-            shared_s = float(unshared_seconds(options, alone, costs))
-            cost_s = options.first_seconds(row, trial) + shared_s + lost_s + fixed_s
+            cost_s = _seconds_alone(options, row, trial, costs) + lost_s + fixed_s
             if not self.budget.can_save(cost_s):
                 continue
             if not self.budget.spend(cost_s):
                 break  # save for the request whose turn it is
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
-            min_accepted = present_speed * (share_s + options.seconds[row, trial]) - 1
             self._pending[candidates[row].request_id] = _Trial(
-                cost_s, float(min_accepted), num_reqs, costs.plain_s
+                cost_s, float(present_speed * trial_s) - 1, num_reqs, costs.plain_s
             )
         return num_trials > 0
 
@@ -204,6 +197,29 @@ def _other_routes(options: Options, columns: np.ndarray) -> np.ndarray:
     routes = np.array([names.index(route) for route in options.routes])
     planned = np.where(columns >= 0, routes[columns], 0)
     return options.is_possible & (routes != planned[:, None])
+
+
+def _present(
+    options: Options, row: int, column: int, share_s: float, step_share_s: float
+) -> tuple[float, float]:
+    """Return a request's tokens a second as planned, and the seconds that it loses without that.
+
+    Args:
+        column: planned option, -1 for none.
+        share_s, step_share_s: the request's share of a plain step, and of the planned one.
+    """
+    if column < 0:
+        return 1 / share_s, 0.0
+    tokens, seconds = options.tokens[row, column], options.seconds[row, column]
+    # A trial in its place costs the tokens that it would have gained, and saves its seconds.
+    return (1 + tokens) / (share_s + seconds), max(0.0, step_share_s * np.log1p(tokens) - seconds)
+
+
+def _seconds_alone(options: Options, row: int, column: int, costs: StepCosts) -> float:
+    """Return the seconds of a request's first proposal, if no other shares its passes."""
+    alone = np.full(len(options.tokens), -1)
+    alone[row] = column
+    return options.first_seconds(row, column) + float(unshared_seconds(options, alone, costs))
 
 
 def _cheapest(options: Options, is_trial: np.ndarray) -> float:

@@ -45,8 +45,8 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
         "lower max_speculating_seqs, num_recent_tokens or num_sink_tokens",
     ):
         caches = allocate_layers(list(layers), spec, cache.num_blocks, layout, device)
-    for name, layer in layers.items():
-        swaps.LAYER_CACHE.set(layer, caches[name])
+    for layer_name, layer in layers.items():
+        swaps.LAYER_CACHE.set(layer, caches[layer_name])
     first = next(iter(layers.values()))
     group = AttentionGroup(first.get_attn_backend(), list(layers), spec, kv_cache_group_id=0)
     group.create_metadata_builders(vllm_config, device, spec.block_size)
@@ -54,20 +54,20 @@ def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: 
 
 
 def allocate_layers(
-    names: list[str], spec, num_blocks: int, layout, device
+    layer_names: list[str], spec, num_blocks: int, layout, device
 ) -> dict[str, torch.Tensor]:
     """Allocate KV tensors of ``num_blocks`` blocks per layer in vLLM's layout, by layer name."""
     page = spec.page_size_bytes
     tensor = KVCacheTensor(
-        size=page * num_blocks * len(names),
-        layers=names,
+        size=page * num_blocks * len(layer_names),
+        layers=layer_names,
         layer_stride=page * num_blocks,
         block_stride=page,
     )
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=layer_names, kv_cache_spec=spec)],
     )
     return allocate_kv_cache(kv_cache_config, device, layout, [spec.block_size])
 

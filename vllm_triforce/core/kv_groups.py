@@ -69,16 +69,18 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
     groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
         group = KVGroup(block_sizes[gid], [], [])
-        for name in spec.layer_names:
-            layer = target_layers.get(name)
+        for layer_name in spec.layer_names:
+            layer = target_layers.get(layer_name)
             if layer is None:
-                raise ValueError(f"layer {name!r} is not an attention layer that TriForce knows")
+                raise ValueError(
+                    f"layer {layer_name!r} is not an attention layer that TriForce knows"
+                )
             fits = backend.can_retrieve(layer) and block_sizes[gid] == config.block_size
             if fits and sparse_gid in (None, gid):
                 sparse_gid = gid
-                group.sparse_layer_names.append(name)
+                group.sparse_layer_names.append(layer_name)
             else:
-                group.dense_layer_names.append(name)
+                group.dense_layer_names.append(layer_name)
         for attn_group in attn_groups[gid]:
             if set(attn_group.layer_names) & set(group.sparse_layer_names):
                 sparse_builder = attn_group.get_metadata_builder()
@@ -86,7 +88,7 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
                 group.dense_builder = attn_group.get_metadata_builder()
         order = list(target_layers)
         group.sparse_layer_names.sort(key=order.index)
-        sparse_layers += [target_layers[name] for name in group.sparse_layer_names]
+        sparse_layers += [target_layers[layer_name] for layer_name in group.sparse_layer_names]
         groups.append(group)
     if not sparse_layers:
         if config.block_size in block_sizes:

@@ -91,8 +91,8 @@ class OffloadedCache:
         on_device = tensor.layers[: self.placement.num_device_layers]
         self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
 
-        def allocate(names: list[str]) -> dict[str, torch.Tensor]:
-            subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, names)])
+        def allocate(layer_names: list[str]) -> dict[str, torch.Tensor]:
+            subset = replace(kv_cache_config, kv_cache_tensors=[_subset(tensor, layer_names)])
             return allocate_kv_cache(subset, device, layout, kernel_block_sizes)
 
         caches = allocate(on_device) if on_device else {}
@@ -117,15 +117,15 @@ class OffloadedCache:
         self, num_blocks: int, vllm_config, device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Allocate level 2's blocks of each host layer, by name, in the KV cache's layout."""
-        names = self.host_layer_names
+        layer_names = self.host_layer_names
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         with checked_allocation(
-            f"level 2's pool of {len(names)} layers in host memory",
-            len(names) * self._spec.page_size_bytes * num_blocks,
+            f"level 2's pool of {len(layer_names)} layers in host memory",
+            len(layer_names) * self._spec.page_size_bytes * num_blocks,
             device,
             "lower max_speculating_seqs or retrieval_budget",
         ):
-            return allocate_layers(names, self._spec, num_blocks, layout, device)
+            return allocate_layers(layer_names, self._spec, num_blocks, layout, device)
 
     def make_host_layers(
         self, pools: dict[str, torch.Tensor], counters: torch.Tensor
@@ -137,24 +137,24 @@ class OffloadedCache:
             counters: [len(DeviceCounter)], int64, added to.
         """
         return {
-            name: HostLayer(host, self._staging, counters, pools.get(name))
-            for name, host in zip(self.host_layer_names, self.hosts)
+            layer_name: HostLayer(host, self._staging, counters, pools.get(layer_name))
+            for layer_name, host in zip(self.host_layer_names, self.hosts)
         }
 
-    def check_attached(self, names: list[str]) -> None:
+    def check_attached(self, layer_names: list[str]) -> None:
         """Check that the layers that retrieve end with the host layers.
 
         Args:
-            names: layers whose attention level 2 replaces, in the model's order.
+            layer_names: layers whose attention level 2 replaces, in the model's order.
 
         Raises:
             ValueError: the host layers are not the last of ``names``.
         """
         offloaded = self.host_layer_names
-        if names[-len(offloaded) :] != offloaded:
+        if layer_names[-len(offloaded) :] != offloaded:
             raise ValueError(
                 f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
-                f"but level 2's last sparse layer is {names[-1]!r}. Drop kv_offload_gib."
+                f"but level 2's last sparse layer is {layer_names[-1]!r}. Drop kv_offload_gib."
             )
 
 
@@ -173,5 +173,7 @@ def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCac
     return tensors[0]
 
 
-def _subset(tensor: KVCacheTensor, names: list[str]) -> KVCacheTensor:
-    return replace(tensor, size=len(names) * tensor.layer_stride, layers=names, offset=0)
+def _subset(tensor: KVCacheTensor, layer_names: list[str]) -> KVCacheTensor:
+    return replace(
+        tensor, size=len(layer_names) * tensor.layer_stride, layers=layer_names, offset=0
+    )

@@ -198,12 +198,12 @@ def forget_blocks(runner, num_kept: Mapping[str, tuple[int, ...]]) -> None:
         num_kept: number of blocks that remain, by request and KV cache group.
     """
     batch = runner.input_batch
-    for name, counts in num_kept.items():
-        if name not in runner.requests:
+    for request_id, counts in num_kept.items():
+        if request_id not in runner.requests:
             continue
-        for ids, count in zip(runner.requests[name].block_ids, counts):
+        for ids, count in zip(runner.requests[request_id].block_ids, counts):
             del ids[count:]
-        if (row := batch.req_id_to_index.get(name)) is not None:
+        if (row := batch.req_id_to_index.get(request_id)) is not None:
             for table, count in zip(batch.block_table.block_tables, counts):
                 table.num_blocks_per_row[row] = count
 

@@ -89,7 +89,9 @@ class HiddenStates:
                 continue
             if not self._free:
                 wanted = set(request_ids)
-                self.release(next(name for name in self._places if name not in wanted))
+                self.release(
+                    next(request_id for request_id in self._places if request_id not in wanted)
+                )
             self._places[request_id] = _Place(self._free.pop())
 
     def add(
@@ -154,7 +156,9 @@ class HiddenStates:
 
     def keep(self, request_ids: Collection[str]) -> None:
         """Forget all other requests."""
-        for request_id in [name for name in self._places if name not in request_ids]:
+        for request_id in [
+            request_id for request_id in self._places if request_id not in request_ids
+        ]:
             self.release(request_id)
 
     def release(self, request_id: str) -> None:
@@ -187,11 +191,11 @@ class StatesOfSteps:
         batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
         self._states.hold([batch.req_ids[row] for row in self._choose()])
-        requests = [self._runner.requests[name] for name in batch.req_ids]
+        requests = [self._runner.requests[request_id] for request_id in batch.req_ids]
         self._states.add(
             batch.req_ids,
             computed,
-            [scheduled[name] for name in batch.req_ids],
+            [scheduled[request_id] for request_id in batch.req_ids],
             aux,
             [request.num_tokens for request in requests],
         )

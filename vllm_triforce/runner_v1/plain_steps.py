@@ -149,8 +149,8 @@ class PlainSteps:
         Returns:
             True if this step's requests differ from the last step's.
         """
-        for name in scheduler_output.finished_req_ids:
-            self._prefills.pop(name, None)
+        for request_id in scheduler_output.finished_req_ids:
+            self._prefills.pop(request_id, None)
         present = scheduler_output.num_scheduled_tokens.keys()
         new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
         if present == self._present and not new:
@@ -159,15 +159,20 @@ class PlainSteps:
         joined = (present - self._present) | new.keys()
         self._present = frozenset(present)
         requests = self._runner.requests
-        params = {name: (new.get(name) or requests[name]).sampling_params for name in present}
-        seeded = {name for name in params if sampling_seed(params[name]) is not None}
+        params = {
+            request_id: (new.get(request_id) or requests[request_id]).sampling_params
+            for request_id in present
+        }
+        seeded = {
+            request_id for request_id in params if sampling_seed(params[request_id]) is not None
+        }
         self._has_seed = bool(seeded)
         if joined & seeded:
             self._controller.seeded_request_joined()
         if joined - new.keys():  # resumed requests, whose contexts may be long
             self._controller.requests_joined()
-        for name, request in new.items():
-            self._prefills[name] = len(request.prompt_token_ids or ()), name in seeded
+        for request_id, request in new.items():
+            self._prefills[request_id] = len(request.prompt_token_ids or ()), request_id in seeded
         return True
 
     def _note_prefills(self, scheduler_output) -> bool:
@@ -183,12 +188,13 @@ class PlainSteps:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
         done = {
-            name: has_seed
-            for name, (num_prompt_tokens, has_seed) in self._prefills.items()
-            if name in scheduled and computed.get(name, 0) + scheduled[name] >= num_prompt_tokens
+            request_id: has_seed
+            for request_id, (num_prompt_tokens, has_seed) in self._prefills.items()
+            if request_id in scheduled
+            and computed.get(request_id, 0) + scheduled[request_id] >= num_prompt_tokens
         }
-        for name in done:
-            del self._prefills[name]
+        for request_id in done:
+            del self._prefills[request_id]
         if not all(done.values()):
             self._controller.requests_joined()
         return bool(done)

@@ -142,8 +142,8 @@ class RetrievalLevel:
             last = (start + batch.max_num_tokens[row] - 1) // group.block_size
             blocks = tables[row][start // group.block_size : last + 1].astype(np.int64)
             ids = torch.from_numpy(blocks).to(self._device)
-            for name in group.sparse_layer_names + group.dense_layer_names:
-                kv_cache = layers[name].kv_cache
+            for layer_name in group.sparse_layer_names + group.dense_layer_names:
+                kv_cache = layers[layer_name].kv_cache
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
 
     def release(self, request_id: str) -> None:

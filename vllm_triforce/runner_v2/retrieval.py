@@ -132,13 +132,17 @@ class RetrievalLevelV2:
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._table = tables[self._sparse_group]
         self.pool = pool
-        names = groups[self._sparse_group].sparse_layer_names
-        self._pooled_names = set() if pool is None else set(names[-pool.num_layers :])
+        layer_names = groups[self._sparse_group].sparse_layer_names
+        self._pooled_names = set() if pool is None else set(layer_names[-pool.num_layers :])
         layers = vllm_config.compilation_config.static_forward_context
         self._scrubbers: list[NanScrubber | None] = []
         for group in groups:
-            names = group.sparse_layer_names + group.dense_layer_names
-            caches = [layers[name].kv_cache for name in names if name not in self._pooled_names]
+            layer_names = group.sparse_layer_names + group.dense_layer_names
+            caches = [
+                layers[layer_name].kv_cache
+                for layer_name in layer_names
+                if layer_name not in self._pooled_names
+            ]
             scrubber = NanScrubber(caches, group.block_size, context.device) if caches else None
             self._scrubbers.append(scrubber)
         num_seqs = rows.max_rows * self._num_kv_heads

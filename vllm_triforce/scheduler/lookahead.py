@@ -99,7 +99,9 @@ class LookaheadMixin(SchedulerBase):
         if self._hits:
             gone = {request.request_id for request in self.running}
             gone |= self._hits.keys() - self.requests.keys()
-            self._hits = {name: hit for name, hit in self._hits.items() if name not in gone}
+            self._hits = {
+                request_id: hit for request_id, hit in self._hits.items() if request_id not in gone
+            }
         for request in self.kv_holding_waiting:
             # A session's drafts, which came when its turn had ended.
             request.spec_token_ids = []
@@ -179,12 +181,12 @@ class LookaheadMixin(SchedulerBase):
         """
         self._borrowers.update(wanted)
         lent = {}
-        for name, count in wanted.items():
-            request = self.requests[name]
+        for request_id, count in wanted.items():
+            request = self.requests[request_id]
             computed = request.num_computed_tokens
             # The full pass that verifies drafts computes one more token.
             end = min(computed + 1 + count, self._limit(request))
-            lent[name] = count
+            lent[request_id] = count
             if not self._num_missing(request, end):
                 continue
             blocks = None
@@ -193,9 +195,9 @@ class LookaheadMixin(SchedulerBase):
                     request, end - computed, reserved_blocks=needs.num_blocks
                 )
             if blocks is None:
-                lent[name] = self._num_fitting(request, computed + 1, count, 0)
+                lent[request_id] = self._num_fitting(request, computed + 1, count, 0)
             else:
-                _announce(scheduler_output, name, blocks.get_block_ids())
+                _announce(scheduler_output, request_id, blocks.get_block_ids())
         return lent
 
     def _next_needs(self) -> Needs:
@@ -216,16 +218,18 @@ class LookaheadMixin(SchedulerBase):
             wanted: planned tokens, by request id.
             needs: of the next step.
         """
-        requests = {name: self.requests[name] for name in wanted}
+        requests = {request_id: self.requests[request_id] for request_id in wanted}
         # Proposals shorter than an equal share leave the rest to longer ones. Seeded requests
         # do not share: their samples must not depend on the number of proposals.
-        order = sorted(wanted, key=lambda name: (not has_seed(requests[name]), wanted[name]))
+        order = sorted(
+            wanted, key=lambda request_id: (not has_seed(requests[request_id]), wanted[request_id])
+        )
         shares: dict[str, int] = {}
-        for name in order:
-            num_spare = self._num_spare(requests[name], needs) - sum(shares.values())
-            num_sharing = 1 if has_seed(requests[name]) else len(wanted) - len(shares)
+        for request_id in order:
+            num_spare = self._num_spare(requests[request_id], needs) - sum(shares.values())
+            num_sharing = 1 if has_seed(requests[request_id]) else len(wanted) - len(shares)
             share = -(-max(0, num_spare) // num_sharing)
-            shares[name] = min(wanted[name], share)
+            shares[request_id] = min(wanted[request_id], share)
         return shares
 
     # Counting.
@@ -249,17 +253,17 @@ class LookaheadMixin(SchedulerBase):
 
     def _num_missing(self, request, end: int) -> int:
         """Count blocks that a request still lacks for its first ``end`` tokens."""
-        name = request.request_id
+        request_id = request.request_id
         return sum(
-            max(0, -(-end // manager.block_size) - len(manager.req_to_blocks.get(name, ())))
+            max(0, -(-end // manager.block_size) - len(manager.req_to_blocks.get(request_id, ())))
             for manager in self._managers
         )
 
     def _num_lent(self, request, computed: int) -> int:
         """Count blocks of a request beyond its first ``computed`` tokens."""
-        name = request.request_id
+        request_id = request.request_id
         return sum(
-            max(0, len(manager.req_to_blocks.get(name, ())) + -computed // manager.block_size)
+            max(0, len(manager.req_to_blocks.get(request_id, ())) + -computed // manager.block_size)
             for manager in self._managers
         )
 
@@ -361,10 +365,10 @@ class LookaheadMixin(SchedulerBase):
         vLLM looks a request up in each step in which it could be admitted. Before the first one,
         this does, without the events of ``KVCacheManager.get_computed_blocks()``.
         """
-        manager, name = self.kv_cache_manager, request.request_id
+        manager, request_id = self.kv_cache_manager, request.request_id
         if request.num_computed_tokens:
             return _Hit(manager.empty_kv_cache_blocks.blocks, request.num_computed_tokens)
-        if name not in self._hits:
+        if request_id not in self._hits:
             hit = _Hit(manager.empty_kv_cache_blocks.blocks, 0)
             if manager.prefix_cache_lookup_enabled(request) and self.connector is None:
                 hit = _Hit(
@@ -372,8 +376,8 @@ class LookaheadMixin(SchedulerBase):
                         request.block_hashes, request.num_tokens - 1
                     )[:2]
                 )
-            self._hits[name] = hit
-        return self._hits[name]
+            self._hits[request_id] = hit
+        return self._hits[request_id]
 
     def _num_to_admit(self, request, end: int, hit: _Hit) -> int:
         """Count free blocks that vLLM takes to admit a request, cached blocks excluded."""
@@ -389,15 +393,15 @@ class LookaheadMixin(SchedulerBase):
         )
 
 
-def _announce(scheduler_output, name: str, block_ids: tuple[list[int], ...]) -> None:
+def _announce(scheduler_output, request_id: str, block_ids: tuple[list[int], ...]) -> None:
     """Add blocks of a request to the new blocks that the step sends to the worker."""
     for new in scheduler_output.scheduled_new_reqs:
-        if new.req_id == name:
+        if new.req_id == request_id:
             for ids, more in zip(new.block_ids, block_ids):
                 ids.extend(more)
             return
     cached = scheduler_output.scheduled_cached_reqs
-    index = cached.req_ids.index(name)
+    index = cached.req_ids.index(request_id)
     before = cached.new_block_ids[index]
     if before is not None:
         block_ids = tuple(ids + more for ids, more in zip(before, block_ids))

@@ -78,17 +78,21 @@ class PaddingStatsMixin(SchedulerBase):
         """Count the proposed tokens that the step verified, by request id."""
         plan, report = plan_of(scheduler_output), report_of(model_runner_output)
         if report is not None:
-            alive = {name: n for name, n in self._unverified.items() if name in self.requests}
+            alive = {
+                request_id: n
+                for request_id, n in self._unverified.items()
+                if request_id in self.requests
+            }
             self._unverified = alive | {
-                name: proposal.num_tokens for name, proposal in report.proposed.items()
+                request_id: proposal.num_tokens for request_id, proposal in report.proposed.items()
             }
         is_last = plan is not None and report is not None and report.number == plan.number - 1
         drafts, verified = scheduler_output.scheduled_spec_decode_tokens, {}
-        for name in scheduler_output.num_scheduled_tokens:
+        for request_id in scheduler_output.num_scheduled_tokens:
             # A report leaves out requests without a proposal.
-            proposed = self._unverified.pop(name, 0 if is_last else None)
-            if name in drafts and proposed is not None:
-                verified[name] = min(proposed, len(drafts[name]))
+            proposed = self._unverified.pop(request_id, 0 if is_last else None)
+            if request_id in drafts and proposed is not None:
+                verified[request_id] = min(proposed, len(drafts[request_id]))
         return verified
 
     def _request_metrics(self) -> list[tuple[Any, int, list[int], int]]:
@@ -100,8 +104,8 @@ class PaddingStatsMixin(SchedulerBase):
         """
         return [
             (metrics, proposed, list(metrics.histogram), metrics.num_draft_tokens)
-            for name, proposed in self._verified.items()
-            if (metrics := getattr(self.requests.get(name), "spec_decode_metrics", None))
+            for request_id, proposed in self._verified.items()
+            if (metrics := getattr(self.requests.get(request_id), "spec_decode_metrics", None))
         ]
 
     def _recount(self, metrics, proposed: int, histogram: list[int], num_drafted: int) -> None:

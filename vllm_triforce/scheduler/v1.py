@@ -41,9 +41,11 @@ class TriForceScheduler(
         # ``LookaheadMixin`` prevents placeholders; a newer vLLM may add some for other reasons.
         drop_placeholders(scheduler_output)
         super()._update_after_schedule(scheduler_output)
-        names = scheduler_output.num_scheduled_tokens
+        request_ids = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        proposing = [name for name in names if self._may_propose(name, resumed)]
+        proposing = [
+            request_id for request_id in request_ids if self._may_propose(request_id, resumed)
+        ]
         if not proposing:
             return
         needs = self._next_needs()
@@ -72,18 +74,18 @@ class TriForceScheduler(
             if message.drafts is not None:
                 self.update_draft_token_ids(message.drafts)
 
-    def _may_propose(self, name: str, resumed: Collection[str]) -> bool:
+    def _may_propose(self, request_id: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.
 
         The worker chooses after the step. Its last output says if it expects to propose for the
         batch of that time. New, resumed and seeded requests may propose regardless.
         """
-        request = self.requests[name]
+        request = self.requests[request_id]
         return (
             (
                 self.expects_proposals
                 or not request.num_output_tokens
-                or name in resumed
+                or request_id in resumed
                 or has_seed(request)
             )
             and not request.is_prefill_chunk

@@ -59,7 +59,7 @@ class StepPlanMixin(SchedulerBase):
         """Ids of requests without further speculation, because their logits had a NaN."""
         self.decisions: AsyncController | None = None
         if config.adaptive_keys:
-            traits = [SOURCES[name].traits() for name in config.sources]
+            traits = [SOURCES[source].traits() for source in config.sources]
             self.decisions = AsyncController(
                 Controller(config, traits, whole_rounds=True),
                 config.sources[0],
@@ -76,36 +76,45 @@ class StepPlanMixin(SchedulerBase):
         super()._update_after_schedule(scheduler_output)
         self._disabled &= self.requests.keys()
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
-        names = scheduler_output.num_scheduled_tokens
+        request_ids = scheduler_output.num_scheduled_tokens
         max_tokens = {}
-        if len(names) <= self._config.max_batch:
-            lengths = {name: self._max_tokens(self.requests[name]) for name in names}
-            max_tokens = {name: length for name, length in lengths.items() if length}
+        if len(request_ids) <= self._config.max_batch:
+            lengths = {
+                request_id: self._max_tokens(self.requests[request_id])
+                for request_id in request_ids
+            }
+            max_tokens = {request_id: length for request_id, length in lengths.items() if length}
         num_plain = sum(
-            name not in max_tokens and not self.requests[name].is_prefill_chunk for name in names
+            request_id not in max_tokens and not self.requests[request_id].is_prefill_chunk
+            for request_id in request_ids
         )
-        plan = self.plan_step(max_tokens, num_plain, self._reads_prompts(names))
+        plan = self.plan_step(max_tokens, num_plain, self._reads_prompts(request_ids))
         plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
-        for name in names:
-            request = self.requests[name]
+        for request_id in request_ids:
+            request = self.requests[request_id]
             if request.spec_token_ids:
-                num_tokens = plan.proposing[name].num_tokens if name in plan.proposing else 0
+                num_tokens = (
+                    plan.proposing[request_id].num_tokens if request_id in plan.proposing else 0
+                )
                 request.spec_token_ids = request.spec_token_ids[:num_tokens]
 
     def _fit_to_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
         """Shorten the plan to the next step's spare tokens and to the free KV blocks."""
         if not plan.proposing:
             return plan
-        wanted = {name: request_plan.num_tokens for name, request_plan in plan.proposing.items()}
+        wanted = {
+            request_id: request_plan.num_tokens
+            for request_id, request_plan in plan.proposing.items()
+        }
         needs = self._next_needs()
         lent = self._lend(scheduler_output, self._share_tokens(wanted, needs), needs)
         if lent == wanted:
             return plan
         proposing = {
-            name: replace(request_plan, num_tokens=lent[name])
-            for name, request_plan in plan.proposing.items()
-            if lent[name]
+            request_id: replace(request_plan, num_tokens=lent[request_id])
+            for request_id, request_plan in plan.proposing.items()
+            if lent[request_id]
         }
         return replace(plan, proposing=proposing)
 
@@ -125,27 +134,29 @@ class StepPlanMixin(SchedulerBase):
             fixed = {
                 length: RequestPlan.fixed(self._config, length) for length in max_tokens.values()
             }
-            proposing = {name: fixed[length] for name, length in max_tokens.items()}
+            proposing = {request_id: fixed[length] for request_id, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
-        for name in self._decided_on - self.requests.keys():
-            self.decisions.release(name)
+        for request_id in self._decided_on - self.requests.keys():
+            self.decisions.release(request_id)
         self._decided_on &= self.requests.keys()
         self._decided_on.update(max_tokens)
         number, chosen = self.decisions.decide(
             list(max_tokens),
-            lambda name: self._candidate(self.requests[name], max_tokens[name]),
+            lambda request_id: self._candidate(self.requests[request_id], max_tokens[request_id]),
             num_plain,
         )
         proposing = {
-            name: RequestPlan(choice.route, choice.num_tokens, rounds)
-            for name, (choice, rounds) in chosen.items()
-            if choice.route != HIERARCHICAL or not reads_prompts or has_seed(self.requests[name])
+            request_id: RequestPlan(choice.route, choice.num_tokens, rounds)
+            for request_id, (choice, rounds) in chosen.items()
+            if choice.route != HIERARCHICAL
+            or not reads_prompts
+            or has_seed(self.requests[request_id])
         }
         return StepPlan(number, proposing, tuple(self._disabled))
 
     def _reads_prompts(self, scheduled: Mapping[str, int]) -> bool:
         """True if a request of the step just scheduled reads tokens of its prompt."""
-        requests = ((self.requests[name], count) for name, count in scheduled.items())
+        requests = ((self.requests[request_id], count) for request_id, count in scheduled.items())
         return any(
             request.is_prefill_chunk
             or request.num_computed_tokens - count < request.num_prompt_tokens
@@ -237,9 +248,13 @@ class StepPlanMixin(SchedulerBase):
         cached = scheduler_output.scheduled_cached_reqs
         last_time, last_ids = self._last_time, self._last_ids
         self._last_time, self._last_ids = self.clock(), frozenset(scheduled)
-        tokens = [scheduled[name] for name in cached.req_ids]
-        decodes = [1 + len(drafts.get(name, ())) for name in cached.req_ids]
-        alive = [self.requests[name] for name in cached.req_ids if name in self.requests]
+        tokens = [scheduled[request_id] for request_id in cached.req_ids]
+        decodes = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
+        alive = [
+            self.requests[request_id]
+            for request_id in cached.req_ids
+            if request_id in self.requests
+        ]
         return StepSeen(
             number,
             tokens,
@@ -262,12 +277,12 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
     """
     indices, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
     outcomes = {}
-    for name, proposal in report.proposed.items():
-        if name not in indices:
+    for request_id, proposal in report.proposed.items():
+        if request_id not in indices:
             continue
-        num_verified = min(proposal.num_tokens, len(drafts.get(name, ())))
-        num_accepted = min(num_verified, max(0, len(sampled[indices[name]]) - 1))
-        outcomes[name] = Outcome(
+        num_verified = min(proposal.num_tokens, len(drafts.get(request_id, ())))
+        num_accepted = min(num_verified, max(0, len(sampled[indices[request_id]]) - 1))
+        outcomes[request_id] = Outcome(
             proposal.num_tokens,
             num_verified,
             num_accepted,

@@ -14,12 +14,12 @@ class GPUDraftAttention(DraftAttention):
     def __init__(self, layers: dict, builder) -> None:
         super().__init__(layers, builder)
         self._starts = UniformStarts()
-        for name, layer in layers.items():
+        for layer_name, layer in layers.items():
             impl = layer.impl
             if impl.alibi_slopes is not None or impl.sinks is not None:
                 raise ValueError(
-                    f"draft layer {name!r} has ALiBi or attention sinks, which level 1's window "
-                    "does not fit; use another draft"
+                    f"draft layer {layer_name!r} has ALiBi or attention sinks, which level 1's "
+                    "window does not fit; use another draft"
                 )
             attach(layer, 0, Recorder())  # records no queries
 
