@@ -132,6 +132,8 @@ def _penalties_kernel(
     first_place,
     vocab_size,
 ):
+    # The logits of a place follow the output that vLLM counts, the proposal, and as many drafts as
+    # come before the place: these occurrences are added to vLLM's counts.
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
@@ -214,6 +216,10 @@ def _bad_words_kernel(
     vocab_size,
     PADDED_WORDS: tl.constexpr,
 ):
+    # The bad word 5 6 9, of 12 known tokens, a proposal of one token and two drafts before a place:
+    #     index    ... 11    12         13   14     15
+    #     token        known proposed   5    6      the place: 9 is forbidden here
+    #                                   begin = 15 - 2, and all from there on equal the word's
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return

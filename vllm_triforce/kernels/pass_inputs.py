@@ -162,6 +162,10 @@ def _window_inputs_kernel(
     query_len,
     PADDED_LEN: tl.constexpr,
 ):
+    # With 4 sinks, a window from token 100 on, the newest token 107 and query_len 3:
+    #     index      105  106  107   of the request
+    #     position     9   10   11   4 sinks, then 100, 101, ... from position 4 on
+    #     place      slot * tokens_per_slot + position;  seq_len 12
     row = tl.program_id(0)
     j = tl.arange(0, PADDED_LEN)
     mask = j < query_len
@@ -245,6 +249,12 @@ def _target_inputs_kernel(
     POOL_WIDTH: tl.constexpr,  # blocks of a slot; 0 without a pool
     PADDED_LEN: tl.constexpr,
 ):
+    # With gamma 2, 40 tokens computed, a proposal of one token so far, blocks of 16, the tail from
+    # block 2 on, and one selected block of the two before it (16 tokens skipped):
+    #     j          0        1        2
+    #     token      newest   draft 0  draft 1
+    #     position   41       42       43     in block 2; block 1 of the sparse table and the pool
+    #     seq_len    44 dense, 28 sparse
     row = tl.program_id(0)
     row_ptr = table_ptr + row * row_stride
     query_len = gamma + 1

@@ -292,6 +292,13 @@ def _level3_test_kernel(
     num_slots,
     num_speculative_tokens,
 ):
+    # Two sampled requests: one of slot 3 with the last token t, for which two tokens of three were
+    # proposed, and one of state 7 without a proposal:
+    #     place    0   1   2      3      0
+    #     token    t   a   b      pad    u
+    #     owner    3   3   3      3      num_slots + 7
+    #     read     0   1   none   none   none        place whose distribution the test reads
+    #     tested   t   a   b      -1     u           a row's token, tested by the row before it
     slot_of_state_ptr = num_proposed_ptr + num_owners - num_slots
     state_of_slot_ptr = slot_of_state_ptr + num_owners - num_slots
     index = tl.program_id(0) * _TEST_BLOCK + tl.arange(0, _TEST_BLOCK)

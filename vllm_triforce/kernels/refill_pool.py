@@ -92,6 +92,9 @@ def _place_selected_kernel(
     width,
     SELECTED: tl.constexpr,
 ):
+    # held     5  9  3    blocks in the pool's places, of which 9 is not wanted any more
+    # wanted   3  7  5    in the order of the sparse table
+    # missing  -  7  -    written: the first missing block goes to the first free place
     layer, num_layers = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1)
     head, num_heads = tl.program_id(2), tl.num_programs(2)
@@ -148,6 +151,10 @@ def _refill_pool_kernel(
     TYPE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    # A slot's places with 3 selected blocks, blocks of 16, 195 tokens and the tail from block 10:
+    #     place   0 1 2      3   4   5          6 ... width - 1
+    #     block   selected   10  11  12         none: level 2 writes its own tokens there
+    #                                (partly filled, so copied again next time)
     layer, num_layers = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1)
     head, num_heads = tl.program_id(2), tl.num_programs(2)

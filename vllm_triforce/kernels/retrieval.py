@@ -97,6 +97,8 @@ def _chunk_summaries_kernel(
     PADDED_DIM: tl.constexpr,
     PADDED_BLOCK: tl.constexpr,
 ):
+    # A program summarizes one block of one head and layer. With max_blocks 4, program 6 is the
+    # block first + 2 of row 1; programs from ``last`` on have nothing to do.
     row = tl.program_id(0) // max_blocks
     place = tl.load(first_ptr + row) + tl.program_id(0) % max_blocks
     if place >= tl.load(last_ptr + row):
@@ -191,6 +193,8 @@ def _chunk_scores_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
+    # A program scores _CHUNKS chunks of a row for one KV head and layer, by each query head of its
+    # group. With 3 parts a row, program 5 is the last part of row 1.
     num_parts = tl.cdiv(max_chunks, _CHUNKS)
     row = (tl.program_id(0) // num_parts).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)

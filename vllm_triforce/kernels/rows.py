@@ -158,6 +158,11 @@ def _init_rows_kernel(
     state_min_p_ptr,
     limits_ptr,  # [9], RowLimits but for has_head, vocab_size, num_speculative_tokens, has_head
 ):
+    # Level 2's blocks of a request with 1,000 tokens, blocks of 16, a budget of 32 of which 8 are
+    # recent:
+    #     block   0 ... 53                        54 ... 61   62
+    #             before the tail: it reads 24,   the tail: recent, and the one being written
+    #             and skips 30 (480 tokens)
     row, max_rows = tl.program_id(0), tl.num_programs(0)
     row_ptr = table_ptr + row * row_stride
     min_context = tl.load(limits_ptr)

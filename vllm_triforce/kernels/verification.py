@@ -145,6 +145,9 @@ def _emit_kernel(
     ALL_GREEDY: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
 ):
+    # A row's columns after a round with GAMMA 3 that accepted one of two drafts, a and b, and drew
+    # c; p and q were proposed before:
+    #     drafted    a b -       proposal   p q a c      length 2 -> 4, num_emitted 2
     row = tl.program_id(0).to(tl.int64)
     row_ptr = table_ptr + row * row_stride
     length = tl.load(row_ptr + col.LENGTH)
