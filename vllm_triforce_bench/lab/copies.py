@@ -87,18 +87,18 @@ scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ
 def make_copy(model: Any, name: str) -> Any:
     """Copy transformers' model by a scheme."""
     scheme = SCHEMES[name]
-    made = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     if scheme.dtype is not None:
         # Parameters alone: RoPE's frequencies are a buffer, and stay exact.
-        for parameter in made.parameters():
+        for parameter in copied.parameters():
             parameter.data = parameter.data.to(scheme.dtype)
-        return made
-    for layer in _linear_layers(made):
+        return copied
+    for layer in _linear_layers(copied):
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
         if scheme.inputs is not None:
             layer.register_forward_pre_hook(_rounded_inputs(scheme.inputs))
-    return made
+    return copied
 
 
 def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False) -> None:
@@ -109,8 +109,8 @@ def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    known = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
-    weights = {id(layer.weight) for layer in known}
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+    weights = {id(layer.weight) for layer in layers}
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and id(weight) not in weights:
             raise ValueError(
