@@ -42,7 +42,7 @@ _MAX_SLOWDOWN = 0.05
 # Limits of the retrieval budget where it is a share of the context, and recent tokens of any.
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
 
-# Keys of level 1's drafts whose default tells whether they are given.
+# Keys of level 1's drafts whose default shows that they are not given.
 LEVEL1_KEYS = ("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens")
 
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
