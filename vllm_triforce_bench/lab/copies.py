@@ -87,18 +87,18 @@ scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ
 def make_copy(model: Any, name: str) -> Any:
     """Copy transformers' model by a scheme."""
     scheme = SCHEMES[name]
-    copied = copy.deepcopy(model)
+    made = copy.deepcopy(model)
     if scheme.dtype is not None:
         # Parameters alone: RoPE's frequencies are a buffer, and stay exact.
-        for parameter in copied.parameters():
+        for parameter in made.parameters():
             parameter.data = parameter.data.to(scheme.dtype)
-        return copied
-    for layer in _linear_layers(copied):
+        return made
+    for layer in _linear_layers(made):
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
         if scheme.inputs is not None:
             layer.register_forward_pre_hook(_rounded_inputs(scheme.inputs))
-    return copied
+    return made
 
 
 def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False) -> None:
