@@ -16,7 +16,7 @@ from typing import Any
 class Registry(Mapping[str, Any]):
     """Mapping of names to the classes of a package's modules and of other installed packages.
 
-    A class has the name of its module, or of its entry point, ``NAME = MODULE:CLASS``. Names come
+    A class is named after its module or entry point, ``NAME = MODULE:CLASS``. Names come
     from files and metadata alone, so configuration is checked without loading a class. A class is
     loaded at its first lookup.
 
@@ -126,7 +126,7 @@ def _checked(cls: type, where: str) -> type:
     """Return the class if it is concrete.
 
     Raises:
-        ValueError: the class leaves abstract methods of its base open.
+        ValueError: the class leaves abstract methods open.
     """
     if inspect.isabstract(cls):
         lacking = sorted(getattr(cls, "__abstractmethods__", ()))

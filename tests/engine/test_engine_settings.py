@@ -65,7 +65,7 @@ def test_architecture(engines, tmp_path, name):
     assert num_dense == (2 if name in HYBRID else 0)
 
     cache = level2.cache
-    budget, cache.budget = cache.budget, replace(cache.budget, least=2048 // 32, most=2048 // 32)
+    budget, cache.budget = cache.budget, replace(cache.budget, min_blocks=64, max_blocks=64)
     before = counters_of(llm)
     assert_same_outputs(stock, wanted, run(llm, prompts, params))
     cache.budget = budget

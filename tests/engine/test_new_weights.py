@@ -171,7 +171,7 @@ def test_reloaded_weights(stock, llm, pair, other, prompts, weights_restored):
     assert any(a != b for a, b in zip(old, new)), "the weights change too little"
     assert counted(llm, prompts)[0] == new
     cache = built(llm).speculator.level2.cache
-    budget, cache.budget = cache.budget, replace(cache.budget, least=4096 // 32, most=4096 // 32)
+    budget, cache.budget = cache.budget, replace(cache.budget, min_blocks=128, max_blocks=128)
     tokens, covering = counted(llm, prompts)
     cache.budget = budget
     assert tokens == new

@@ -92,7 +92,7 @@ class QueryRecorder(Recorder):
 class StaticQueryRecorder(Recorder):
     """One query of every request and retrieving layer, at addresses that CUDA graphs rely on.
 
-    A decoding request keeps the query of its step's first token, a prefill that of its last. The
+    A decoding request keeps the query of the step's first token, a prefill that of the last. The
     first token is already accepted, so nothing waits for the outcome of the pass. To keep the last
     accepted token's query instead, every layer would have to keep those of all tokens of a step.
     That is ``max_decode_tokens`` times the memory and writes, in graphs of plain lengths too, for

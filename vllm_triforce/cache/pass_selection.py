@@ -71,7 +71,7 @@ class PassSelection:
         Args:
             lengths: of ``rows``, tokens of the proposal so far.
             tables: [num_layers, len(rows), num_kv_heads, width], int32, level 2's block tables of
-                ``rows``. ``select`` writes the selected blocks behind the first one.
+                ``rows``. ``select`` writes the selected blocks after the first one.
 
         Returns:
             False if none of them selects.

@@ -11,14 +11,14 @@ class RetrievalBudget:
     """Blocks that level 2 reads, by the length of the context.
 
     Args:
-        least, most: limits, which include the first block and the recent ones.
+        min_blocks, max_blocks: limits that include the first block and the recent ones.
         recent: newest full blocks, which are always read.
     """
 
-    least: int
-    most: int
+    min_blocks: int
+    max_blocks: int
     recent: int
 
     def of(self, num_blocks: int) -> int:
         """Return the budget of a context of ``num_blocks`` full blocks, which may be shorter."""
-        return min(max(self.least, num_blocks // CONTEXT_SHARE), self.most)
+        return min(max(self.min_blocks, num_blocks // CONTEXT_SHARE), self.max_blocks)

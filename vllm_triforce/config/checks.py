@@ -114,7 +114,7 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
 
 
 def _check_runner(vllm_config, config: ResolvedConfig) -> None:
-    """Check the model runner and what it supports."""
+    """Check the model runner and the settings that it supports."""
     if vllm_config.use_v2_model_runner:
         for name in config.sources:
             if name not in SOURCES_V2:

@@ -52,11 +52,11 @@ def choose_sources(
             source uses the given draft model; several sources are given and ``can_choose`` is
             False; or no source exists.
     """
-    own, other = (HEAD_SOURCE, MODEL_SOURCE) if is_head else (MODEL_SOURCE, HEAD_SOURCE)
+    fitting, unfit = (HEAD_SOURCE, MODEL_SOURCE) if is_head else (MODEL_SOURCE, HEAD_SOURCE)
     if draft_sources is None:
-        wanted = (own, _LOOKUP) if model else (_LOOKUP,)
+        wanted = (fitting, _LOOKUP) if model else (_LOOKUP,)
         defaults = [name for name in wanted if name in SOURCES]
-        if not defaults or (model and own not in defaults):
+        if not defaults or (model and fitting not in defaults):
             raise ValueError(
                 f"no source of drafts works {'with' if model else 'without'} a draft model. "
                 f"{'Leave out' if model else 'Give'} 'model', or name one of {SOURCES.names} with "
@@ -75,11 +75,11 @@ def choose_sources(
     if model and not with_model:
         raise ValueError(
             f"{setting} does not use the draft model {model!r}. Add a source that does, such as "
-            f"{own!r}, or leave 'model' out."
+            f"{fitting!r}, or leave 'model' out."
         )
-    if other in with_model:
+    if unfit in with_model:
         kind = "a head" if is_head else "no head"
-        raise ValueError(f"{setting}: {model!r} is {kind}. Use {own!r} instead of {other!r}.")
+        raise ValueError(f"{setting}: {model!r} is {kind}. Use {fitting!r} instead of {unfit!r}.")
     if len(names) > 1 and not can_choose:
         raise ValueError(
             f"{setting}: nothing chooses between sources here (gamma or levels are given, or "

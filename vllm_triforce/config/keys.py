@@ -166,7 +166,7 @@ class Keys:
         "`bfloat16`, for a target in 16 bits a scheme of vLLM's online quantization such as "
         "`fp8_per_tensor` (in short `fp8`), or a quantized checkpoint of the target, of the hub "
         "also as `NAME@REVISION`. The target's `--trust-remote-code` holds for it. It reads and "
-        "writes the target's KV cache, and takes memory of its own. A request with an adapter is "
+        "writes the target's KV cache, and takes memory beside it. A request with an adapter is "
         "drafted without it",
         default_text="none: the target's weights",
         change="where level 2's passes read more weights than KV cache; measure it first "

@@ -129,12 +129,12 @@ def check_level2_model(name: str, vllm_config) -> None:
             "the target alone. Leave one of them out."
         )
     config = level2_model_config(name, target_config)
-    ours, theirs = _shape(config), _shape(target_config)
-    for field, value in theirs.items():
-        if ours[field] != value:
+    copy_shape, target_shape = _shape(config), _shape(target_config)
+    for field, value in target_shape.items():
+        if copy_shape[field] != value:
             raise ValueError(
                 f"level2_model={name!r} is another model than the target {target_config.model!r}: "
-                f"its {field} is {ours[field]!r}, the target's {value!r}. Level 2 reads the "
+                f"its {field} is {copy_shape[field]!r}, the target's {value!r}. Level 2 reads the "
                 "target's KV cache. Use a quantized checkpoint of the target itself."
             )
     try:

@@ -25,7 +25,10 @@ def is_refusal(error: BaseException) -> bool:
 
 @functools.cache
 def print_refusals_alone() -> None:
-    """Print a refusal that ends the process without its traceback; leave other errors alone."""
+    """Print a refusal that ends the process without its traceback; leave other errors alone.
+
+    It goes to stderr in argparse's form, as vLLM's own errors of arguments do: a log may be off.
+    """
     previous_hook = sys.excepthook
 
     def print_error(kind, error, traceback) -> None:

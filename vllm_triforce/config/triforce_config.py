@@ -42,7 +42,7 @@ _MAX_SLOWDOWN = 0.05
 # Limits of the retrieval budget where it is a share of the context, and recent tokens of any.
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
 
-# Keys of level 1's drafts whose default tells whether they are given.
+# Keys of level 1's drafts whose default shows that they are not given.
 LEVEL1_KEYS = ("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens")
 
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
@@ -109,15 +109,15 @@ class ResolvedConfig(Keys):
     @property
     def budget_text(self) -> str:
         """Describe the budget in words."""
-        least, most = self.min_retrieval_budget, self.retrieval_budget
-        if least == most:
-            return f"{most:,} tokens"
-        return f"1/{CONTEXT_SHARE} of the context, {least:,} to {most:,} tokens,"
+        min_tokens, max_tokens = self.min_retrieval_budget, self.retrieval_budget
+        if min_tokens == max_tokens:
+            return f"{max_tokens:,} tokens"
+        return f"1/{CONTEXT_SHARE} of the context, {min_tokens:,} to {max_tokens:,} tokens,"
 
     @property
     def max_selected_blocks(self) -> int:
         """Maximum blocks of a request and KV head that level 2 reads before the recent ones."""
-        return self.budget.most - self.budget.recent
+        return self.budget.max_blocks - self.budget.recent
 
     @property
     def calibration_context(self) -> int:
@@ -148,7 +148,7 @@ class ResolvedConfig(Keys):
     def table_width(self) -> int:
         """Maximum blocks that level 2 reads of a request: the budget and the growth after it."""
         growth = self.max_growth + 2 * (self.num_speculative_tokens + 1) + self.gamma
-        return self.budget.most + -(-growth // self.block_size) + 2
+        return self.budget.max_blocks + -(-growth // self.block_size) + 2
 
 
 @dataclass(frozen=True)
@@ -388,17 +388,17 @@ class TriForceConfig(Keys):
             ValueError: a size does not fit; the message names one that does.
         """
         is_share = self.retrieval_budget is None
-        least = _round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
-        most = _round_up(_MAX_BUDGET, block_size) if is_share else least
+        min_tokens = _round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
+        max_tokens = _round_up(_MAX_BUDGET, block_size) if is_share else min_tokens
         blocks = f"the KV block ({block_size} tokens)"
-        if is_exact and not is_share and least != self.retrieval_budget:
+        if is_exact and not is_share and min_tokens != self.retrieval_budget:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} must be a multiple of {blocks}; "
-                f"use {least}"
+                f"use {min_tokens}"
             )
         recent = self.retrieval_recent_tokens
         if recent is None:
-            recent = min(_MAX_RECENT, least // 4)
+            recent = min(_MAX_RECENT, min_tokens // 4)
             recent = max(block_size, recent // block_size * block_size)
         if recent % block_size:
             raise ValueError(
@@ -406,20 +406,20 @@ class TriForceConfig(Keys):
                 f"use {_round_up(recent, block_size)}"
             )
         min_budget = recent + 2 * block_size
-        if is_exact and least < min_budget:
+        if is_exact and min_tokens < min_budget:
             raise ValueError(
                 f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
                 f"one retrieved chunk and {recent} recent tokens, in chunks of {blocks}; "
                 f"use at least {min_budget}"
             )
-        least, most = max(least, min_budget), max(most, min_budget)
+        min_tokens, max_tokens = max(min_tokens, min_budget), max(max_tokens, min_budget)
         config = self._with_lengths(can_adapt=False)
         min_context = _NEVER if self.is_plain else config.min_context
         if min_context is None:
-            min_context = 0 if "context" in config.adaptive_keys else 2 * most
+            min_context = 0 if "context" in config.adaptive_keys else 2 * max_tokens
         values = {
             **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-            "retrieval_budget": most,
+            "retrieval_budget": max_tokens,
             "retrieval_recent_tokens": recent,
             "min_context": min_context,
             # with_defaults() chose the sources, unless no level drafts.
@@ -430,7 +430,7 @@ class TriForceConfig(Keys):
             "max_speculating_seqs": config.max_speculating_seqs
             or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),
         }
-        return ResolvedConfig(**values, block_size=block_size, min_retrieval_budget=least)
+        return ResolvedConfig(**values, block_size=block_size, min_retrieval_budget=min_tokens)
 
 
 def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:

@@ -2,7 +2,7 @@
 
 The rule is in docs/controller.md: of all proposals those that make everybody's tokens come fastest
 (``planner.py``), by measured costs (``cost_model.py``) and acceptance (``acceptance.py``), and
-what finds these out (``exploration.py``). Values that the user gave are not chosen.
+proposals that explore (``exploration.py``). Values that the user gave are not chosen.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

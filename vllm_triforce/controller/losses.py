@@ -1,4 +1,4 @@
-"""Limit of measured losses: what speculation may have cost against plain decoding.
+"""Limit of measured losses: the time that speculation may have cost against plain decoding.
 
 A step with proposals that took ``T`` seconds gave each request ``n`` tokens on average, for which
 plain decoding needs ``n`` plain steps. The balance changes by ``n * plain - T``, plus
@@ -15,7 +15,7 @@ from vllm_triforce.controller.measurements import StepTime
 _FIRST_STEPS, _MAX_STEPS = 4.0, 16.0
 # Plain steps that one step loses at most: a pause of the engine is no loss.
 _MAX_LOSS = 4.0
-# Steps of a wait at most: a longer one would miss what is gained in the rest of an answer.
+# Steps of a wait at most: a longer one would miss gains in the rest of an answer.
 _MAX_WAIT = 32
 
 

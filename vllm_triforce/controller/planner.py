@@ -157,8 +157,8 @@ def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) ->
     seconds = -np.where(is_taken, options.shared_s[rows, columns], 0).sum(-1)
     routes = np.array(options.routes)
     for route in _routes_with_passes(options):
-        own = np.where(routes[columns] == route, passes, 0)
-        counts = (own > 0).sum(-1)
+        route_passes = np.where(routes[columns] == route, passes, 0)
+        counts = (route_passes > 0).sum(-1)
         pass_s = np.zeros(len(rows) + 1)
         for count in np.unique(counts[counts > 0]):
             pass_s[count] = (
@@ -166,5 +166,5 @@ def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) ->
                 if route == HIERARCHICAL
                 else costs.model.draft(int(count))
             )
-        seconds = seconds + own.max(-1) * pass_s[counts]
+        seconds = seconds + route_passes.max(-1) * pass_s[counts]
     return seconds

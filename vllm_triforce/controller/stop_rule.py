@@ -3,8 +3,8 @@
 The confidence of a token is the largest probability of the distribution that it is drawn from.
 Eight classes of confidence have an acceptance each, learned from tests. A draft of ``n`` tokens
 with chances ``A_j`` that all of the first ``j`` are accepted gives ``1 + A_1 + ... + A_n`` tokens
-in ``T_n`` seconds. It goes on while the next token raises the logarithm of tokens by more than that
-of seconds, once for each request that waits (``planner.py``).
+in ``T_n`` seconds. A draft is continued while the next token raises the logarithm of
+tokens by more than that of seconds, once for each request that waits (``planner.py``).
 
 The decision reads the draft's distributions, never the tokens drawn from them, so ending a draft
 does not bias rejection sampling.

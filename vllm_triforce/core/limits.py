@@ -1,4 +1,4 @@
-"""May a request propose, and how much? Both schedulers and both runners ask here.
+"""May a request propose, and how much? The rule of both schedulers and both runners.
 
 On Runner V2 lengths are on the device, where ``kernels/rows.py`` applies the rule of
 ``room_for_proposal()``.

@@ -96,7 +96,7 @@ def run_model(
         more: further inputs of the model.
 
     Returns:
-        Hidden states, [num_tokens, hidden_size], and what the model returns beside them: the
+        Hidden states, [num_tokens, hidden_size], and the model's other outputs: the
         states of a target's auxiliary layers, those that an EAGLE-3 head feeds back, or None.
     """
     context = set_forward_context(

@@ -249,12 +249,12 @@ def _bad_words_kernel(
         is_compared = is_bad & (i < prefix_len)
         index = begin + i
         is_known, is_draft = index < num_known, index >= num_settled
-        known = tl.load(known_tokens + index, mask=is_compared & is_known, other=0)
+        known_token = tl.load(known_tokens + index, mask=is_compared & is_known, other=0)
         is_proposed = is_compared & (index >= num_known) & (index < num_settled)
         proposed = tl.load(drafts + gamma + index - num_known, mask=is_proposed, other=0)
         drafted = tl.load(drafts + index - num_settled, mask=is_compared & is_draft, other=0)
         # At most one of the three is loaded, the others are 0.
-        token = known + proposed + drafted
+        token = known_token + proposed + drafted
         is_bad &= tl.load(words + start + i, mask=is_compared, other=0) == token
     forbidden = tl.load(words + last, mask=is_bad, other=0)
     is_bad &= forbidden < vocab_size  # a tokenizer may have more

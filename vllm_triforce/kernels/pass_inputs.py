@@ -140,9 +140,9 @@ def prepare_target_inputs(
 @triton.jit
 def token_at(all_token_ids, state_row, proposal, computed, index):
     """Load token ``index`` of a request: one that vLLM knows, or one of the proposal."""
-    known = tl.load(all_token_ids + state_row + index, mask=(index >= 0) & (index <= computed))
+    known_id = tl.load(all_token_ids + state_row + index, mask=(index >= 0) & (index <= computed))
     proposed = tl.load(proposal + index - computed - 1, mask=index > computed)
-    return tl.where(index > computed, proposed, known)
+    return tl.where(index > computed, proposed, known_id)
 
 
 @triton.jit

@@ -223,7 +223,7 @@ def _commit_kernel(
 
 @dataclass
 class Level3TestRows:
-    """Arguments of level 3's test, instead of those that vLLM would pass."""
+    """Arguments of level 3's test, instead of vLLM's."""
 
     owners: torch.Tensor
     """[num_logits], int32: a slot, or for rows without a proposal ``num_slots`` + state."""

@@ -55,7 +55,7 @@ def stage_blocks(
     The device reads the lengths, so a CUDA graph may hold the launch.
     """
     page = host.stride(0)
-    # In words of 4 bytes, whatever the cache's dtype.
+    # In words of 4 bytes, for any dtype of the cache.
     size = page * host.element_size() // 4
     _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
         _as_words(host),

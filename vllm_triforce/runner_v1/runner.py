@@ -276,7 +276,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         return result
 
     def _proposing_rows(self, eligible: list[int], counts: list[int]) -> list[int]:
-        """Choose the rows that propose in this step, of those that may."""
+        """Choose the rows that propose in this step from ``eligible`` ones."""
         rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
         chooses = self.built.speculator.controller.chooses
         if rows and chooses and self._batch.gives_first_token(counts):

@@ -75,7 +75,7 @@ class LevelAdapters:
         adapters skip it.
 
         Args:
-            num_rows: rows of a pass, the last of which are padding.
+            num_rows: rows of a pass, including padding at the end.
             query_len: tokens of a row; all have logits, except those of padding.
         """
         adapters = self._adapters_of(request_ids)
@@ -97,7 +97,7 @@ class LevelAdapters:
     def with_dummy_adapters(self) -> Iterator[None]:
         """Give every row a dummy adapter while passes are warmed up and measured.
 
-        vLLM creates and loads adapters for each of its dummy runs, which would be measured too.
+        vLLM creates and loads adapters for each dummy run, which would be measured too.
         Here they are loaded once.
         """
         runner = self._runner

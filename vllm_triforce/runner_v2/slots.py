@@ -58,7 +58,7 @@ class Slots:
         return self._slots[request_id]
 
     def release_without_proposal(self, count: int, kept: Container[str]) -> None:
-        """Release at most ``count`` slots that only keep hidden states, none of those ``kept``."""
+        """Release at most ``count`` slots that only keep hidden states, except ``kept``."""
         idle = [r for r, slot in self._slots.items() if not slot.has_proposed and r not in kept]
         for request_id in idle[: max(0, count)]:
             self.release(request_id)

@@ -195,7 +195,7 @@ def _wrap_create_speculative_config(original):
                 layers = check_head.aux_layers(hf_config, target_model_config)
                 swaps.HEAD_LAYERS.set(hf_config, layers)
                 swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
-            # A head's blocks and steps are those of a draft with a cache of its own.
+            # A head's blocks and steps are those of a draft with a separate cache.
             speculative_config.method = "draft_model"
         # Level 1 runs over a window, so the draft's context length is no limit.
         speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len

@@ -109,8 +109,8 @@ def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    known = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
-    weights = {id(layer.weight) for layer in known}
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+    weights = {id(layer.weight) for layer in layers}
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and id(weight) not in weights:
             raise ValueError(

@@ -55,7 +55,7 @@ def backend_of(impl) -> GPUBackend | None:
 def kernel_for(impl, dtype: torch.dtype) -> PagedKernel:
     """Choose the kernel of level 2 and of level 1's draft for a layer of a supported backend.
 
-    FlashAttention is chosen wherever it reads the stored dtype, whatever backend the full pass has:
+    FlashAttention is chosen wherever it reads the stored dtype, with any backend of the full pass:
     it splits a short query's keys over the GPU, and vLLM's Triton kernel does so for single tokens
     only.
 
