@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
 from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
-from vllm_triforce_bench.lab.policies import H2O, POLICIES, LabPolicy, SecondLook, Sizes
+from vllm_triforce_bench.lab.policies import POLICIES, LabPolicy, Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.target import Target
 from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
@@ -35,18 +36,13 @@ SMALL = Sizes(budget=64, chunk_size=8, refresh_interval=2, tokens_per_pass=7)
 
 
 def layer_trace(num_heads=4, num_kv_heads=2, seed=0, **options) -> LayerTrace:
-    """A layer of random keys and queries, with H2O's mass by one plain softmax."""
+    """A layer of random keys and queries."""
     torch.manual_seed(seed)
     total = START + COUNT
     keys, values = torch.randn(2, num_kv_heads, total, DIM)
     queries = torch.randn(num_heads, total, DIM) * 2
-    group = num_heads // num_kv_heads
     options = AttentionOptions(DIM**-0.5, **options)
-    scores = queries @ keys.repeat_interleave(group, 0).mT * DIM**-0.5
-    seen = torch.ones(total, total, dtype=torch.bool).tril()
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)[:, :START, :START]
-    mass = weights.sum(1).view(num_kv_heads, group, START).sum(1)
-    return LayerTrace(keys, values, queries[:, START - 1 :], START, options, mass)
+    return LayerTrace(keys, values, queries[:, START - 1 :], START, options)
 
 
 def kept(layer: LayerTrace, policy: LabPolicy, kv_head: int, query=None) -> torch.Tensor:
@@ -179,22 +175,28 @@ def test_sparse_attention_is_a_loop_over_heads(softcap, sinks):
             torch.testing.assert_close(found[head, row], weights @ values[best])
 
 
-def test_recording_in_pieces_sums_up_the_same_mass():
-    """H2O's mass, gathered block by block, is the column sum of the plain softmax."""
-    torch.manual_seed(0)
-    wanted = layer_trace()
+def test_recording_in_pieces_is_recording_at_once():
     torch.manual_seed(0)
     total = START + COUNT
     keys, values = torch.randn(2, 2, total, DIM)
-    queries = torch.randn(4, total, DIM) * 2
-    recording = Recording(1, total, START, with_mass=True)
-    for begin, end in [(0, 128), (128, 129), (129, START), (START, total)]:
-        piece = slice(begin, end)
-        recording(0, queries[:, piece], keys[:, piece], values[:, piece], wanted.options)
-        recording.position = end
-    (found,) = recording.layer_traces()
-    torch.testing.assert_close(found.mass, wanted.mass)
-    assert torch.equal(found.queries, wanted.queries) and torch.equal(found.keys, wanted.keys)
+    queries = torch.randn(4, total, DIM)
+    options = AttentionOptions(DIM**-0.5)
+
+    def record(*ends: int) -> tuple[torch.Tensor, LayerTrace]:
+        recording, outputs = Recording(1, total, START), []
+        for begin, end in pairwise([0, *ends]):
+            piece = slice(begin, end)
+            outputs.append(
+                recording(0, queries[:, piece], keys[:, piece], values[:, piece], options)
+            )
+            recording.position = end
+        return torch.cat(outputs, 1), recording.layer_traces()[0]
+
+    (output, layer), (wanted, whole) = record(128, 129, START, total), record(total)
+    torch.testing.assert_close(output, wanted)
+    assert torch.equal(layer.keys, whole.keys) and torch.equal(layer.values, whole.values)
+    assert torch.equal(layer.queries, whole.queries)
+    assert torch.equal(layer.queries, queries[:, START - 1 :])
 
 
 # ------------------------------------------------------------------------------- the policies
@@ -204,7 +206,7 @@ def test_recording_in_pieces_sums_up_the_same_mass():
 def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     target, _ = gqa
     ids = tokens(150)
-    trace = target.record(ids[:120], ids[120:], with_mass=policy.needs_mass)
+    trace = target.record(ids[:120], ids[120:])
     full, _ = target.replay(trace, None)
     found, replay = target.replay(trace, policy(Sizes(budget=160, chunk_size=8)))
     assert torch.equal(found, full)
@@ -227,7 +229,7 @@ def test_policies_keep_what_they_may(policy, heads, budget):
         mask = kept(layer, policy(sizes), kv_head)
         counts = mask.sum(-1)
         grown = sizes.refresh_interval * sizes.tokens_per_pass + sizes.chunk_size
-        exact = policy.name in ("topk", "h2o")
+        exact = policy.name == "topk"
         assert int(counts.max()) <= budget + (0 if exact else grown)
         assert int(counts.min()) >= budget - (0 if exact else sizes.chunk_size)
         assert not bool((mask & ~causal_mask(layer.positions(), layer.num_tokens)).any())
@@ -286,51 +288,6 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
                 assert found == sorted(reads)
 
 
-def test_a_second_look_reads_the_short_listed_chunks_with_the_most_attention():
-    """Oracle: chunk by chunk. The recent and the first chunk come on top."""
-    size, recent, count = 8, 3, 8  # of SMALL: 64 tokens, of which 24 are recent
-    layer, sizes = layer_trace(4, 2), dataclasses.replace(SMALL, recent_tokens=24)
-    changed = 0
-    for kv_head in range(2):
-        mask = kept(layer, SecondLook(sizes), kv_head)
-        assert bool((mask == mask[:1]).all())
-        for row in range(COUNT):
-            query = layer.queries[layer.heads(kv_head), 1 + row] * DIM**-0.5
-            tail = (START + row) // size - recent
-            chunks = {i: layer.keys[kv_head, i * size : (i + 1) * size] for i in range(1, tail)}
-            means = torch.stack([query @ keys.mean(0) for keys in chunks.values()])
-            votes = dict(zip(chunks, means.softmax(0).sum(1).tolist()))
-            wanted = count - recent - 1
-            short = sorted(chunks, key=votes.__getitem__)[-2 * wanted :]
-            keys = torch.cat([chunks[i] for i in short])
-            attention = (query @ keys.T).softmax(-1).sum(0).view(len(short), size).sum(1)
-            best = {short[int(i)] for i in attention.topk(wanted).indices}
-            changed += best != set(short[-wanted:])
-            found = mask[0, row].nonzero().flatten() // size
-            assert set(found.tolist()) == best | {0} | set(range(tail, (START + row) // size + 1))
-    assert changed > COUNT / 2
-
-
-def test_h2o_keeps_the_heavy_hitters_of_all_earlier_queries():
-    """Oracle: the column sums of one plain softmax over the whole context."""
-    layer = layer_trace(4, 2)
-    weights = []
-    for head in range(4):
-        scores = layer.queries[head, 1:] @ layer.keys[head // 2].T * DIM**-0.5
-        seen = causal_mask(layer.positions(), layer.num_tokens)
-        weights.append(scores.masked_fill(~seen, -torch.inf).softmax(-1))
-    for kv_head in range(2):
-        mask = kept(layer, H2O(SMALL), kv_head)
-        rows = weights[2 * kv_head] + weights[2 * kv_head + 1]
-        for row in range(COUNT):
-            position = START + row
-            sums = rows[:row].sum(0)
-            sums[:START] += layer.mass[kv_head]
-            older = sums[: position + 1 - 32]
-            wanted = set(older.topk(32).indices.tolist()) | set(range(position - 31, position + 1))
-            assert set(mask[0, row].nonzero().flatten().tolist()) == wanted
-
-
 def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
     """The paper's needle case at one layer: keys that only the newest queries ask for."""
     layer = layer_trace(2, 2)
@@ -338,14 +295,13 @@ def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
     direction = torch.nn.functional.normalize(torch.randn(2, 1, DIM), dim=-1)
     layer.keys[:, needle] = 6 * direction
     layer.queries[:] = 3 * direction + 0.1 * layer.queries
-    layer.mass[:, needle] = 0
     for kv_head in range(2):
         shown = {name: kept(layer, p(SMALL), kv_head)[..., needle] for name, p in POLICIES.items()}
         assert bool(shown["topk"].all()) and bool(shown["retrieval"].all())
-        assert not bool(shown["streaming"].any()) and not bool(shown["h2o"][:, 0].any())
+        assert not bool(shown["streaming"].any())
 
 
-@pytest.mark.parametrize("policy", ["retrieval", "quest", "h2o", "streaming"])
+@pytest.mark.parametrize("policy", ["retrieval", "quest", "streaming"])
 def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
     """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
     layer = layer_trace(8, 2)
@@ -525,7 +481,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     assert len(lines) == 1 + 2 * (1 + 5) + 2
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
-    assert counts == dict(budget=24, depth=24, chunk=4, recent=4, refresh=4, needle=12)
+    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4, needle=8)
     shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
     assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
     at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")

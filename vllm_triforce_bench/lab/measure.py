@@ -37,9 +37,8 @@ def measure_context(
         advance((done + tokens) ** 2 // 2 - done**2 // 2)
         done += tokens
 
-    with_mass = any(POLICIES[replay.policy].needs_mass for replay in context.replays)
     draw = partial(_draw, settings, torch.Generator().manual_seed(settings.seed + context.stretch))
-    trace = target.record(context.prompt, context.replayed, with_mass, recorded, draw)
+    trace = target.record(context.prompt, context.replayed, recorded, draw)
     pairs = len(trace.replayed) * trace.start
     full_logits, _ = target.replay(trace, None)
     full = next_token_probs(full_logits, settings.temperature, settings.top_p)

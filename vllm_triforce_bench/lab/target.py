@@ -76,7 +76,6 @@ class Target:
         self,
         prompt: Sequence[int],
         replayed: Sequence[int] | int,
-        with_mass: bool = False,
         advance: Callable[[int], None] = lambda tokens: None,
         draw: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> Trace:
@@ -91,11 +90,13 @@ class Target:
             MemoryError: the context's keys and values do not fit.
         """
         count = replayed if isinstance(replayed, int) else len(replayed)
-        capacity = len(prompt) + count
-        recording = Recording(self.config.num_hidden_layers, capacity, len(prompt), with_mass)
+        num_tokens = len(prompt) + count
+        recording = Recording(self.config.num_hidden_layers, num_tokens, len(prompt))
         remedy = "lower --context or --contexts, or use --dtype bfloat16"
         with (
-            checked_allocation("the full cache", self._cache_bytes(capacity), self.device, remedy),
+            checked_allocation(
+                "the full cache", self._cache_bytes(num_tokens), self.device, remedy
+            ),
             _standing_in(recording),
         ):
             for begin in range(0, len(prompt), _PREFILL_TOKENS):
