@@ -23,7 +23,6 @@ from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
-from vllm_triforce_bench.lab.needle import PRESETS, plant
 from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies import POLICIES, LabPolicy, Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
@@ -436,24 +435,6 @@ def test_acceptance_is_the_share_that_both_give():
     assert torch.equal(greedy, same_argmax(full, sparse).float())
 
 
-def test_a_needle_is_where_it_should_be():
-    encode = lambda text: [ord(c) for c in text]  # noqa: E731
-    filler = [1000 + i for i in range(600)]
-    for depth in (0, 0.5, 1):
-        needle = plant(encode, [7], filler, PRESETS["pass-key"], 500, depth, seed=3)
-        fact, question, answer = PRESETS["pass-key"].filled(3)
-        assert len(needle.prompt) == 500 and needle.prompt[0] == 7
-        place = next(i for i, token in enumerate(needle.prompt) if token == encode(fact)[0])
-        assert needle.prompt[place : place + len(fact)] == encode(fact)
-        room = 500 - 1 - len(fact) - len(question) + 1
-        assert place == 1 + round(depth * room)
-        fed = needle.prompt + needle.replayed + needle.answer[-1:]
-        assert "".join(map(chr, fed[-len(question + answer) :])) == question + answer
-        assert needle.answer == encode(answer)
-    other = PRESETS["pass-key"].filled(4)
-    assert other != PRESETS["pass-key"].filled(3)
-
-
 # ------------------------------------------------------------------------------- the command
 
 RUN = [
@@ -462,7 +443,6 @@ RUN = [
     *("--budgets", "64", "128", "--at-budgets", "128", "--chunk-sizes", "8", "16"),
     *("--recent-shares", "0.25", "0.5", "--refresh-intervals", "1", "8"),
     *("--replay-tokens", "16", "--stretches", "2"),
-    *("--needle", "code-line", "--needle-repeats", "1", "--needle-depths", "0.1", "0.9"),
 ]
 
 
@@ -472,16 +452,16 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     pytest.importorskip("matplotlib")
     assert cli.main([*RUN, "--output", str(tmp_path)]) == 0
     shown, progress = capsys.readouterr()
-    assert "By budget" in shown and "With the full cache" in shown
+    assert "By budget" in shown
     # What goes on is said without a terminal too: at the start, and after each experiment.
     lines = [line for line in progress.splitlines() if line.endswith(("left", "not known yet"))]
-    assert lines[0] == "0 of 6 prompts, time left: not known yet"
-    assert re.fullmatch(r"stretch 1 of 6, 256 tokens, depth: \d+%, 0:\d\d:\d\d left", lines[1])
-    assert lines[-1] == "needle 6 of 6, 512 tokens, needle: 100%, 0:00:00 left"
-    assert len(lines) == 1 + 2 * (1 + 5) + 2
+    assert lines[0] == "0 of 4 prompts, time left: not known yet"
+    assert re.fullmatch(r"stretch 1 of 4, 256 tokens, depth: \d+%, 0:\d\d:\d\d left", lines[1])
+    assert lines[-1] == "stretch 4 of 4, 512 tokens, refresh: 100%, 0:00:00 left"
+    assert len(lines) == 1 + 2 * (1 + 5)
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
-    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4, needle=8)
+    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4)
     shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
     assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
     at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")
@@ -489,7 +469,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     document = json.loads((tmp_path / "results.json").read_text())
     assert len(document["rows"]) == len(rows) and document["settings"]["context"] == 512
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 6 and "src='http" not in page
+    assert page.count("data:image/png;base64,") == 5 and "src='http" not in page
     assert (tmp_path / "budget.png").stat().st_size > 10_000
 
 
@@ -509,9 +489,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--temperature", "-1"], "--temperature: -1 is not accepted: input should be greater"),
         (["--temperature", "nan"], "--temperature: nan is not accepted"),
         (["--temperature", "inf"], "--temperature: inf is not accepted"),
-        (["--needle", "hay"], "needle 'hay' is unknown"),
-        (["--needle-fact", "x"], "--needle-question"),
-        (["--needle-depths", "1.5"], "--needle-depths: 1.5 is not accepted: input should be less"),
+        (["--recent-shares", "1.5"], "--recent-shares: 1.5 is not accepted: input should be less"),
         (
             ["--refresh-intervals", "-1"],
             "--refresh-intervals: -1 is not accepted: input should be greater",
@@ -612,19 +590,3 @@ def test_attention_that_the_lab_does_not_know_is_noticed(gqa):
     model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="says something else"):
         Target(model)
-
-
-def test_settings_name_every_option():
-    """No setting without an option, none without its default."""
-    import argparse
-
-    from vllm_triforce_bench.lab.command import add_arguments, read_settings
-    from vllm_triforce_bench.lab.settings import LabSettings
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    args = parser.parse_args(["model", "--text", str(PROMPTS / "typing.txt")])
-    settings = read_settings(args)
-    for field in dataclasses.fields(LabSettings):
-        if field.default is not dataclasses.MISSING and field.name != "needle":
-            assert getattr(settings, field.name) == field.default, field.name

@@ -14,9 +14,8 @@ from vllm_triforce_bench.lab.target import Target
 def query_key_pairs(context: Context) -> int:
     """Work on a context, for a progress bar."""
     length = len(context.prompt)
-    count = context.replayed if isinstance(context.replayed, int) else len(context.replayed)
-    replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
-    return length * length // 2 + replays * count * length
+    num_replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
+    return length * length // 2 + num_replays * context.num_replayed * length
 
 
 def measure_context(
@@ -55,7 +54,6 @@ def measure_context(
                 acceptance=float(acceptance(full, probs).mean()),
                 kept_mass=sparse.kept_mass,
                 tokens_read=sparse.tokens_read,
-                **_answer_figures(context, full_logits, logits),
             )
             advance(pairs)
         yield dict(
@@ -67,7 +65,6 @@ def measure_context(
             refresh_interval=replay.sizes.refresh_interval,
             context=trace.start,
             stretch=context.stretch,
-            needle_depth=context.needle_depth,
             replayed_tokens=len(trace.replayed),
             **measured[key],
         )
@@ -78,21 +75,6 @@ def _draw(settings: LabSettings, generator: torch.Generator, logits: torch.Tenso
     temperature = settings.temperature if settings.replay == "sample" else 0.0
     probs = next_token_probs(logits[None], temperature, settings.top_p)[0]
     return int(torch.multinomial(probs.cpu(), 1, generator=generator))
-
-
-def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) -> dict:
-    """Probability of the needle's answer (geometric mean over tokens), and greedy hits."""
-    if context.answer is None:
-        return {}
-    answer = torch.tensor(context.answer, device=full.device)[:, None]
-    figures = {}
-    for name, logits in (("full", full), ("sparse", sparse)):
-        log_probs = logits.float().log_softmax(-1).gather(-1, answer)
-        figures[f"answer_probability_{name}"] = float(log_probs.mean().exp())
-        figures[f"answer_hits_{name}"] = float(
-            (logits.argmax(-1, keepdim=True) == answer).float().mean()
-        )
-    return figures
 
 
 # Agreement of two next-token distributions.

@@ -231,12 +231,11 @@ def check_config(config, settings: LabSettings) -> None:
             "knows full and sliding-window attention only"
         )
     limit = getattr(text, "max_position_embeddings", None)
-    needed = settings.longest_context + settings.replay_tokens + 1
-    if limit is not None and needed > limit:
+    if limit is not None and settings.num_tokens > limit:
         raise ValueError(
-            f"the longest context of {settings.longest_context} and its replay need {needed} "
-            f"positions, and model {settings.model!r} has {limit}; use shorter --context and "
-            "--contexts"
+            f"the longest context of {settings.longest_context} and its replay need "
+            f"{settings.num_tokens} positions, and model {settings.model!r} has {limit}; use "
+            "shorter --context and --contexts"
         )
 
 
