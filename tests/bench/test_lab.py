@@ -22,7 +22,7 @@ from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
-from vllm_triforce_bench.lab.measure import acceptance, next_token_probs, same_argmax
+from vllm_triforce_bench.lab.measure import acceptance, next_token_probs
 from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies import POLICIES, LabPolicy, Sizes
 from vllm_triforce_bench.lab.settings import LabSettings
@@ -209,7 +209,6 @@ def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     full, _ = target.replay(trace, None)
     found, replay = target.replay(trace, policy(Sizes(budget=160, chunk_size=8)))
     assert torch.equal(found, full)
-    assert float(same_argmax(full, found).float().mean()) == 1.0
     probs = next_token_probs(full, 0.6, 0.9)
     assert float(acceptance(probs, next_token_probs(found, 0.6, 0.9)).min()) == 1.0
     assert replay.kept_mass == 1.0
@@ -287,19 +286,6 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
                 assert found == sorted(reads)
 
 
-def test_only_retrieval_and_topk_find_a_needle_that_nothing_looked_at_before():
-    """The paper's needle case at one layer: keys that only the newest queries ask for."""
-    layer = layer_trace(2, 2)
-    needle = slice(104, 112)  # one chunk
-    direction = torch.nn.functional.normalize(torch.randn(2, 1, DIM), dim=-1)
-    layer.keys[:, needle] = 6 * direction
-    layer.queries[:] = 3 * direction + 0.1 * layer.queries
-    for kv_head in range(2):
-        shown = {name: kept(layer, p(SMALL), kv_head)[..., needle] for name, p in POLICIES.items()}
-        assert bool(shown["topk"].all()) and bool(shown["retrieval"].all())
-        assert not bool(shown["streaming"].any())
-
-
 @pytest.mark.parametrize("policy", ["retrieval", "quest", "streaming"])
 def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
     """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
@@ -365,12 +351,9 @@ def test_a_copy_in_bfloat16_knows_its_positions(gqa):
     """RoPE's angles are the target's, rounded as numbers of bfloat16 are. Frequencies in bfloat16,
     as ``model.to()`` makes them, are wrong by more with every position."""
     target, _ = gqa
-    positions = torch.tensor([[60_000]])
-    copy, own = target._copy("bfloat16").model.rotary_emb, target.model.model.rotary_emb
-    angles, wanted = (
-        copy(torch.ones(1, dtype=torch.bfloat16), positions),
-        own(torch.ones(1), positions),
-    )
+    positions, ones = torch.tensor([[60_000]]), torch.ones(1)
+    angles = target._copy("bfloat16").model.rotary_emb(ones.bfloat16(), positions)
+    wanted = target.model.model.rotary_emb(ones, positions)
     for found, right in zip(angles, wanted, strict=True):
         torch.testing.assert_close(found.float(), right, atol=2**-8, rtol=0)
 
@@ -397,16 +380,12 @@ def test_fewer_bits_agree_less(gqa):
     target, _ = gqa
     ids = tokens(200, seed=6)
     trace = target.record(ids[:150], ids[150:])
-    full = next_token_probs(target.replay(trace, None)[0], 1.0, 1.0)
-    shares = {
-        name: float(
-            acceptance(
-                full,
-                next_token_probs(target.replay(trace, POLICIES["full"](SMALL), name)[0], 1.0, 1.0),
-            ).mean()
-        )
-        for name in SCHEMES
-    }
+
+    def probs(policy, copy="none") -> torch.Tensor:
+        return next_token_probs(target.replay(trace, policy, copy)[0], 1.0, 1.0)
+
+    full, policy = probs(None), POLICIES["full"](SMALL)
+    shares = {name: float(acceptance(full, probs(policy, name)).mean()) for name in SCHEMES}
     assert shares["none"] == 1
     assert shares["int4"] < shares["int8"] < shares["int8-weights"] < 1
     assert shares["int4"] < shares["fp8"] < shares["bfloat16"] < 1
@@ -416,7 +395,7 @@ def test_fewer_bits_agree_less(gqa):
 
 
 def test_acceptance_is_the_share_that_both_give():
-    """Against the sum of minima, over tokens taken one by one until they make up top-p."""
+    """The sum of minima; one-hot at T=0."""
     torch.manual_seed(0)
     full, sparse = torch.randn(2, 50, 97) * 3
     for temperature, top_p in [(1.0, 1.0), (0.6, 0.9), (1.3, 0.5)]:
@@ -424,15 +403,9 @@ def test_acceptance_is_the_share_that_both_give():
         found = acceptance(p, q)
         torch.testing.assert_close(found, torch.minimum(p, q).sum(-1), atol=1e-6, rtol=0)
         assert float(found.min()) >= 0 and float(found.max()) <= 1
-        for row in range(50):
-            probs, taken = (full[row] / temperature).softmax(0), []
-            for token in probs.argsort(descending=True).tolist():
-                if float(probs[taken].sum()) < top_p:
-                    taken.append(token)
-            wanted = torch.zeros(97).index_copy(0, torch.tensor(taken), probs[taken])
-            torch.testing.assert_close(p[row], wanted / wanted.sum())
+        assert bool(((p > 0).sum(-1) < 97).any()) == (top_p < 1)
     greedy = acceptance(next_token_probs(full, 0, 0.9), next_token_probs(sparse, 0, 0.9))
-    assert torch.equal(greedy, same_argmax(full, sparse).float())
+    assert torch.equal(greedy, (full.argmax(-1) == sparse.argmax(-1)).float())
 
 
 # ------------------------------------------------------------------------------- the command
@@ -486,18 +459,9 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--policies", "best"], "best"),
         (["--copies", "int3"], "int3"),
         (["--top-p", "0"], "--top-p: 0 is not accepted: input should be greater than 0"),
-        (["--temperature", "-1"], "--temperature: -1 is not accepted: input should be greater"),
         (["--temperature", "nan"], "--temperature: nan is not accepted"),
-        (["--temperature", "inf"], "--temperature: inf is not accepted"),
         (["--recent-shares", "1.5"], "--recent-shares: 1.5 is not accepted: input should be less"),
-        (
-            ["--refresh-intervals", "-1"],
-            "--refresh-intervals: -1 is not accepted: input should be greater",
-        ),
-        (
-            ["--tokens-per-pass", "0"],
-            "--tokens-per-pass: 0 is not accepted: input should be greater",
-        ),
+        (["--refresh-intervals", "-1"], "--refresh-intervals: -1 is not accepted"),
         (["--device", "toaster"], "device='toaster'"),
         (["--output", __file__], "is a file"),
     ],
@@ -540,9 +504,6 @@ def test_a_broken_policy_of_another_package_harms_only_who_compares_it(tmp_path)
     clashing = put_project(tmp_path, "clashing", {"topk": "clashing_module:Newest"})
     code, said = lab(clashing, *few[2:])
     assert code == 2 and "policies: 'topk': the lab has one of that name; rename" in said
-    taking = put_project(tmp_path, "taking", {"quest": "taking_module:Newest"})
-    code, said = lab(taking, "--help")
-    assert code == 2 and "taking adds 'quest'" in said
 
 
 def test_a_model_that_is_none_is_refused(capsys, tmp_path):
@@ -572,21 +533,11 @@ def test_copies_of_experts_are_refused(tmp_path, capsys):
     assert "whose weights alone the lab rounds; use bfloat16 or none" in capsys.readouterr().err
 
 
-def test_attention_that_the_lab_does_not_know_is_noticed(gqa):
+def test_attention_that_the_lab_does_not_know_is_noticed(gqa, monkeypatch):
     """A model whose own attention does something else is refused, not measured wrongly."""
-    _, stock = gqa
-    model = copy.deepcopy(stock)
-    forward = type(model.model.layers[0].self_attn).forward
+    from vllm_triforce_bench.lab import passes
 
-    def biased(self, *args, **kwargs):
-        if self.config._attn_implementation != "vllm_triforce_lab":
-            self.scaling = 0.5 * DIM**-0.5
-        else:
-            self.scaling = 32**-0.5
-        return forward(self, *args, **kwargs)
-
-    for layer in model.model.layers:
-        layer.self_attn.forward = biased.__get__(layer.self_attn)
-    model.set_attn_implementation("eager")
+    scores = passes.attention_scores
+    monkeypatch.setattr(passes, "attention_scores", lambda *args: 1.5 * scores(*args))
     with pytest.raises(RuntimeError, match="says something else"):
-        Target(model)
+        Target(copy.deepcopy(gqa[1]))

@@ -31,8 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(args: argparse.Namespace) -> LabSettings:
     """Raise ValueError if the arguments do not make a run."""
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(LabSettings)}
-    return LabSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(LabSettings)):
+        value = getattr(args, name)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return LabSettings(**values)
 
 
 def run(args: argparse.Namespace) -> int:

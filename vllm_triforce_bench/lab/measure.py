@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from transformers import TopPLogitsWarper
 
 from vllm_triforce_bench.lab.contexts import Context
 from vllm_triforce_bench.lab.policies import POLICIES
@@ -40,6 +41,7 @@ def measure_context(
     trace = target.record(context.prompt, context.replayed, recorded, draw)
     pairs = len(trace.replayed) * trace.start
     full_logits, _ = target.replay(trace, None)
+    greedy = full_logits.argmax(-1)
     full = next_token_probs(full_logits, settings.temperature, settings.top_p)
     advance(pairs)
     measured: dict[tuple, dict] = {}
@@ -50,7 +52,7 @@ def measure_context(
             logits, sparse = target.replay(trace, policy, replay.copy)
             probs = next_token_probs(logits, settings.temperature, settings.top_p)
             measured[key] = dict(
-                greedy_agreement=float(same_argmax(full_logits, logits).float().mean()),
+                greedy_agreement=float((logits.argmax(-1) == greedy).float().mean()),
                 acceptance=float(acceptance(full, probs).mean()),
                 kept_mass=sparse.kept_mass,
                 tokens_read=sparse.tokens_read,
@@ -92,13 +94,10 @@ def next_token_probs(
     logits = logits.float()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    probs = (logits / temperature).softmax(-1)
-    if top_p >= 1:
-        return probs
-    ordered, tokens = probs.sort(dim=-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p  # the tokens before make up top_p
-    probs = probs.scatter(-1, tokens, ordered.masked_fill(outside, 0.0))
-    return probs / probs.sum(-1, keepdim=True)
+    logits = logits / temperature
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(torch.empty(0, dtype=torch.long), logits)
+    return logits.softmax(-1)
 
 
 def acceptance(
@@ -110,11 +109,3 @@ def acceptance(
     Computed as one minus the total variation: equal distributions give exactly 1.
     """
     return (1 - 0.5 * (full - sparse).abs().sum(-1)).clamp_(0.0, 1.0)
-
-
-def same_argmax(
-    full: torch.Tensor,  # [num_tokens, vocab_size]
-    sparse: torch.Tensor,  # [num_tokens, vocab_size]
-) -> torch.Tensor:  # [num_tokens], bool
-    """True if greedy decoding accepts the token."""
-    return full.argmax(-1) == sparse.argmax(-1)

@@ -90,7 +90,8 @@ def write(
 def _article(table: Table, picture: bytes) -> page.Article:
     data, title = base64.b64encode(picture).decode(), html.escape(table.title)
     figure = f"<img alt='{title}' style='max-width:100%' src='data:image/png;base64,{data}'>"
-    columns = [page.Cell("policy", kind=""), page.Cell(kind=""), *map(page.Cell, table.values)]
+    values = [page.Cell(str(value)) for value in table.values]
+    columns = [page.Cell("policy", kind=""), page.Cell(kind=""), *values]
     rows = [
         [page.Cell(policy, kind=""), page.Cell(name, kind=""), *map(page.Cell, cells)]
         for policy, name, *cells in table.lines()

@@ -1,8 +1,8 @@
 """Settings of the lab, checked before anything is loaded."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,15 @@ from vllm_triforce_bench.lab.copies import NO_COPY, SCHEMES
 from vllm_triforce_bench.lab.policies import POLICIES, Full, Sizes
 from vllm_triforce_bench.options import NotNegative, Share, ShareAboveZero
 
-EXPERIMENTS = ("budget", "depth", "chunk", "recent", "refresh")
+VARIED = {
+    "budget": "budget",
+    "depth": "context",
+    "chunk": "chunk_size",
+    "recent": "recent_tokens",
+    "refresh": "refresh_interval",
+}
+"""What each experiment varies."""
+_SIZES = ("context", "chunk_size", "recent_tokens", "refresh_interval", "tokens_per_pass")
 _REPLAYS = ("text", "greedy", "sample")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,7 +61,7 @@ class LabSettings:
     model: str
     text: tuple[Path, ...]
     output: Path
-    experiments: tuple[str, ...] = _option(str, EXPERIMENTS, "what to vary", EXPERIMENTS)
+    experiments: tuple[str, ...] = _option(str, tuple(VARIED), "what to vary", VARIED)
     policies: tuple[str, ...] = _option(
         str, tuple(p for p in POLICIES if p != Full.name), "policies to compare", POLICIES
     )
@@ -123,43 +131,37 @@ class LabSettings:
         Raises:
             ValueError: level 2 refuses the sizes of an experiment.
         """
-        return [
-            Replayed(experiment, policy, sizes, context, copy)
-            for experiment in self.experiments
-            for copy in self.copies
-            for context in (self.contexts if experiment == "depth" else (self.context,))
-            for sizes in self._sizes(experiment)
+        replays = []
+        for experiment, copy in itertools.product(self.experiments, self.copies):
             # The others vary what retrieval alone has.
-            for policy in (self.policies if experiment in ("budget", "depth") else ("retrieval",))
-        ]
-
-    def _sizes(self, experiment: str) -> list[Sizes]:
-        budgets = self.budgets if experiment == "budget" else self.at_budgets
-        sizes = partial(
-            Sizes,
-            recent_tokens=self.recent_tokens,
-            refresh_interval=self.refresh_interval,
-            tokens_per_pass=self.tokens_per_pass,
-        )
-        try:
-            return [
-                sizes(budget, **{"chunk_size": self.chunk_size, **varied})
-                for budget in budgets
-                for varied in self._varied(experiment, budget)
+            policies = self.policies if experiment in ("budget", "depth") else ("retrieval",)
+            try:
+                points = list(self._points(experiment))
+            except ValueError as error:
+                raise ValueError(f"{experiment} experiment: {error}") from error
+            replays += [
+                Replayed(experiment, policy, sizes, context, copy)
+                for sizes, context in points
+                for policy in policies
             ]
-        except ValueError as error:
-            raise ValueError(f"{experiment} experiment: {error}") from error
+        return replays
 
-    def _varied(self, experiment: str, budget: int) -> list[dict[str, int]]:
-        chunk = self.chunk_size
-        if experiment == "chunk":
-            return [dict(chunk_size=size) for size in self.chunk_sizes]
-        if experiment == "refresh":
-            return [dict(refresh_interval=interval) for interval in self.refresh_intervals]
-        if experiment == "recent":
-            counts = {max(1, round(share * budget / chunk)) * chunk for share in self.recent_shares}
-            return [dict(recent_tokens=count) for count in sorted(counts)]
-        return [{}]
+    def _points(self, experiment: str) -> Iterator[tuple[Sizes, int]]:
+        """Yield the sizes and contexts of an experiment."""
+        for budget in self.budgets if experiment == "budget" else self.at_budgets:
+            counts = (round(share * budget / self.chunk_size) for share in self.recent_shares)
+            values: dict[str, Iterable[int]] = {
+                "budget": (budget,),
+                "depth": self.contexts,
+                "chunk": self.chunk_sizes,
+                "recent": sorted({max(1, count) * self.chunk_size for count in counts}),
+                "refresh": self.refresh_intervals,
+            }
+            for value in values[experiment]:
+                point = {name: getattr(self, name) for name in _SIZES}
+                point |= {"budget": budget, VARIED[experiment]: value}
+                context = point.pop("context")
+                yield Sizes(**point), context
 
     @property
     def longest_context(self) -> int:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from vllm_triforce_bench.lab.settings import VARIED
+
 MEASURES = {
     "greedy_agreement": "greedy agreement",
     "acceptance": "acceptance",
     "kept_mass": "attention kept",
 }
-# Varied column of each experiment, and its label.
-_VARIED = {
-    "budget": ("budget", "budget, tokens"),
-    "depth": ("context", "context, tokens"),
-    "chunk": ("chunk_size", "chunk size, tokens"),
-    "recent": ("recent_tokens", "recent tokens"),
-    "refresh": ("refresh_interval", "refresh interval, full passes"),
+_LABELS = {
+    "budget": "budget, tokens",
+    "depth": "context, tokens",
+    "chunk": "chunk size, tokens",
+    "recent": "recent tokens",
+    "refresh": "refresh interval, full passes",
 }
 
 
@@ -71,7 +72,7 @@ def _cell(mean: float, low: float, high: float, count: float) -> str:
 def tables(rows: pd.DataFrame) -> list[Table]:
     """Make all tables of a run."""
     run_tables = []
-    for experiment, (column, label) in _VARIED.items():
+    for experiment, column in VARIED.items():
         part = rows[rows["experiment"] == experiment]
         # By one budget each, but for the experiment that varies it.
         groups = [(None, part)] if column == "budget" else part.groupby("budget")
@@ -79,5 +80,5 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             if not chosen.empty:
                 by = chosen.groupby(["policy", column], sort=False)[list(MEASURES)]
                 figures = by.agg(["mean", "min", "max", "count"])
-                run_tables.append(Table(experiment, budget, label, figures))
+                run_tables.append(Table(experiment, budget, _LABELS[experiment], figures))
     return run_tables

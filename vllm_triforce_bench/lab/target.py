@@ -59,6 +59,7 @@ class Target:
         AttentionInterface.register(ATTENTION, lab_attention)
         self.model = model.eval()
         self._last_copy: tuple[str, Any] = NO_COPY, None
+        self._token_bytes = 0  # of the full cache; read off the check
         self.config = model.config.get_text_config()
         self.device = model.device
         self._last_only = (
@@ -66,10 +67,7 @@ class Target:
             if "logits_to_keep" in inspect.signature(model.forward).parameters
             else {}
         )
-        model.set_attn_implementation("eager")  # others may leave out soft caps
-        expected = self._probe_logits()
-        model.set_attn_implementation(ATTENTION)
-        self._check(expected)
+        self._check()
 
     @torch.inference_mode()
     def record(
@@ -95,7 +93,7 @@ class Target:
         remedy = "lower --context or --contexts, or use --dtype bfloat16"
         with (
             checked_allocation(
-                "the full cache", self._cache_bytes(num_tokens), self.device, remedy
+                "the full cache", num_tokens * self._token_bytes, self.device, remedy
             ),
             _standing_in(recording),
         ):
@@ -148,31 +146,20 @@ class Target:
         output = model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
         return output.logits[0]
 
-    def _cache_bytes(self, num_tokens: int) -> int:
-        config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        size = torch.finfo(self.model.dtype).bits // 8
-        return 2 * config.num_hidden_layers * heads * head_dim * num_tokens * size
-
-    def _probe(self) -> list[int]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(
-            self.config.vocab_size, (_CHECKED_TOKENS,), generator=generator
-        ).tolist()
-
     @torch.inference_mode()
-    def _probe_logits(self) -> torch.Tensor:
-        return self._logits(self._probe(), 0, self.model).float()
-
-    @torch.inference_mode()
-    def _check(self, expected: torch.Tensor) -> None:
+    def _check(self) -> None:
         """Compare logits: a model may need attention that the lab lacks (biases, chunks)."""
-        tokens = self._probe()
-        trace = self.record(tokens[:-2], tokens[-2:])
-        logits = self.replay(trace, None)[0].float()
-        error = float((logits - expected[-2:]).abs().max() / expected.std())
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = self.config.vocab_size
+        probe = torch.randint(vocab_size, (_CHECKED_TOKENS,), generator=generator).tolist()
+        self.model.set_attn_implementation("eager")  # others may leave out soft caps
+        expected = self._logits(probe, 0, self.model).float()
+        self.model.set_attn_implementation(ATTENTION)
+        trace = self.record(probe[:-2], probe[-2:])
+        logits, _ = self.replay(trace, None)
+        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in trace.layers)
+        self._token_bytes = num_bytes // len(probe)
+        error = float((logits.float() - expected[-2:]).abs().max() / expected.std())
         limit = 1e-3 if self.model.dtype == torch.float32 else 0.25
         if not error <= limit:
             raise RuntimeError(

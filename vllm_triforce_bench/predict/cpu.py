@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def _attention_s(kv_tokens: int, num_heads: int, num_kv_heads: int, query_tokens
     keys, values = torch.full(shape, 0.01).chunk(2, dim=2)
     query = torch.ones(query_tokens, num_heads, _HEAD_DIM)
     output = torch.empty_like(query)
-    common = {
+    common: dict[str, Any] = {
         "query_start_loc": torch.tensor([0, query_tokens], dtype=torch.int32),
         "seq_lens": torch.tensor([kv_tokens], dtype=torch.int32),
         "causal": True,
