@@ -34,8 +34,6 @@ CHECKOUTS = (_VERMILION, _GREEN, _PLUM, _ORANGE)
 POLICIES = {
     "topk": ("#000000", "s", "exact top-k (ceiling)"),
     "retrieval": ("#0072b2", "o", "retrieval (TriForce)"),
-    "second-look": (_GREEN, "D", "second look"),
-    "h2o": (_ORANGE, "^", "H2O"),
     "streaming": (_VERMILION, "v", "StreamingLLM"),
 }
 MARKERS = "osD^vPX*<>"

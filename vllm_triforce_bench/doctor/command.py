@@ -4,11 +4,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_triforce_bench.options import CommaList, NotNegative, Share, checked
+from vllm_triforce_bench.options import BadInput, CommaList, NotNegative, Share, checked
 from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
 from vllm_triforce_bench.predict.settings import Acceptance
 
@@ -55,59 +55,49 @@ def run(args: argparse.Namespace) -> int:
     # Keep vLLM's log out of the report; its errors are part of the results.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    if args.url is not None:
-        return _run_server(args)
-    if args.seconds:
-        args.fail("--seconds is of a running server's traffic; give --url")
     try:
-        machine = named_machine(args.machine) if args.machine else None
-    except ValueError as error:
+        results = _examine_server(args) if args.url is not None else _examine(args)
+        _show(args, results)
+    except BadInput as error:
         args.fail(str(error))
-    if args.more and (
-        not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
-    ):
-        args.fail(f"{args.more[0]} comes before MODEL; give the model, then the engine's options")
-    acceptances = [Acceptance(share) for share in args.acceptances]
-    results = examine(args.model, args.more, machine, acceptances, args.fail)
-    from vllm_triforce_bench.doctor.text import lines
-
-    _show(args, results, lines)
     return {True: 0, False: 1, None: 3}[results["runs"]]
 
 
-def _run_server(args: argparse.Namespace) -> int:
-    """Return 0 if TriForce runs on the server, else 1."""
-    from vllm_triforce_bench.doctor.server import BadServer, examine_server
-    from vllm_triforce_bench.doctor.server_text import lines
+def _examine_server(args: argparse.Namespace) -> dict[str, Any]:
+    from vllm_triforce_bench.doctor.server import examine_server
 
     if args.model is not None or args.more or args.machine is not None:
-        args.fail("--url is of a running server; leave out MODEL, --machine and engine options")
-    try:
-        results = examine_server(args.url, args.seconds)
-    except BadServer as error:
-        args.fail(str(error))
-    _show(args, results, lines)
-    return 0 if results["runs"] else 1
+        raise BadInput("--url is of a running server; leave out MODEL, --machine and the engine")
+    return examine_server(args.url, args.seconds)
 
 
-def _show(args: argparse.Namespace, results: dict[str, Any], lines: Callable) -> None:
+def _examine(args: argparse.Namespace) -> dict[str, Any]:
+    if args.seconds:
+        raise BadInput("--seconds is of a running server's traffic; give --url")
+    machine = named_machine(args.machine) if args.machine else None
+    if args.more and (
+        not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
+    ):
+        raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
+    return examine(args.model, args.more, machine, list(map(Acceptance, args.acceptances)))
+
+
+def _show(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Print the results, and write the file of ``--report``."""
-    print(json.dumps(results, indent=1) if args.json else "\n".join(lines(results)))
-    if args.report is not None:
-        from vllm_triforce_bench.doctor.report import write_report
+    from vllm_triforce_bench.doctor.report import write_report
+    from vllm_triforce_bench.doctor.text import text
 
+    print(json.dumps(results, indent=1) if args.json else text(results))
+    if args.report is not None:
         try:
             write_report(args.report, results, args.argv)
         except OSError as error:
-            args.fail(f"--report {args.report} cannot be written ({error.strerror})")
+            reason = f"--report {args.report} cannot be written ({error.strerror})"
+            raise BadInput(reason) from error
 
 
 def examine(
-    model: str | None,
-    options: list[str],
-    machine: Machine | None,
-    acceptances: list[Acceptance],
-    fail: Callable[[str], NoReturn],
+    model: str | None, options: list[str], machine: Machine | None, acceptances: list[Acceptance]
 ) -> dict[str, Any]:
     """Check the installation, then the model with these options, as far as checks succeed.
 
@@ -115,10 +105,12 @@ def examine(
         options: options of ``vllm serve`` for the engine.
         machine: machine of the prediction; None for this one.
         acceptances: acceptances of level 2.
-        fail: takes the message of bad input, and does not return.
 
     Returns:
         The content of ``--json``.
+
+    Raises:
+        BadInput: there is no such model, or vLLM's parser rejects the options.
     """
     from vllm_triforce_bench.doctor.installation import installation
 
@@ -126,29 +118,27 @@ def examine(
     results["runs"] = results["installation"]["refusal"] is None
     if model is None or not results["runs"]:
         return results
-    if _looks_local(model) and not os.path.isdir(os.path.expanduser(model)):
-        fail(f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name")
+    # Names of the hub have one slash at most.
+    looks_local = model.startswith((".", "~", os.sep)) or model.count("/") > 1
+    if looks_local and not os.path.isdir(os.path.expanduser(model)):
+        raise BadInput(
+            f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name"
+        )
     from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
-    from vllm_triforce_bench.doctor.engine import BadOptions, engine
-
-    try:
-        results["engine"], vllm_config = engine(model, options)
-    except BadOptions as error:
-        fail(f"{error}; 'vllm serve --help=all' has the options of the engine")
-    results["runs"] = vllm_config is not None
-    if vllm_config is None:
-        return results
+    from vllm_triforce_bench.doctor.engine import engine
     from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of
     from vllm_triforce_bench.doctor.memory import level2_model_bytes, memory
     from vllm_triforce_bench.doctor.prediction import predict
 
+    results["engine"], vllm_config = engine(model, options)
+    results["runs"] = vllm_config is not None
+    if vllm_config is None:
+        return results
     try:
         layers = layers_of(vllm_config)
         copy_bytes = level2_model_bytes(vllm_config, layers)
     except NotBuilt as error:
-        results["layers"] = {"error": str(error)}
-        results["runs"] = None
-        return results
+        return {**results, "layers": {"error": str(error)}, "runs": None}
     results["layers"] = layers.to_dict()
     results["runs"] = bool(layers.retrieving) or results["engine"]["is_plain"]
     if not results["runs"]:
@@ -156,16 +146,7 @@ def examine(
         return results
     results["memory"] = memory(vllm_config, layers, copy_bytes)
     results["prediction"] = predict(
-        vllm_config, layers, copy_bytes, machine, acceptances, _print_progress
+        vllm_config, layers, copy_bytes, machine, acceptances, partial(print, file=sys.stderr)
     )
     results["prediction"]["is_asked_for"] = machine is not None
     return results
-
-
-def _looks_local(model: str) -> bool:
-    """True if the name is a folder's: names of the hub have one slash at most."""
-    return model.startswith((".", "~", os.sep)) or model.count("/") > 1
-
-
-def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr)

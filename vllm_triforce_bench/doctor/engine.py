@@ -2,13 +2,11 @@
 
 import logging
 from importlib.util import find_spec
+from logging.handlers import MemoryHandler
 from typing import Any
 
 from vllm_triforce.config.keys import METHOD
-
-
-class BadOptions(Exception):
-    """Options that vLLM's parser rejects."""
+from vllm_triforce_bench.options import BadInput
 
 
 def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
@@ -21,34 +19,24 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
         The engine's settings and vLLM's configuration, or the refusal and None.
 
     Raises:
-        BadOptions: vLLM's parser rejects the options.
+        BadInput: vLLM's parser rejects the options.
     """
-    messages = _MessageHandler()
+    handler = MemoryHandler(capacity=0)  # without a target it keeps all
     logger = logging.getLogger("vllm.triforce")
-    logger.addHandler(messages)
+    logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     try:
         vllm_config = _configure(model, options, METHOD)
-    except BadOptions:
+    except BadInput:
         raise
     except Exception as error:  # any error that would end `vllm serve` is the refusal
         refusal = _message_of(error) + _hint(error)
         return {"model": model, "refusal": refusal, **_stock_refusal(model, options)}, None
     finally:
-        logger.removeHandler(messages)
-    return {**_settings_of(vllm_config), "warnings": messages.texts}, vllm_config
-
-
-class _MessageHandler(logging.Handler):
-    """Keeps logged messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        logger.removeHandler(handler)
+    warnings = [record.getMessage() for record in handler.buffer]
+    return {**_settings_of(vllm_config), "warnings": warnings}, vllm_config
 
 
 def _configure(model: str, options: list[str], method: str | None):
@@ -57,7 +45,8 @@ def _configure(model: str, options: list[str], method: str | None):
 
     class Parser(FlexibleArgumentParser):
         def error(self, message):
-            raise BadOptions(message)  # without the usage of 250 lines
+            # Without the usage of 250 lines.
+            raise BadInput(f"{message}; 'vllm serve --help=all' has the options of the engine")
 
     parser = EngineArgs.add_cli_args(Parser())
     args = parser.parse_args(["--model", model, *options])
@@ -99,13 +88,16 @@ def _message_of(error: Exception) -> str:
 def _settings_of(vllm_config) -> dict[str, Any]:
     settings = dict(vllm_config.additional_config[METHOD])
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    scheduler_cls = scheduler.scheduler_cls
+    if not isinstance(scheduler_cls, str):
+        scheduler_cls = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
     return {
         "model": vllm_config.model_config.model,
         "architecture": vllm_config.model_config.architecture,
         "refusal": None,
         "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "worker": parallel.worker_cls,
-        "scheduler": _class_name(scheduler.scheduler_cls),
+        "scheduler": scheduler_cls,
         "asynchronous": bool(scheduler.async_scheduling),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "max_model_len": vllm_config.model_config.max_model_len,
@@ -116,8 +108,3 @@ def _settings_of(vllm_config) -> dict[str, Any]:
         "settings": settings,
         "chosen_while_running": settings["adaptive_keys"],
     }
-
-
-def _class_name(scheduler_cls) -> str:
-    is_name = isinstance(scheduler_cls, str)
-    return scheduler_cls if is_name else f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"

@@ -31,10 +31,15 @@ def installation() -> dict[str, Any]:
     register()
     from vllm.platforms import current_platform
 
+    from vllm_triforce import vllm_patches
+
     results["platform"] = current_platform.device_type
     if not current_platform.is_cpu():
         results["device"] = current_platform.get_device_name()
-    return {**results, **_patches()}
+    patches = vllm_patches.PATCHES
+    misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
+    results["wraps"] = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
+    return {**results, "refusal": f"vllm-triforce wraps {misfits[0]}" if misfits else None}
 
 
 def _hint(reason: str) -> str:
@@ -76,13 +81,3 @@ def _plugin_refusal() -> str | None:
             "it, or unset it"
         )
     return None
-
-
-def _patches() -> dict[str, Any]:
-    from vllm_triforce import vllm_patches
-
-    patches = vllm_patches.PATCHES
-    misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
-    wraps = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
-    refusal = f"vllm-triforce wraps {misfits[0]}" if misfits else None
-    return {"wraps": wraps, "refusal": refusal}

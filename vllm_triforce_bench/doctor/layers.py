@@ -18,28 +18,25 @@ class Layers:
 
     Args:
         backend: vLLM's attention backend.
-        retrieving: layers that retrieve, by name.
-        dense: layers that stay dense and the reason, by name.
+        all: by name.
+        dense: why layers stay dense, by name; the others retrieve.
         weight_bytes: bytes of the whole target.
         ranks: ranks of tensor parallelism in the options.
     """
 
     backend: str
-    retrieving: dict[str, Any]
-    dense: dict[str, tuple[Any, str]]
+    all: dict[str, Any]
+    dense: dict[str, str]
     weight_bytes: int
     ranks: int
 
     @property
-    def all(self) -> list[Any]:
-        return [*self.retrieving.values(), *(layer for layer, _ in self.dense.values())]
+    def retrieving(self) -> dict[str, Any]:
+        return {name: layer for name, layer in self.all.items() if name not in self.dense}
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "attention_backend": self.backend,
-            "retrieve": list(self.retrieving),
-            "dense": {name: reason for name, (_, reason) in self.dense.items()},
-        }
+        retrieving = list(self.retrieving)
+        return {"attention_backend": self.backend, "retrieve": retrieving, "dense": self.dense}
 
 
 def layers_of(vllm_config) -> Layers:
@@ -54,18 +51,16 @@ def layers_of(vllm_config) -> Layers:
     from vllm_triforce.core.kv_groups import attention_layers
 
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    model = _build(vllm_config)
+    weight_bytes = _build(vllm_config)
     attention = platform_for(current_platform).retrieval()
-    retrieving, dense = {}, {}
     layers = attention_layers(vllm_config)
-    for name, layer in layers.items():
-        if attention.can_retrieve(layer):
-            retrieving[name] = layer
-        else:
-            dense[name] = layer, _reason_of_dense(layer.impl)
-    weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    dense = {
+        name: _reason_of_dense(layer.impl)
+        for name, layer in layers.items()
+        if not attention.can_retrieve(layer)
+    }
     backend = next(iter(layers.values())).get_attn_backend().get_name() if layers else "none"
-    return Layers(backend, retrieving, dense, weight_bytes, ranks)
+    return Layers(backend, layers, dense, weight_bytes, ranks)
 
 
 def weight_bytes_of_copy(name: str, vllm_config) -> int:
@@ -76,19 +71,18 @@ def weight_bytes_of_copy(name: str, vllm_config) -> int:
     """
     from vllm_triforce.core.level2_model import copy_config
 
-    model = _build(copy_config(name, vllm_config))
-    return sum(tensor.nbytes for tensor in model.parameters())
+    return _build(copy_config(name, vllm_config))
 
 
-def _build(vllm_config):
+def _build(vllm_config) -> int:
+    """Build a model without weights on one rank; returns the bytes that they would have."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    vllm_config.parallel_config.tensor_parallel_size = 1
-    vllm_config.parallel_config.data_parallel_size = 1
-    vllm_config.parallel_config.world_size = 1
+    parallel = vllm_config.parallel_config
+    parallel.tensor_parallel_size = parallel.data_parallel_size = parallel.world_size = 1
     try:
         with (
             set_current_vllm_config(vllm_config),
@@ -96,9 +90,10 @@ def _build(vllm_config):
             set_default_torch_dtype(vllm_config.model_config.dtype),
             torch.device("meta"),
         ):
-            return initialize_model(vllm_config)
+            model = initialize_model(vllm_config)
     except Exception as error:
         raise NotBuilt(f"{type(error).__name__}: {error}") from error
+    return sum(tensor.nbytes for tensor in model.parameters())
 
 
 @contextlib.contextmanager

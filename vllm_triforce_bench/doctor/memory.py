@@ -29,7 +29,7 @@ def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
         fixed_bytes = sum(buffer_bytes(retrieving, drafts, config, vllm_config).values())
         share = summary_bytes_per_kv_byte(retrieving, config, vllm_config)
     each = kv_bytes_each(vllm_config)
-    sharded = (_sharded(layer, layers.ranks) for layer in layers.all)
+    sharded = (_sharded(layer, layers.ranks) for layer in layers.all.values())
     kv_bytes = sum(2 * layer.num_kv_heads * layer.head_size * each for layer in sharded)
     results = {
         "ranks": layers.ranks,

@@ -46,38 +46,33 @@ def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> No
         OSError: the file cannot be written.
     """
     machine = {"system": platform.system(), "processor": platform.machine()}
-    hidden = {name for text in argv for name in _given(text)} | set(_models(results))
+    results, models = _without_models(results)
+    hidden = {name for text in argv for name in _given(text)} | models
     # Of variables the names alone: a value may be a key.
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     hidden |= {value for value in variables.values() if not value.isdecimal() and len(value) > 2}
     report = {
         "machine": {**machine, "cores": os.cpu_count()},
         "variables": sorted(variables),
-        **_map_texts(_without_models(results), _hider(hidden - _WORDS)),
+        **_map_texts(results, _hider(hidden - _WORDS)),
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _models(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of models in results."""
-    engine = results.get("engine", {})
-    names = [engine.get("model"), engine.get("draft")]
-    names.append(engine.get("settings", {}).get("level2_model"))
-    names += [each["model"] for each in results.get("models", ())]
-    yield from filter(None, names)
-
-
-def _without_models(results: dict[str, Any]) -> dict[str, Any]:
-    """Replace the fields that hold a model's name."""
+def _without_models(results: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Replace the fields that hold a model's name; returns these names, too."""
     results = json.loads(json.dumps(results))
     engine = results.get("engine", {})
-    settings = engine.get("settings", {})
-    for holder, field in ((engine, "model"), (engine, "draft"), (settings, "level2_model")):
-        if holder.get(field) not in (None, "fp8", *DTYPES):
-            holder[field] = f"<{field}>"
+    holders = [(engine, "model", "model"), (engine, "draft", "draft")]
+    holders.append((engine.get("settings", {}), "level2_model", "level2_model"))
     for number, each in enumerate(results.get("models", ()), 1):
-        each["model"] = f"<model {number}>"
-    return results
+        holders.append((each, "model", f"model {number}"))
+    names = set()
+    for holder, field, kind in holders:
+        if holder.get(field) not in (None, "fp8", *DTYPES):
+            names.add(holder[field])
+            holder[field] = f"<{kind}>"
+    return results, names
 
 
 def _given(text: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, LevelCounters
 from vllm_triforce_bench.doctor.advice import advice
 from vllm_triforce_bench.metrics import read_metrics
+from vllm_triforce_bench.options import BadInput
 
 _TIMEOUT_S = 10
 _TRIFORCE = "vllm:triforce_"
@@ -20,10 +21,6 @@ _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", _KV_USAGE)
 Values = Mapping[str, float]
 """Sums over a model's engines, by name of the sample, but the use of the KV cache that is fullest;
 times of proposing by name and part."""
-
-
-class BadServer(ValueError):
-    """There is no vLLM server at a URL, or its metrics cannot be read."""
 
 
 def examine_server(url: str, seconds: float) -> dict[str, Any]:
@@ -37,7 +34,7 @@ def examine_server(url: str, seconds: float) -> dict[str, Any]:
         The content of ``--json``: ``runs`` is True if TriForce runs there.
 
     Raises:
-        BadServer: it cannot be read, or was started again between the readings.
+        BadInput: it cannot be read, or was started again between the readings.
     """
     base = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     now = _read(base)
@@ -101,15 +98,15 @@ def _levels(values: Values) -> LevelCounters | None:
 def _read(base: str) -> Mapping[str, Values]:
     """Return the samples of each model."""
     if not base.startswith(("http://", "https://")):
-        raise BadServer(f"--url {base!r} has no http:// or https://; give the server's address")
+        raise BadInput(f"--url {base!r} has no http:// or https://; give the server's address")
     url = f"{base}/metrics"
     try:
         samples = read_metrics(base, _TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        raise BadServer(f"{url} answers {error.code}; give the address of a vLLM server") from error
+        raise BadInput(f"{url} answers {error.code}; give the address of a vLLM server") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise BadServer(
+        raise BadInput(
             f"{url} cannot be read ({reason}); give the address of a vLLM server"
         ) from error
     models: dict[str, defaultdict[str, float]] = {}
@@ -124,7 +121,7 @@ def _read(base: str) -> Mapping[str, Values]:
             else:
                 values[name] += sample.value
     if not models:
-        raise BadServer(
+        raise BadInput(
             f"{url} has no metrics of vLLM; another service answers there, "
             "the server runs with --disable-log-stats, or its metrics go through Ray"
         )
@@ -135,11 +132,11 @@ def _since(values: Values, before: Values) -> Values:
     """Return the increments of the counters, and the gauges as they are.
 
     Raises:
-        BadServer: a counter fell.
+        BadInput: a counter fell.
     """
     added: defaultdict[str, float] = defaultdict(float)
     for name, value in values.items():
         added[name] = value if name in _GAUGES else value - before.get(name, 0.0)
         if name.endswith("_total") and added[name] < 0:
-            raise BadServer("the server was started again between the two readings; try again")
+            raise BadInput("the server was started again between the two readings; try again")
     return added

@@ -13,12 +13,32 @@ _INDENT, _WIDTH = 20, 100
 # Keys, and the controller's names of their choice.
 _LENGTHS = {"num_speculative_tokens": "length", "gamma": "gamma", "min_context": "context"}
 
+Rows = Iterator[tuple[str | None, str]]
+"""Names and values; a name of None is a paragraph."""
 
-def lines(results: dict[str, Any]) -> Iterator[str]:
-    """Print the results of ``examine()``."""
+
+def text(results: dict[str, Any]) -> str:
+    """Format the results of ``examine()`` or ``examine_server()``."""
+    rows = _server(results) if "url" in results else _examined(results)
+    return "\n".join(_line(name, value) for name, value in rows)
+
+
+def _line(name: str | None, value: str) -> str:
+    """Format a name and its value, a long value wrapped below itself."""
+    indent = 0 if name is None else _INDENT
+    return textwrap.fill(
+        f"{name or '':<{indent}}{value}",
+        _WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _examined(results: dict[str, Any]) -> Rows:
     yield from _installation(results["installation"], lists_wraps="engine" not in results)
     if "engine" in results:
-        yield ""
+        yield None, ""
         yield from _engine(results["engine"])
     if "layers" in results:
         yield from _layers(results["layers"])
@@ -26,99 +46,82 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         yield from _memory(results["memory"], results["engine"])
     if "prediction" in results:
         yield from _prediction(results["prediction"])
-    yield ""
-    yield _verdict(results)
+    yield None, ""
+    yield None, verdict(results)
 
 
-def line(name: str, value: str) -> str:
-    """Format a name and its value, a long value wrapped below itself."""
-    return textwrap.fill(
-        f"{name:<{_INDENT}}{value}",
-        _WIDTH,
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _installation(results: dict[str, Any], lists_wraps: bool) -> Iterator[str]:
-    yield line("vllm-triforce", results["vllm_triforce"])
+def _installation(results: dict[str, Any], lists_wraps: bool) -> Rows:
+    yield "vllm-triforce", results["vllm_triforce"]
     if results["vllm"] is None:
         return
     support = "supported" if results["is_supported"] else "not supported"
-    yield line("vLLM", f"{results['vllm']} ({support}: {results['supported_vllm']})")
+    yield "vLLM", f"{results['vllm']} ({support}: {results['supported_vllm']})"
     libraries = ", ".join(f"{name} {results[name]}" for name in LIBRARIES if name in results)
-    yield line("Python", f"{results['python']}; {libraries}")
+    yield "Python", f"{results['python']}; {libraries}"
     if "platform" in results:
-        device = f", {results['device']}" if "device" in results else ""
-        yield line("platform", f"{results['platform']}{device}")
+        yield "platform", ", ".join(filter(None, (results["platform"], results.get("device"))))
     if "wraps" in results:
-        names = [patch["what"] for patch in results["wraps"]]
-        yield line("wraps of vLLM", f"{len(names)} functions, inert unless TriForce is asked for")
+        num_wraps = len(results["wraps"])
+        yield "wraps of vLLM", f"{num_wraps} functions, inert unless TriForce is asked for"
         for patch in results["wraps"] if lists_wraps else ():
-            yield line("", f"{patch['what']}: {patch['why']}")
+            yield "", f"{patch['what']}: {patch['why']}"
 
 
-def _engine(results: dict[str, Any]) -> Iterator[str]:
-    yield line("model", results["model"])
+def _engine(results: dict[str, Any]) -> Rows:
+    yield "model", results["model"]
     if results["refusal"] is not None:
-        yield line("refused by", results["refused_by"])
-        yield line("because", results["refusal"])
+        yield "refused by", results["refused_by"]
+        yield "because", results["refusal"]
         return
     scheduling = "asynchronous" if results["asynchronous"] else "synchronous"
-    yield line("model runner", f"{results['runner']}, {scheduling} scheduling")
+    yield "model runner", f"{results['runner']}, {scheduling} scheduling"
     settings = results["settings"]
     if results["is_plain"]:
-        yield line("levels", "3: plain decoding over host memory")
+        yield "levels", "3: plain decoding over host memory"
     else:
-        yield from _speculation(results, settings)
+        draft = results["draft"] or "no draft model"
+        yield "level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})"
+        budget = ResolvedConfig.from_dict(settings).budget_text
+        chunks = f"in chunks of {settings['block_size']}"
+        yield "level 2", f"{settings['selection']}, {budget} {chunks}"
+        lengths = []
+        for name, choice in _LENGTHS.items():
+            if choice not in results["chosen_while_running"]:
+                lengths.append(f"{name} {settings[name]}")
+            else:
+                most = "" if choice == "context" else f", at most {settings[name]}"
+                lengths.append(f"{name} chosen while running{most}")
+        yield "lengths", "; ".join(lengths)
     if settings["kv_offload_gib"] is not None:
-        yield line("KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank")
+        yield "KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank"
     for warning in results["warnings"]:
-        yield line("warning", warning)
+        yield "warning", warning
 
 
-def _speculation(results: dict[str, Any], settings: dict[str, Any]) -> Iterator[str]:
-    draft = results["draft"] or "no draft model"
-    yield line("level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})")
-    policy, block = settings["selection"], settings["block_size"]
-    budget = ResolvedConfig.from_dict(settings).budget_text
-    yield line("level 2", f"{policy}, {budget} in chunks of {block}")
-    lengths = []
-    for name, choice in _LENGTHS.items():
-        if choice not in results["chosen_while_running"]:
-            lengths.append(f"{name} {settings[name]}")
-        elif choice == "context":
-            lengths.append(f"{name} chosen while running")
-        else:
-            lengths.append(f"{name} chosen while running, at most {settings[name]}")
-    yield line("lengths", "; ".join(lengths))
-
-
-def _layers(results: dict[str, Any]) -> Iterator[str]:
+def _layers(results: dict[str, Any]) -> Rows:
     if "error" in results:
-        yield line("layers", f"cannot be told without weights: {results['error']}")
+        yield "layers", f"cannot be told without weights: {results['error']}"
         return
     retrieve, dense = results["retrieve"], results["dense"]
-    yield line("attention backend", results["attention_backend"])
-    yield line("layers", f"{len(retrieve)} of {len(retrieve) + len(dense)} retrieve")
+    yield "attention backend", results["attention_backend"]
+    yield "layers", f"{len(retrieve)} of {len(retrieve) + len(dense)} retrieve"
     for reason, count in Counter(dense.values()).items():
-        yield line("", f"{count} stay dense: {reason}")
+        yield "", f"{count} stay dense: {reason}"
 
 
-def _memory(results: dict[str, Any], engine: dict[str, Any]) -> Iterator[str]:
+def _memory(results: dict[str, Any], engine: dict[str, Any]) -> Rows:
     of = " of each rank" if results["ranks"] > 1 else ""
-    yield line("weights", f"{_size(results['weight_bytes'])}{of}")
+    yield "weights", f"{_size(results['weight_bytes'])}{of}"
     if num_bytes := results["level2_model_bytes"]:
-        yield line("level 2's model", f"{_size(num_bytes)}{of}, beside the weights")
+        yield "level 2's model", f"{_size(num_bytes)}{of}, beside the weights"
     kv, longest = results["kv_bytes_per_token"], engine["max_model_len"]
     total = _size(kv * longest)
-    yield line("KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}")
+    yield "KV cache", f"{kv / 1024:g} KiB a token, {total} for {longest:,} tokens{of}"
     share = f"{results['triforce_share_of_kv']:.1%} of the KV cache"
-    yield line("beside them", f"{_size(results['triforce_bytes'])} and {share}{of}, for TriForce")
+    yield "beside them", f"{_size(results['triforce_bytes'])} and {share}{of}, for TriForce"
     if "device_bytes" in results:
         room = f"room for about {results['device_kv_tokens']:,} tokens of KV cache"
-        yield line("device", f"{_size(results['device_bytes'])}, {room}{of}")
+        yield "device", f"{_size(results['device_bytes'])}, {room}{of}"
 
 
 def _size(num_bytes: float) -> str:
@@ -127,36 +130,32 @@ def _size(num_bytes: float) -> str:
     )
 
 
-def _prediction(results: dict[str, Any]) -> Iterator[str]:
+def _prediction(results: dict[str, Any]) -> Rows:
     if "not_predicted" in results:
-        yield line("prediction", f"none: {results['not_predicted']}")
+        yield "prediction", f"none: {results['not_predicted']}"
         return
     assumed = results["assumed"]
-    yield ""
-    here = " (what is above is of the machine here)" if results.get("is_asked_for") else ""
-    yield textwrap.fill(
+    here = " (what is above is of the machine here)" if results["is_asked_for"] else ""
+    yield None, ""
+    yield (
+        None,
         f"Predicted for {results['machine']}{here}, nothing of it measured: decode speed over "
         f"plain decoding, by the acceptance of level 2's tokens; level 1's taken to be "
         f"{assumed['draft_acceptance']:g} for a draft, {assumed['lookup_acceptance']:g} for prompt "
         "lookup.",
-        _WIDTH,
     )
     for cell in results["cells"]:
-        yield _cell(cell)
+        name, since = f"{cell['batch']} x, at {cell['acceptance']:g}", cell["pays_from"]
+        gains = [at for at in cell["contexts"] if at["setting"] != "plain"]
+        longest = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in gains[-3:])
+        start = "plain at every length" if since is None else f"pays from {since:,} tokens"
+        if not cell["contexts"]:
+            start = "does not fit this machine's memory"
+        yield name, f"{start}{': ' if longest else ''}{longest}"
 
 
-def _cell(cell: dict[str, Any]) -> str:
-    name = f"{cell['batch']} x, at {cell['acceptance']:g}"
-    if not cell["contexts"]:
-        return line(name, "does not fit this machine's memory")
-    pays_from = cell["pays_from"]
-    start = "plain at every length" if pays_from is None else f"pays from {pays_from:,} tokens"
-    gains = [at for at in cell["contexts"] if at["setting"] != "plain"]
-    longest = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in gains[-3:])
-    return line(name, f"{start}{': ' if longest else ''}{longest}")
-
-
-def _verdict(results: dict[str, Any]) -> str:
+def verdict(results: dict[str, Any]) -> str:
+    """Return the last line of the results of ``examine()``."""
     if (refusal := results["installation"]["refusal"]) is not None:
         return f"TriForce is not available: {refusal}."
     if "engine" not in results:
@@ -174,3 +173,44 @@ def _verdict(results: dict[str, Any]) -> str:
     if cells and all(cell["pays_from"] is None for cell in cells):
         return "TriForce would run, and by this prediction decode plainly, as stock vLLM does."
     return "TriForce would run."
+
+
+def _server(results: dict[str, Any]) -> Rows:
+    seconds = results["seconds"]
+    period = f"{seconds:g} seconds" if seconds else "all since its start"
+    yield "server", f"{results['url']}, {period}"
+    for model in results["models"]:
+        yield None, ""
+        yield "model", model["model"]
+        requests = f"{model['running']:.0f} running, {model['waiting']:.0f} waiting"
+        yield "requests", f"{requests}; {model['kv_cache_usage']:.0%} of the KV cache used"
+        if (length := model["mean_prompt_tokens"]) is not None:
+            yield "prompts", f"{length:,.0f} tokens in the mean"
+        yield "generated", f"{model['generated_tokens']:,.0f} tokens"
+        if model["levels"] is not None:
+            yield from _levels(model, model["levels"])
+        for advice in model["advice"] or ["nothing to change"]:
+            yield "advice", advice
+
+
+def _levels(model: dict[str, Any], levels: dict[str, Any]) -> Rows:
+    yield (
+        "speculation",
+        f"{model['accepted_share']:.0%} of these were proposed and accepted: "
+        f"{model['tokens_per_full_pass']:.2f} tokens for each full pass of a request",
+    )
+    if not levels["num_proposals"]:
+        return
+    direct = levels["num_direct_proposals"] / levels["num_proposals"]
+    length = levels["num_proposed"] / levels["num_proposals"]
+    yield "proposals", f"{length:.1f} tokens each; {direct:.0%} straight to the full pass"
+    accepted = levels["num_level2_accepted"]
+    tested = accepted + levels["num_level3_rejections"]
+    share = f"{levels['level2_acceptance_per_test']:.3f} of the tokens it tests"
+    yield "full pass", f"accepts {share} ({accepted:,} of {tested:,})"
+    if drafted := levels["num_level1_drafted"]:
+        share = f"{levels['level1_acceptance_rate']:.3f} of level 1's tokens"
+        yield "level 2", f"accepts {share} ({levels['num_level1_accepted']:,} of {drafted:,})"
+    seconds = levels["time_seconds"]
+    parts = ", ".join(f"{part} {value:.1f}" for part, value in seconds.items())
+    yield "proposing", f"{sum(seconds.values()):.1f} s ({parts})"

@@ -1,27 +1,9 @@
-"""Recorded contexts as token ids: stretches of text, and planted needles."""
+"""Recorded contexts as token ids: stretches of text."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_triforce_bench.lab.copies import NO_COPY
-from vllm_triforce_bench.lab.needle import NeedleText, plant
-from vllm_triforce_bench.lab.policies import Sizes
-from vllm_triforce_bench.lab.settings import LabSettings
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A replay of a recorded context, for an experiment, by a policy and a copy of the target."""
-
-    experiment: str
-    policy: str
-    sizes: Sizes
-    copy: str = NO_COPY
-
-    @property
-    def label(self) -> str:
-        """Name in tables."""
-        return self.policy if self.copy == NO_COPY else f"{self.policy}, {self.copy}"
+from vllm_triforce_bench.lab.settings import LabSettings, Replayed
 
 
 @dataclass(frozen=True)
@@ -30,19 +12,21 @@ class Context:
 
     Args:
         replayed: tokens that follow the prompt, or the number of the target's own.
-        answer: answer to a planted needle's question.
+        stretch: number of the stretch of text.
     """
 
     prompt: list[int]
     replayed: list[int] | int
     replays: list[Replayed]
     stretch: int
-    answer: list[int] | None = None
-    needle_depth: float | None = None
+
+    @property
+    def num_replayed(self) -> int:
+        return self.replayed if isinstance(self.replayed, int) else len(self.replayed)
 
 
-class Texts:
-    """Token ids of the text files, cut into stretches.
+def read_contexts(tokenizer, settings: LabSettings) -> list[Context]:
+    """Cut the texts into stretches, and list every recording of the run, the shortest first.
 
     Every context ends at the end of its stretch: contexts of all lengths replay the same tokens.
 
@@ -52,79 +36,41 @@ class Texts:
     Raises:
         ValueError: a text is too short for the longest context.
     """
+    special = tokenizer.encode("")
+    prefix = [] if special == [tokenizer.eos_token_id] else special  # T5-like ones end with it
+    texts = [_read(path, tokenizer, settings) for path in settings.text]
+    # One copy of the target at a time is in memory.
+    replays = sorted(settings.replays(), key=lambda each: settings.copies.index(each.copy))
+    contexts = []
+    for length in sorted({replay.context for replay in replays}):
+        for stretch in range(settings.stretches):
+            ids, end = _end_of(stretch, texts, settings)
+            prompt = [*prefix, *ids[end - length + len(prefix) : end]]
+            count = settings.replay_tokens
+            replayed = ids[end : end + count] if settings.replay == "text" else count
+            at_length = [replay for replay in replays if replay.context == length]
+            contexts.append(Context(prompt, replayed, at_length, stretch))
+    return contexts
 
-    def __init__(self, tokenizer, settings: LabSettings) -> None:
-        self.settings = settings
-        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        special = tokenizer.encode("")
-        end = [tokenizer.eos_token_id]
-        self.prefix: list[int] = [] if special == end else special  # T5-like tokenizers end with it
-        needed = settings.longest_context + settings.replay_tokens + 1
-        self._texts: list[list[int]] = []
-        for path in settings.text:
-            ids = self._encode(path.read_text(encoding="utf-8"))
-            if len(ids) < needed:
-                raise ValueError(
-                    f"text {str(path)!r} has {len(ids)} tokens, fewer than the {needed} of the "
-                    "longest context and its replay; use a longer text or shorter contexts"
-                )
-            self._texts.append(ids)
 
-    def contexts(self) -> Iterator[Context]:
-        """Yield every recording of the run, the shortest first."""
-        settings = self.settings
-        replays: dict[int, list[Replayed]] = {}
-        for experiment in settings.experiments:
-            if experiment != "needle":
-                for replayed, length in self._replays(experiment):
-                    replays.setdefault(length, []).append(replayed)
-        for length in sorted(replays):
-            # One copy of the target at a time is in memory.
-            replays[length].sort(key=lambda replayed: settings.copies.index(replayed.copy))
-            for stretch in range(settings.stretches):
-                yield self._stretch(length, replays[length], stretch)
-        if "needle" in settings.experiments and settings.needle is not None:
-            yield from self._needles(settings.needle)
+def _read(path: Path, tokenizer, settings: LabSettings) -> list[int]:
+    """
+    Raises:
+        ValueError: the text is too short.
+    """
+    ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
+    if len(ids) < settings.num_tokens:
+        raise ValueError(
+            f"text {str(path)!r} has {len(ids)} tokens, fewer than the {settings.num_tokens} of "
+            "the longest context and its replay; use a longer text or shorter contexts"
+        )
+    return ids
 
-    def _replays(self, experiment: str) -> list[tuple[Replayed, int]]:
-        """List an experiment's replays, each with the length of its context."""
-        return [
-            (Replayed(experiment, policy, sizes, copy), length)
-            for copy in self.settings.copies
-            for policy, sizes, length in self.settings.points(experiment)
-        ]
 
-    def _end(self, stretch: int) -> tuple[Sequence[int], int]:
-        """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
-        texts, settings = self._texts, self.settings
-        ids = texts[stretch % len(texts)]
-        turns = -(-(settings.stretches - stretch % len(texts)) // len(texts))
-        turn = stretch // len(texts)
-        last = len(ids) - settings.replay_tokens - 1
-        first = settings.longest_context
-        return ids, last - (turns - 1 - turn) * (last - first) // max(1, turns - 1)
-
-    def _stretch(self, length: int, replays: list[Replayed], stretch: int) -> Context:
-        ids, end = self._end(stretch)
-        prompt = [*self.prefix, *ids[end - length + len(self.prefix) : end]]
-        count = self.settings.replay_tokens
-        replayed = list(ids[end : end + count]) if self.settings.replay == "text" else count
-        return Context(prompt, replayed, replays, stretch)
-
-    def _needles(self, text: NeedleText) -> Iterator[Context]:
-        settings = self.settings
-        replays = [replayed for replayed, _ in self._replays("needle")]
-        for repeat in range(settings.needle_repeats):
-            ids, end = self._end(repeat % settings.stretches)
-            filler = ids[end - settings.context : end]
-            for depth in settings.needle_depths:
-                needle = plant(
-                    self._encode,
-                    self.prefix,
-                    filler,
-                    text,
-                    settings.context,
-                    depth,
-                    seed=settings.seed + repeat,
-                )
-                yield Context(needle.prompt, needle.replayed, replays, repeat, needle.answer, depth)
+def _end_of(stretch: int, texts: list[list[int]], settings: LabSettings) -> tuple[list[int], int]:
+    """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
+    turn, number = divmod(stretch, len(texts))
+    num_turns = len(range(number, settings.stretches, len(texts)))
+    last = len(texts[number]) - settings.replay_tokens - 1
+    room = len(texts[number]) - settings.num_tokens
+    return texts[number], last - (num_turns - 1 - turn) * room // max(1, num_turns - 1)

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,6 @@ def _scale(values: torch.Tensor, largest: float) -> torch.Tensor:
     return values.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
 
 
-def _round_to_int8(values: torch.Tensor) -> torch.Tensor:
-    return round_to_integers(values, 127)
-
-
 @dataclass(frozen=True)
 class Scheme:
     """A scheme of few bits.
@@ -71,6 +68,7 @@ class Scheme:
     dtype: torch.dtype | None = None
 
 
+_round_to_int8 = partial(round_to_integers, largest=127)
 SCHEMES = {
     NO_COPY: Scheme(),
     "bfloat16": Scheme(dtype=torch.bfloat16),
@@ -93,7 +91,10 @@ def make_copy(model: Any, name: str) -> Any:
         for parameter in made.parameters():
             parameter.data = parameter.data.to(scheme.dtype)
         return made
-    for layer in _linear_layers(made):
+    output = made.get_output_embeddings()
+    for layer in made.modules():
+        if not isinstance(layer, nn.Linear) or layer is output:
+            continue
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
         if scheme.inputs is not None:
@@ -117,13 +118,6 @@ def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False
                 f"copies: {name} of {type(model).__name__} is not a torch.nn.Linear, whose weights "
                 "alone the lab rounds; use bfloat16 or none"
             )
-
-
-def _linear_layers(model: Any) -> list[nn.Linear]:
-    """List the linear layers but the output layer."""
-    output = model.get_output_embeddings()
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return [layer for layer in layers if layer is not output]
 
 
 def _rounded_inputs(round_inputs: Callable[[torch.Tensor], torch.Tensor]):

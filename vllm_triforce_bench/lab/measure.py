@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from transformers import TopPLogitsWarper
 
 from vllm_triforce_bench.lab.contexts import Context
 from vllm_triforce_bench.lab.policies import POLICIES
@@ -14,9 +15,8 @@ from vllm_triforce_bench.lab.target import Target
 def query_key_pairs(context: Context) -> int:
     """Work on a context, for a progress bar."""
     length = len(context.prompt)
-    count = context.replayed if isinstance(context.replayed, int) else len(context.replayed)
-    replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
-    return length * length // 2 + replays * count * length
+    num_replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
+    return length * length // 2 + num_replays * context.num_replayed * length
 
 
 def measure_context(
@@ -37,11 +37,11 @@ def measure_context(
         advance((done + tokens) ** 2 // 2 - done**2 // 2)
         done += tokens
 
-    with_mass = any(POLICIES[replay.policy].needs_mass for replay in context.replays)
     draw = partial(_draw, settings, torch.Generator().manual_seed(settings.seed + context.stretch))
-    trace = target.record(context.prompt, context.replayed, with_mass, recorded, draw)
+    trace = target.record(context.prompt, context.replayed, recorded, draw)
     pairs = len(trace.replayed) * trace.start
     full_logits, _ = target.replay(trace, None)
+    greedy = full_logits.argmax(-1)
     full = next_token_probs(full_logits, settings.temperature, settings.top_p)
     advance(pairs)
     measured: dict[tuple, dict] = {}
@@ -52,11 +52,10 @@ def measure_context(
             logits, sparse = target.replay(trace, policy, replay.copy)
             probs = next_token_probs(logits, settings.temperature, settings.top_p)
             measured[key] = dict(
-                greedy_agreement=float(same_argmax(full_logits, logits).float().mean()),
+                greedy_agreement=float((logits.argmax(-1) == greedy).float().mean()),
                 acceptance=float(acceptance(full, probs).mean()),
                 kept_mass=sparse.kept_mass,
                 tokens_read=sparse.tokens_read,
-                **_answer_figures(context, full_logits, logits),
             )
             advance(pairs)
         yield dict(
@@ -68,7 +67,6 @@ def measure_context(
             refresh_interval=replay.sizes.refresh_interval,
             context=trace.start,
             stretch=context.stretch,
-            needle_depth=context.needle_depth,
             replayed_tokens=len(trace.replayed),
             **measured[key],
         )
@@ -79,21 +77,6 @@ def _draw(settings: LabSettings, generator: torch.Generator, logits: torch.Tenso
     temperature = settings.temperature if settings.replay == "sample" else 0.0
     probs = next_token_probs(logits[None], temperature, settings.top_p)[0]
     return int(torch.multinomial(probs.cpu(), 1, generator=generator))
-
-
-def _answer_figures(context: Context, full: torch.Tensor, sparse: torch.Tensor) -> dict:
-    """Probability of the needle's answer (geometric mean over tokens), and greedy hits."""
-    if context.answer is None:
-        return {}
-    answer = torch.tensor(context.answer, device=full.device)[:, None]
-    figures = {}
-    for name, logits in (("full", full), ("sparse", sparse)):
-        log_probs = logits.float().log_softmax(-1).gather(-1, answer)
-        figures[f"answer_probability_{name}"] = float(log_probs.mean().exp())
-        figures[f"answer_hits_{name}"] = float(
-            (logits.argmax(-1, keepdim=True) == answer).float().mean()
-        )
-    return figures
 
 
 # Agreement of two next-token distributions.
@@ -111,13 +94,10 @@ def next_token_probs(
     logits = logits.float()
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    probs = (logits / temperature).softmax(-1)
-    if top_p >= 1:
-        return probs
-    ordered, tokens = probs.sort(dim=-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p  # the tokens before make up top_p
-    probs = probs.scatter(-1, tokens, ordered.masked_fill(outside, 0.0))
-    return probs / probs.sum(-1, keepdim=True)
+    logits = logits / temperature
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(torch.empty(0, dtype=torch.long), logits)
+    return logits.softmax(-1)
 
 
 def acceptance(
@@ -129,11 +109,3 @@ def acceptance(
     Computed as one minus the total variation: equal distributions give exactly 1.
     """
     return (1 - 0.5 * (full - sparse).abs().sum(-1)).clamp_(0.0, 1.0)
-
-
-def same_argmax(
-    full: torch.Tensor,  # [num_tokens, vocab_size]
-    sparse: torch.Tensor,  # [num_tokens, vocab_size]
-) -> torch.Tensor:  # [num_tokens], bool
-    """True if greedy decoding accepts the token."""
-    return full.argmax(-1) == sparse.argmax(-1)

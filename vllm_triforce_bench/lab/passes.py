@@ -18,40 +18,20 @@ _MAX_SCORES = {"cpu": 1 << 20}
 _MAX_SCORES_ELSEWHERE = 1 << 25
 
 
-class _Layer:
-    """Full cache of one layer, filled piece by piece."""
-
-    def __init__(
-        self,
-        keys: torch.Tensor,  # [num_kv_heads, n, head_dim], the first piece
-        values: torch.Tensor,  # [num_kv_heads, n, value_dim]
-        options: AttentionOptions,
-        capacity: int,
-    ) -> None:
-        heads = keys.shape[0]
-        self.options = options
-        self.keys = keys.new_empty(heads, capacity, keys.shape[-1])
-        self.values = values.new_empty(heads, capacity, values.shape[-1])
-        self.mass = keys.new_zeros(heads, capacity, dtype=torch.float32)
-        self.queries: list[torch.Tensor] = []
-
-
 class Recording:
     """Attention of a full pass over ``start`` prompt tokens and the replayed ones after them.
 
     Args:
         num_layers: layers with attention.
-        capacity: tokens of the prompt and the replay together.
+        num_tokens: tokens of the prompt and the replay together.
         start: tokens of the prompt.
-        with_mass: sum the attention of each prompt token (H2O).
     """
 
-    def __init__(self, num_layers: int, capacity: int, start: int, with_mass: bool) -> None:
+    def __init__(self, num_layers: int, num_tokens: int, start: int) -> None:
         self.start = start
-        self.with_mass = with_mass
         self.position = 0
-        self._num_layers, self._capacity = num_layers, capacity
-        self._layers: dict[int, _Layer] = {}
+        self._num_layers, self._num_tokens = num_layers, num_tokens
+        self._layers: dict[int, LayerTrace] = {}
 
     def __call__(
         self,
@@ -62,17 +42,18 @@ class Recording:
         options: AttentionOptions,
     ) -> torch.Tensor:  # [num_heads, n, value_dim]
         if layer_index not in self._layers:
-            self._layers[layer_index] = _Layer(keys, values, options, self._capacity)
+            self._layers[layer_index] = self._empty_layer(query, keys, values, options)
         layer, first = self._layers[layer_index], self.position
         end = first + query.shape[1]
         layer.keys[:, first:end] = keys
         layer.values[:, first:end] = values
-        if end >= self.start:  # from position start - 1 on
-            layer.queries.append(query[:, max(0, self.start - 1 - first) :].clone())
-        group = query.shape[0] // keys.shape[0]
+        newest = self.start - 1  # of the prompt, and the first whose query is kept
+        if end > newest:
+            kept = max(first, newest)
+            layer.queries[:, kept - newest : end - newest] = query[:, kept - first :]
         output = values.new_empty(*query.shape[:2], values.shape[-1])
         max_scores = _MAX_SCORES.get(query.device.type, _MAX_SCORES_ELSEWHERE)
-        rows = max(1, max_scores // (group * end))
+        rows = max(1, max_scores // (layer.group * end))
         for begin in range(first, end, rows):
             positions = torch.arange(begin, min(begin + rows, end), device=query.device)
             reach = int(positions[-1]) + 1
@@ -81,15 +62,23 @@ class Recording:
             hidden = ~causal_mask(positions, reach, options.window)[:, low:]
             here = slice(begin - first, begin - first + len(positions))
             for head in range(keys.shape[0]):
-                heads = slice(head * group, (head + 1) * group)
+                heads = layer.heads(head)
                 scores = attention_scores(query[heads, here], layer.keys[head, :reach], options)
-                sinks = None if options.sinks is None else options.sinks[heads]
                 scores[..., low:].masked_fill_(hidden, float("-inf"))
-                weights = attention_weights(scores, sinks)
-                if self.with_mass and first < self.start:
-                    layer.mass[head, :reach] += weights.sum((0, 1))
+                weights = attention_weights(scores, layer.sinks(head))
                 output[heads, here] = weights.to(values.dtype) @ layer.values[head, :reach]
         return output
+
+    def _empty_layer(self, query, keys, values, options: AttentionOptions) -> LayerTrace:
+        """Make the cache that pieces of these tensors fill."""
+        heads, num_tokens = keys.shape[0], self._num_tokens
+        return LayerTrace(
+            keys.new_empty(heads, num_tokens, keys.shape[-1]),
+            values.new_empty(heads, num_tokens, values.shape[-1]),
+            query.new_empty(query.shape[0], 1 + num_tokens - self.start, query.shape[-1]),
+            self.start,
+            options,
+        )
 
     def layer_traces(self) -> list[LayerTrace]:
         """Return the recorded layers, prompt and replayed tokens.
@@ -102,17 +91,7 @@ class Recording:
                 f"layers {missing} of the model called no attention that the lab can stand in "
                 "for; it needs a transformer whose layers all have attention of their own"
             )
-        return [
-            LayerTrace(
-                keys=layer.keys[:, : self.position],
-                values=layer.values[:, : self.position],
-                queries=torch.cat(layer.queries, 1),
-                start=self.start,
-                options=layer.options,
-                mass=layer.mass[:, : self.start] if self.with_mass else None,
-            )
-            for _, layer in sorted(self._layers.items())
-        ]
+        return [self._layers[index] for index in sorted(self._layers)]
 
 
 class Replay:

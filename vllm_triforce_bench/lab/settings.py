@@ -1,21 +1,58 @@
 """Settings of the lab, checked before anything is loaded."""
 
-from dataclasses import dataclass
-from functools import partial
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from vllm_triforce_bench.lab.copies import NO_COPY
-from vllm_triforce_bench.lab.needle import NeedleText
+from pydantic import NonNegativeInt, PositiveInt
+
+from vllm_triforce_bench.lab.copies import NO_COPY, SCHEMES
 from vllm_triforce_bench.lab.policies import POLICIES, Full, Sizes
+from vllm_triforce_bench.options import NotNegative, Share, ShareAboveZero
 
-EXPERIMENTS = ("budget", "depth", "chunk", "recent", "refresh", "needle")
-REPLAYS = ("text", "greedy", "sample")
-DTYPES = ("float32", "bfloat16", "float16")
+VARIED = {
+    "budget": "budget",
+    "depth": "context",
+    "chunk": "chunk_size",
+    "recent": "recent_tokens",
+    "refresh": "refresh_interval",
+}
+"""What each experiment varies."""
+_SIZES = ("context", "chunk_size", "recent_tokens", "refresh_interval", "tokens_per_pass")
+_REPLAYS = ("text", "greedy", "sample")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay of a recorded context, for an experiment, by a policy and a copy of the target."""
+
+    experiment: str
+    policy: str
+    sizes: Sizes
+    context: int
+    copy: str = NO_COPY
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return self.policy if self.copy == NO_COPY else f"{self.policy}, {self.copy}"
+
+
+def _option(kind: Any, default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
+    """Make a field that is an option of the command; several values, if the default is a tuple.
+
+    Args:
+        kind: type of a value, with its range.
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
 
 
 @dataclass(frozen=True)
 class LabSettings:
-    """Settings; their options have checked ranges and choices (``command.add_arguments``).
+    """Settings; the command makes its options of them and checks types, ranges and choices.
 
     Raises:
         ValueError: values do not fit each other, a file is missing, or a policy does not load.
@@ -24,94 +61,116 @@ class LabSettings:
     model: str
     text: tuple[Path, ...]
     output: Path
-    experiments: tuple[str, ...] = EXPERIMENTS
-    policies: tuple[str, ...] = tuple(name for name in POLICIES if name != Full.name)
-    copies: tuple[str, ...] = (NO_COPY,)
-    context: int = 16384
-    contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
-    budgets: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
-    at_budgets: tuple[int, ...] = (4096,)
-    chunk_size: int = 32
-    chunk_sizes: tuple[int, ...] = (8, 16, 32, 64, 128, 512)
-    recent_tokens: int | None = None
-    recent_shares: tuple[float, ...] = (0.05, 0.125, 0.25, 0.5, 0.75)
-    refresh_interval: int = 0
-    refresh_intervals: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 32)
-    tokens_per_pass: int = 7
-    replay: str = "text"
-    replay_tokens: int = 128
-    stretches: int = 3
-    temperature: float = 0.6
-    top_p: float = 0.9
-    needle: NeedleText | None = None
-    needle_depths: tuple[float, ...] = (0.1, 0.5, 0.9)
-    needle_repeats: int = 3
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-    revision: str | None = None
-    trust_remote_code: bool = False
+    experiments: tuple[str, ...] = _option(str, tuple(VARIED), "what to vary", VARIED)
+    policies: tuple[str, ...] = _option(
+        str, tuple(p for p in POLICIES if p != Full.name), "policies to compare", POLICIES
+    )
+    copies: tuple[str, ...] = _option(
+        str, (NO_COPY,), "weights of the sparse pass, by each policy", SCHEMES
+    )
+    context: int = _option(PositiveInt, 16384, "tokens of context, but for the depth experiment")
+    contexts: tuple[int, ...] = _option(
+        PositiveInt, (2048, 4096, 8192, 16384), "tokens of context, in the depth experiment"
+    )
+    budgets: tuple[int, ...] = _option(
+        PositiveInt,
+        (256, 512, 1024, 2048, 4096),
+        "tokens that a policy reads, in the budget experiment",
+    )
+    at_budgets: tuple[int, ...] = _option(
+        PositiveInt, (4096,), "tokens that a policy reads, in the other experiments"
+    )
+    chunk_size: int = _option(
+        PositiveInt, 32, "tokens per retrieval chunk, but for the chunk experiment"
+    )
+    chunk_sizes: tuple[int, ...] = _option(
+        PositiveInt,
+        (8, 16, 32, 64, 128, 512),
+        "tokens per retrieval chunk, in the chunk experiment",
+    )
+    recent_tokens: int | None = _option(
+        int, None, "newest tokens that are kept; by default about a quarter"
+    )
+    recent_shares: tuple[float, ...] = _option(
+        Share,
+        (0.05, 0.125, 0.25, 0.5, 0.75),
+        "shares of the budget for the newest, in the recent experiment",
+    )
+    refresh_interval: int = _option(
+        NonNegativeInt, 0, "full passes between two selections, but for that experiment"
+    )
+    refresh_intervals: tuple[int, ...] = _option(
+        NonNegativeInt,
+        (0, 1, 2, 4, 8, 16, 32),
+        "full passes between two selections, in the refresh experiment",
+    )
+    tokens_per_pass: int = _option(PositiveInt, 7, "tokens that a full pass moves on by")
+    replay: str = _option(str, "text", "replay the text's own tokens, or the target's", _REPLAYS)
+    replay_tokens: int = _option(PositiveInt, 128, "tokens replayed in each stretch")
+    stretches: int = _option(PositiveInt, 3, "stretches of text")
+    temperature: float = _option(NotNegative, 0.6, "of the acceptance; 0 is greedy")
+    top_p: float = _option(ShareAboveZero, 0.9, "of the acceptance")
+    dtype: str = _option(str, "float32", "of weights and cache", _DTYPES)
+    device: str = _option(str, "cpu", "of torch")
+    seed: int = _option(int, 0, "of sampled replays")
+    revision: str | None = _option(str, None, "of the model on the hub")
+    trust_remote_code: bool = _option(bool, False, "run the model's own code")
 
     def __post_init__(self) -> None:
         self._check_policies()
-        if "needle" in self.experiments and self.needle is None:
-            raise ValueError(
-                "the needle experiment has no needle; name one with --needle, or leave it out of "
-                "--experiments"
-            )
         for path in self.text:
             if not path.is_file():
                 raise ValueError(f"text {str(path)!r} is not a file; give a text file to replay")
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output {str(self.output)!r} is a file; give a folder")
-        for experiment in self.experiments:
-            self.points(experiment)
+        self.replays()
 
-    def points(self, experiment: str) -> list[tuple[str, Sizes, int]]:
-        """List the policies, sizes and contexts of an experiment."""
-        policies = self.policies
-        if experiment in ("chunk", "recent", "refresh"):  # of retrieval alone
-            policies = ("retrieval",)
-        return [
-            (policy, sizes, context)
-            for context in (self.contexts if experiment == "depth" else (self.context,))
-            for sizes in self._sizes(experiment)
-            for policy in policies
-        ]
+    def replays(self) -> list[Replayed]:
+        """List all replays of a stretch of text.
 
-    def _sizes(self, experiment: str) -> list[Sizes]:
-        sizes = partial(
-            Sizes,
-            chunk_size=self.chunk_size,
-            recent_tokens=self.recent_tokens,
-            refresh_interval=self.refresh_interval,
-            tokens_per_pass=self.tokens_per_pass,
-        )
-        try:
-            if experiment == "budget":
-                return [sizes(budget=budget) for budget in self.budgets]
-            return [
-                sizes(budget=budget, **varied)
-                for budget in self.at_budgets
-                for varied in self._varied(experiment, budget)
+        Raises:
+            ValueError: level 2 refuses the sizes of an experiment.
+        """
+        replays = []
+        for experiment, copy in itertools.product(self.experiments, self.copies):
+            # The others vary what retrieval alone has.
+            policies = self.policies if experiment in ("budget", "depth") else ("retrieval",)
+            try:
+                points = list(self._points(experiment))
+            except ValueError as error:
+                raise ValueError(f"{experiment} experiment: {error}") from error
+            replays += [
+                Replayed(experiment, policy, sizes, context, copy)
+                for sizes, context in points
+                for policy in policies
             ]
-        except ValueError as error:
-            raise ValueError(f"{experiment} experiment: {error}") from error
+        return replays
 
-    def _varied(self, experiment: str, budget: int) -> list[dict[str, int]]:
-        chunk = self.chunk_size
-        if experiment == "chunk":
-            return [dict(chunk_size=size) for size in self.chunk_sizes]
-        if experiment == "refresh":
-            return [dict(refresh_interval=interval) for interval in self.refresh_intervals]
-        if experiment == "recent":
-            counts = {max(1, round(share * budget / chunk)) * chunk for share in self.recent_shares}
-            return [dict(recent_tokens=count) for count in sorted(counts)]
-        return [{}]
+    def _points(self, experiment: str) -> Iterator[tuple[Sizes, int]]:
+        """Yield the sizes and contexts of an experiment."""
+        for budget in self.budgets if experiment == "budget" else self.at_budgets:
+            counts = (round(share * budget / self.chunk_size) for share in self.recent_shares)
+            values: dict[str, Iterable[int]] = {
+                "budget": (budget,),
+                "depth": self.contexts,
+                "chunk": self.chunk_sizes,
+                "recent": sorted({max(1, count) * self.chunk_size for count in counts}),
+                "refresh": self.refresh_intervals,
+            }
+            for value in values[experiment]:
+                point = {name: getattr(self, name) for name in _SIZES}
+                point |= {"budget": budget, VARIED[experiment]: value}
+                context = point.pop("context")
+                yield Sizes(**point), context
 
     @property
     def longest_context(self) -> int:
-        return max(context for e in self.experiments for _, _, context in self.points(e))
+        return max(replay.context for replay in self.replays())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest context, its replay, and the token after it."""
+        return self.longest_context + self.replay_tokens + 1
 
     def _check_policies(self) -> None:
         """Load the policies: one of another package may be broken."""

@@ -59,6 +59,7 @@ class Target:
         AttentionInterface.register(ATTENTION, lab_attention)
         self.model = model.eval()
         self._last_copy: tuple[str, Any] = NO_COPY, None
+        self._token_bytes = 0  # of the full cache; read off the check
         self.config = model.config.get_text_config()
         self.device = model.device
         self._last_only = (
@@ -66,17 +67,13 @@ class Target:
             if "logits_to_keep" in inspect.signature(model.forward).parameters
             else {}
         )
-        model.set_attn_implementation("eager")  # others may leave out soft caps
-        expected = self._probe_logits()
-        model.set_attn_implementation(ATTENTION)
-        self._check(expected)
+        self._check()
 
     @torch.inference_mode()
     def record(
         self,
         prompt: Sequence[int],
         replayed: Sequence[int] | int,
-        with_mass: bool = False,
         advance: Callable[[int], None] = lambda tokens: None,
         draw: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> Trace:
@@ -91,11 +88,13 @@ class Target:
             MemoryError: the context's keys and values do not fit.
         """
         count = replayed if isinstance(replayed, int) else len(replayed)
-        capacity = len(prompt) + count
-        recording = Recording(self.config.num_hidden_layers, capacity, len(prompt), with_mass)
+        num_tokens = len(prompt) + count
+        recording = Recording(self.config.num_hidden_layers, num_tokens, len(prompt))
         remedy = "lower --context or --contexts, or use --dtype bfloat16"
         with (
-            checked_allocation("the full cache", self._cache_bytes(capacity), self.device, remedy),
+            checked_allocation(
+                "the full cache", num_tokens * self._token_bytes, self.device, remedy
+            ),
             _standing_in(recording),
         ):
             for begin in range(0, len(prompt), _PREFILL_TOKENS):
@@ -147,31 +146,20 @@ class Target:
         output = model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
         return output.logits[0]
 
-    def _cache_bytes(self, num_tokens: int) -> int:
-        config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        size = torch.finfo(self.model.dtype).bits // 8
-        return 2 * config.num_hidden_layers * heads * head_dim * num_tokens * size
-
-    def _probe(self) -> list[int]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(
-            self.config.vocab_size, (_CHECKED_TOKENS,), generator=generator
-        ).tolist()
-
     @torch.inference_mode()
-    def _probe_logits(self) -> torch.Tensor:
-        return self._logits(self._probe(), 0, self.model).float()
-
-    @torch.inference_mode()
-    def _check(self, expected: torch.Tensor) -> None:
+    def _check(self) -> None:
         """Compare logits: a model may need attention that the lab lacks (biases, chunks)."""
-        tokens = self._probe()
-        trace = self.record(tokens[:-2], tokens[-2:])
-        logits = self.replay(trace, None)[0].float()
-        error = float((logits - expected[-2:]).abs().max() / expected.std())
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = self.config.vocab_size
+        probe = torch.randint(vocab_size, (_CHECKED_TOKENS,), generator=generator).tolist()
+        self.model.set_attn_implementation("eager")  # others may leave out soft caps
+        expected = self._logits(probe, 0, self.model).float()
+        self.model.set_attn_implementation(ATTENTION)
+        trace = self.record(probe[:-2], probe[-2:])
+        logits, _ = self.replay(trace, None)
+        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in trace.layers)
+        self._token_bytes = num_bytes // len(probe)
+        error = float((logits.float() - expected[-2:]).abs().max() / expected.std())
         limit = 1e-3 if self.model.dtype == torch.float32 else 0.25
         if not error <= limit:
             raise RuntimeError(
@@ -230,12 +218,11 @@ def check_config(config, settings: LabSettings) -> None:
             "knows full and sliding-window attention only"
         )
     limit = getattr(text, "max_position_embeddings", None)
-    needed = settings.longest_context + settings.replay_tokens + 1
-    if limit is not None and needed > limit:
+    if limit is not None and settings.num_tokens > limit:
         raise ValueError(
-            f"the longest context of {settings.longest_context} and its replay need {needed} "
-            f"positions, and model {settings.model!r} has {limit}; use shorter --context and "
-            "--contexts"
+            f"the longest context of {settings.longest_context} and its replay need "
+            f"{settings.num_tokens} positions, and model {settings.model!r} has {limit}; use "
+            "shorter --context and --contexts"
         )
 
 

@@ -31,8 +31,6 @@ class LayerTrace:
 
     Args:
         start: position of the first replayed token, the prompt's length.
-        mass: attention of each token from the prompt's queries, summed over queries and the heads
-            of a group; None unless a policy needs it.
     """
 
     keys: torch.Tensor  # [num_kv_heads, num_tokens, head_dim], RoPE applied
@@ -40,7 +38,6 @@ class LayerTrace:
     queries: torch.Tensor  # [num_heads, 1 + num_replayed, head_dim], from position start - 1 on
     start: int
     options: AttentionOptions
-    mass: torch.Tensor | None = None  # [num_kv_heads, start]
 
     @property
     def num_replayed(self) -> int:

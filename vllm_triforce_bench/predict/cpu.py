@@ -1,8 +1,8 @@
 """Measures the constants of ``Machine`` on this CPU, in float32.
 
 Bandwidth is a sum over 1 GB, the weights' share of it a matrix-vector product. Arithmetic is a
-large matrix product, the share for few tokens a product with 32 rows. A small operation is timed
-with cold caches, as a decoding step meets it.
+large matrix product, the share for few tokens a product with 32 rows. Attention's shares are of
+vLLM's kernel. A small operation is timed with cold caches, as a decoding step meets it.
 """
 
 import os
@@ -10,13 +10,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from vllm_triforce_bench.predict.machine import Machine
 
-_REPEATS = 5
-_HEAD_DIM, _BLOCK_SIZE = 64, 128
+_HEAD_DIM, _BLOCK_SIZE, _NUM_ROWS = 64, 128, 32
 
 
 def measure_cpu(scale: float = 0.5) -> Machine:
@@ -28,21 +29,23 @@ def measure_cpu(scale: float = 0.5) -> Machine:
         scale: factor on the size of every operand.
     """
 
-    def scaled(count: int) -> int:
-        return max(64, int(count * scale))
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones([max(64, int(size * scale)) for size in shape])
 
-    stream = torch.ones(scaled(250_000_000))
-    bandwidth = stream.nbytes / _median_s(stream.sum)
-    matrix, vector = torch.ones(scaled(8192), scaled(8192)), torch.ones(scaled(8192))
+    stream, matrix, vector = ones(250_000_000), ones(8192, 8192), ones(8192)
+    factor = ones(2048, 2048)
+    rows = factor[:_NUM_ROWS]
     weights_bandwidth = matrix.nbytes / _median_s(lambda: torch.mv(matrix, vector))
-    side, num_rows = scaled(2048), 32
-    factor, rows = torch.ones(side, side), torch.ones(num_rows, side)
-    flops = 2 * side**3 / _median_s(lambda: factor @ factor)
-    few_rows_flops = 2 * num_rows * side**2 / _median_s(lambda: rows @ factor)
-    operation_s = _cold_operation_s(stream[: scaled(16_000_000)])
-    attention_bandwidth, attention_flops = _attention_rates(scaled(32_768))
-    bandwidth = max(bandwidth, weights_bandwidth)
+    few_rows_flops = 2 * _NUM_ROWS * factor.numel() / _median_s(lambda: rows @ factor)
+    # One token without grouped heads, which is bound by reading; four tokens with four query heads
+    # to a KV head, by arithmetic.
+    kv_tokens = max(64, int(32_768 * scale))
+    attention_bandwidth = kv_tokens * 16 * 2 * _HEAD_DIM * 4 / _attention_s(kv_tokens, 16, 16, 1)
+    attention_flops = 4 * kv_tokens * 32 * _HEAD_DIM * 4 / _attention_s(kv_tokens, 32, 8, 4)
+    bandwidth = max(stream.nbytes / _median_s(stream.sum), weights_bandwidth)
+    flops = 2 * len(factor) ** 3 / _median_s(lambda: factor @ factor)
     flops = max(flops, few_rows_flops, attention_flops)
+    operation_s = _cold_operation_s(ones(16_000_000))
     return Machine(
         f"{platform.machine()}, {torch.get_num_threads()} threads",
         float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
@@ -57,11 +60,18 @@ def measure_cpu(scale: float = 0.5) -> Machine:
     )
 
 
-def _median_s(run: Callable[[], object]) -> float:
-    """Median seconds of a call, the first not counted."""
+def _median_s(
+    run: Callable[[], object], repeats: int = 5, prepare: Callable[[], object] = lambda: None
+) -> float:
+    """Return the median seconds of a call, the first not counted.
+
+    Args:
+        prepare: runs before each call, and is not timed.
+    """
     run()
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
+        prepare()
         begin = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - begin)
@@ -69,41 +79,21 @@ def _median_s(run: Callable[[], object]) -> float:
 
 
 def _cold_operation_s(memory: torch.Tensor) -> float:
-    """Seconds of an operation on a few numbers after ``memory`` has emptied the caches."""
+    """Measure an operation on a few numbers after ``memory`` has emptied the caches."""
     numbers = torch.arange(7.0)
-    operations = (
-        lambda: numbers + 1,
-        lambda: numbers.argmax(),
-        lambda: numbers.index_select(0, torch.tensor([1, 2])),
-        lambda: torch.cat((numbers, numbers)),
-        lambda: numbers.cumsum(0),
-    )
-    seconds = []
-    for _ in range(4 * _REPEATS):
-        memory.sum()
-        begin = time.perf_counter()
-        for operation in operations:
-            operation()
-        seconds.append((time.perf_counter() - begin) / len(operations))
-    return statistics.median(seconds)
 
+    def operations() -> None:
+        numbers + 1
+        numbers.argmax()
+        numbers.index_select(0, torch.tensor([1, 2]))
+        torch.cat((numbers, numbers))
+        numbers.cumsum(0)
 
-def _attention_rates(kv_tokens: int) -> tuple[float, float]:
-    """Measure vLLM's CPU attention kernel over a context.
-
-    Returns:
-        Bytes of KV cache read per second by one token without grouped heads, and operations per
-        second of four tokens with four query heads to a KV head.
-    """
-    read_bytes = kv_tokens * 16 * 2 * _HEAD_DIM * 4
-    operations = 4 * kv_tokens * 32 * _HEAD_DIM * 4
-    return (
-        read_bytes / _attention_s(kv_tokens, 16, 16, 1),
-        operations / _attention_s(kv_tokens, 32, 8, 4),
-    )
+    return _median_s(operations, 20, memory.sum) / 5
 
 
 def _attention_s(kv_tokens: int, num_heads: int, num_kv_heads: int, query_tokens: int) -> float:
+    """Measure vLLM's attention kernel for one request."""
     from vllm import _custom_ops as ops
     from vllm import envs
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -112,38 +102,36 @@ def _attention_s(kv_tokens: int, num_heads: int, num_kv_heads: int, query_tokens
     shape = num_blocks, num_kv_heads, 2 * _BLOCK_SIZE, _HEAD_DIM
     keys, values = torch.full(shape, 0.01).chunk(2, dim=2)
     query = torch.ones(query_tokens, num_heads, _HEAD_DIM)
-    query_start_loc = torch.tensor([0, query_tokens], dtype=torch.int32)
-    seq_lens = torch.tensor([kv_tokens], dtype=torch.int32)
+    output = torch.empty_like(query)
+    common: dict[str, Any] = {
+        "query_start_loc": torch.tensor([0, query_tokens], dtype=torch.int32),
+        "seq_lens": torch.tensor([kv_tokens], dtype=torch.int32),
+        "causal": True,
+    }
     metadata = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_HEAD_DIM,
-        seq_lens=seq_lens,
         dtype=query.dtype,
-        query_start_loc=query_start_loc,
-        causal=True,
         sliding_window_size=-1,
         isa=_get_attn_isa(query.dtype, _BLOCK_SIZE, _HEAD_DIM),
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        **common,
     )
-
-    def run() -> None:
-        ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=keys,
-            value_cache=values,
-            output=torch.empty_like(query),
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            scale=_HEAD_DIM**-0.5,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
-            softcap=0.0,
-            scheduler_metadata=metadata,
-            s_aux=None,
-        )
-
-    return _median_s(run)
+    attend = partial(
+        ops.cpu_attention_with_kv_cache,
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        scale=_HEAD_DIM**-0.5,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+        softcap=0.0,
+        scheduler_metadata=metadata,
+        s_aux=None,
+        **common,
+    )
+    return _median_s(attend)

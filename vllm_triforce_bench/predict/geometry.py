@@ -2,15 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Keys of models whose passes read more than is counted here.
-_UNCOUNTED = {
-    "kv_lora_rank": "latent attention",
-    "quantization_config": "quantised weights",
-    "ssm_state_size": "state-space layers",
-    "linear_num_key_heads": "linear attention",
-    "moe_num_experts": "ERNIE's mixture of experts",
-}
+from vllm_triforce.config.check_head import is_head, is_mtp
 
 
 @dataclass(frozen=True)
@@ -85,74 +77,71 @@ class Geometry:
         return self.experts * (1 - left_out)
 
     @classmethod
-    def from_config(
-        cls, name: str, config: dict, dtype: str, kv_bytes_each: int | None = None
-    ) -> "Geometry":
-        """Read the sizes from a Hugging Face config.
+    def read(cls, config, kv_bytes_each: int | None = None) -> "Geometry":
+        """Read the sizes from vLLM's ``ModelConfig``.
 
         Args:
-            config: content of config.json.
-            dtype: vLLM's, of the weights.
-            kv_bytes_each: bytes of a number of the KV cache; None if it has this dtype too.
+            kv_bytes_each: bytes of a number of the KV cache; None if it has the weights' dtype.
 
         Raises:
             ValueError: the time of such a model is not predicted, or a size is missing.
         """
-        text = config.get("text_config", config)
-        for key, kind in _UNCOUNTED.items():
-            if text.get(key) or config.get(key):
-                raise ValueError(f"{name} has {key}: {kind} is not counted; use a model without")
-        if dtype not in _BYTES:
-            raise ValueError(f"{name} has dtype={dtype!r}; give --dtype, one of {list(_BYTES)}")
-        try:
-            heads, hidden = text["num_attention_heads"], text["hidden_size"]
-            inner = text["intermediate_size"]
-            expert_keys = ("num_experts", "num_local_experts", "n_routed_experts")
-            experts = next((text[key] for key in expert_keys if text.get(key)), 0)
-            shared = text.get("shared_expert_intermediate_size") or 0
-            if experts:
-                inner = text.get("moe_intermediate_size") or inner
-                shared = shared or inner * (text.get("n_shared_experts") or 0)
-            return cls(
-                name,
-                hidden,
-                text["num_hidden_layers"],
-                heads,
-                text.get("num_key_value_heads") or heads,
-                text.get("head_dim") or hidden // heads,
-                inner,
-                text["vocab_size"],
-                experts,
-                text["num_experts_per_tok"] if experts else 0,
-                shared,
-                bool(text.get("tie_word_embeddings")),
-                bytes_each=_BYTES[dtype],
-                kv_bytes_each=kv_bytes_each or _BYTES[dtype],
+        sizes = config.model_arch_config
+
+        def more(name: str) -> int:
+            return getattr(config.hf_text_config, name, None) or 0
+
+        if config.quantization is not None:
+            raise ValueError(
+                f"{config.model} has quantized weights ({config.quantization}), which are not "
+                "counted; use a model without"
             )
-        except KeyError as error:
-            raise ValueError(f"{name} has no {error}, which a decoder's sizes need") from error
-
-    def as_head(self, draft_vocab: int | None, target_hidden: int | None = None) -> "Geometry":
-        """Return the sizes of an EAGLE-3 head whose layer has these.
-
-        It reads three of the target's states, and the target's embedding, which is not its own.
-
-        Args:
-            draft_vocab: tokens that it can draft; None for all.
-            target_hidden: width of the target's states; None for the head's own.
-        """
-        projected = self.head_dim * (self.heads + 2 * self.kv_heads)
-        return replace(
-            self,
-            vocab=draft_vocab or self.vocab,
-            is_tied=True,
-            more_weights=self.hidden * (3 * (target_hidden or self.hidden) + projected),
+        inner, shared = more("intermediate_size"), 0
+        if sizes.num_experts:
+            inner = more("moe_intermediate_size") or inner
+            shared = more("shared_expert_intermediate_size") or inner * more("n_shared_experts")
+        if not inner or (sizes.num_experts and not sizes.num_experts_per_token):
+            raise ValueError(
+                f"{config.model} ({sizes.model_type}) names no width of its feed-forward network, "
+                "or no number of experts for a token, so its weights are not counted"
+            )
+        return cls(
+            config.model,
+            sizes.hidden_size,
+            sizes.total_num_hidden_layers,
+            sizes.total_num_attention_heads,
+            sizes.total_num_kv_heads,
+            sizes.head_size,
+            inner,
+            sizes.vocab_size,
+            sizes.num_experts,
+            sizes.num_experts_per_token if sizes.num_experts else 0,
+            shared,
+            bool(more("tie_word_embeddings")),
+            bytes_each=config.dtype.itemsize,
+            kv_bytes_each=kv_bytes_each or config.dtype.itemsize,
         )
 
-    def as_mtp(self) -> "Geometry":
-        """Return the sizes of the MTP layer of a target with these.
+    @classmethod
+    def read_draft(cls, config) -> "Geometry":
+        """Read the sizes of a draft model, an EAGLE-3 head or an MTP layer.
 
-        It projects a state and an embedding to the layer's input. The embedding is the target's;
-        the output head is counted as its own, as GLM's is.
+        Raises:
+            ValueError: the time of such a model is not predicted, or a size is missing.
         """
-        return replace(self, layers=1, is_tied=True, more_weights=2 * self.hidden * self.hidden)
+        sizes, hf_config = cls.read(config), config.hf_config
+        if is_mtp(hf_config):
+            # It projects a state and an embedding to the layer's input. The embedding is the
+            # target's; the output head is counted as its own, as GLM's is.
+            return replace(sizes, layers=1, is_tied=True, more_weights=2 * sizes.hidden**2)
+        if not is_head(hf_config):
+            return sizes
+        # It reads three of the target's states, and the target's embedding.
+        states = 3 * (getattr(hf_config, "target_hidden_size", None) or sizes.hidden)
+        embedding = sizes.head_dim * (sizes.heads + 2 * sizes.kv_heads)
+        return replace(
+            sizes,
+            vocab=getattr(hf_config, "draft_vocab_size", None) or sizes.vocab,
+            is_tied=True,
+            more_weights=sizes.hidden * (states + embedding),
+        )

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from pydantic import ConfigDict, NonNegativeInt
 
-from vllm_triforce_bench.options import AboveZero, NotNegative, Share, ShareAboveZero, checked
+from vllm_triforce_bench.options import (
+    AboveZero,
+    BadInput,
+    NotNegative,
+    Share,
+    ShareAboveZero,
+    checked,
+)
 
 _GIB = 2**30
 
@@ -81,18 +88,6 @@ class Machine:
         num_blocks = num_reqs * heads * -(-query_tokens // 64)
         return min(1.0, num_blocks / self.num_sms)
 
-    @classmethod
-    def load(cls, path: Path) -> "Machine":
-        """Read a JSON object with these fields.
-
-        Raises:
-            ValueError: a key is missing, unknown or out of range.
-        """
-        try:
-            return checked(cls)(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-
 
 def _gpu(
     name: str, memory_gib: float, bandwidth: float, flops: float, num_sms: int, splits: bool
@@ -124,16 +119,19 @@ MACHINES = {
 
 
 def named_machine(name: str) -> Machine:
-    """Return one of ``MACHINES``, or read the file of that name.
+    """Return one of ``MACHINES``, or read a file with its fields in JSON.
 
     Raises:
-        ValueError: there is neither.
+        BadInput: there is neither, or a field is missing, unknown or out of range.
     """
     if name in MACHINES:
         return MACHINES[name]
     if not Path(name).is_file():
-        raise ValueError(f"machine {name!r} is no file and none of {list(MACHINES)}")
-    return Machine.load(Path(name))
+        raise BadInput(f"machine {name!r} is no file and none of {list(MACHINES)}")
+    try:
+        return checked(Machine)(json.loads(Path(name).read_text()))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{name} cannot be read: {error}") from error
 
 
 def machine_of(device_name: str) -> Machine | None:

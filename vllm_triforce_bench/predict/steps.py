@@ -23,18 +23,14 @@ _LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 9, 5, 4
 # Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2 by the tool
 # of commits fe8fb88 and 549a7e2. Kernels of drafting and of level 2's logits are in CUDA graphs.
 STEP_KERNELS, STEP_UPLOADS, STEP_SYNCS = 20, 2, 1  # any step, stock vLLM's too
-VERIFIED_KERNELS = 2  # more in a step that verifies drafts
-PROPOSAL_KERNELS, PROPOSAL_UPLOADS = 13, 4  # a proposal, without rounds
+PROPOSAL_KERNELS, PROPOSAL_UPLOADS = 15, 4  # a proposal without rounds, and its verification
 DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
-ROUND_KERNELS = 2  # a round of levels 1 and 2
-DIRECT_ROUND_KERNELS = 1  # ``gamma`` tokens that go straight to the full pass
+ROUND_KERNELS, DIRECT_ROUND_KERNELS = 2, 1  # a round of levels 1 and 2, or of level 1 alone
+SUMMARY_KERNELS = 5  # a proposal by level 2, for full chunks' mean keys; not counted, but read
 # A layer's selection has three launches, which on an H200 take as long as 12 others (32.0 to
 # 51.8 us, docs/results.md). On a CPU it has about as many operations.
-PASS_SELECTION_KERNELS = 12
-IDLE_SELECTION_KERNELS = 3  # a layer, in a pass that does not select
-# Not counted, but read off the code.
-SUMMARY_KERNELS = 5  # a proposal, for mean keys of chunks that became full
+SELECTION_KERNELS, IDLE_SELECTION_KERNELS = 12, 3  # a layer, in a pass that selects and another
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
 _LOGIT_BYTES, _LOGIT_READS = 4, 3
 # Tokens that level 1 drafts in one graph for the full pass: gamma of Model Runner V2.
@@ -152,12 +148,8 @@ class Predictor:
     # Passes, in seconds.
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Predict a full pass of requests with ``tokens`` each at ``contexts``."""
+        """Predict a full pass of requests with ``tokens`` each at their ``contexts``."""
         return pass_seconds(self.machine, self.model, tokens, contexts)
-
-    def uniform_full_pass(self, batch: int, tokens: int, context: int) -> float:
-        """Predict a full pass of ``batch`` equal requests."""
-        return self.full_pass([tokens] * batch, [context] * batch)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> float:
         """Predict a pass of the target, or of its copy, over a part of the KV cache.
@@ -195,64 +187,55 @@ class Predictor:
 
     def drafts_overhead(self, batch: int, num_tokens: int) -> float:
         """Overhead of a proposal, without rounds and selection."""
-        kernels = VERIFIED_KERNELS + PROPOSAL_KERNELS
-        return self._launch_s(kernels, PROPOSAL_UPLOADS, batch * num_tokens)
+        return self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * num_tokens)
 
     def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
         """Overhead of a round of levels 1 and 2."""
-        graph_kernels = LEVEL2_KERNELS + self._drafting_kernels(gamma, has_draft)
+        graph_kernels = LEVEL2_KERNELS + gamma * DRAFTING_KERNELS * has_draft
         launch_s = self._launch_s(ROUND_KERNELS, 0, batch * (gamma + 1))
         return launch_s + graph_kernels * self.machine.kernel_seconds
 
-    def direct_overhead(self, num_tokens: int, has_draft: bool) -> float:
-        """Overhead of level 1 alone."""
-        rounds = -(-num_tokens // DIRECT_GAMMA)
-        graph_s = self._drafting_kernels(num_tokens, has_draft) * self.machine.kernel_seconds
-        return self._launch_s(rounds * DIRECT_ROUND_KERNELS) + graph_s
-
-    def _drafting_kernels(self, num_tokens: int, has_draft: bool) -> float:
-        """Kernels beside the draft's passes."""
-        return num_tokens * DRAFTING_KERNELS if has_draft else 0.0
-
-    def selection_seconds(self, batch: int, context: int) -> float:
-        """Predict the seconds that selecting in each layer adds to a pass of level 2.
+    def selection_overhead(
+        self, batch: int, context: int, rounds: float, selections: float
+    ) -> float:
+        """Predict the seconds that selecting in each layer adds to the passes of level 2.
 
         Mean keys of 8 bits are read twice (kernels/pass_selection.py).
         """
-        machine = self.machine
-        mean_keys = batch * context / self.chunk * self.model.kv_bytes_per_token / 2
-        read_s = 2 * mean_keys / self.model.kv_bytes_each / machine.bandwidth
-        launch_s = PASS_SELECTION_KERNELS * self.model.layers * machine.kernel_seconds
-        return read_s / machine.bandwidth_share + launch_s
+        machine, model = self.machine, self.model
+        mean_keys = batch * context / self.chunk * model.kv_bytes_per_token / 2
+        read_s = 2 * mean_keys / model.kv_bytes_each / machine.bandwidth / machine.bandwidth_share
+        idle_kernels = (rounds - selections) * IDLE_SELECTION_KERNELS
+        kernels = (selections * SELECTION_KERNELS + idle_kernels) * model.layers
+        return selections * read_s + kernels * machine.kernel_seconds
 
     # Steps.
 
     def step(self, setting: Setting, context: int, batch: int, acceptance: Acceptance) -> Step:
         """Predict a step with this setting at this acceptance."""
-        overhead_s = self.step_overhead(batch)
-        plain_s = self.uniform_full_pass(batch, 1, context) + overhead_s
+        contexts = [context] * batch
+        plain_s = self.full_pass([1] * batch, contexts) + self.step_overhead(batch)
         if setting.route == PLAIN:
             return Step(setting, plain_s)
         k, gamma = setting.num_tokens, setting.gamma
         has_draft = setting.source == DRAFT
-        overhead_s += self.drafts_overhead(batch, k)
+        seconds = self.step_overhead(batch) + self.drafts_overhead(batch, k)
+        seconds += self.full_pass([k + 1] * batch, contexts)
         if setting.route == LEVELS:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)
-            level2_s = rounds * self.level2_pass(batch, gamma + 1, setting.budget, context)
-            overhead_s += rounds * self.round_overhead(batch, gamma, has_draft)
             selections = min(rounds, 1 + (k - 1) // TOKENS_PER_SELECTION)
-            overhead_s += selections * self.selection_seconds(batch, context)
-            other_kernels = (rounds - selections) * IDLE_SELECTION_KERNELS * self.model.layers
-            overhead_s += other_kernels * self.machine.kernel_seconds
-            overhead_s += self._launch_s(SUMMARY_KERNELS)
+            seconds += rounds * self.level2_pass(batch, gamma + 1, setting.budget, context)
+            seconds += rounds * self.round_overhead(batch, gamma, has_draft)
+            seconds += self.selection_overhead(batch, context, rounds, selections)
+            seconds += self._launch_s(SUMMARY_KERNELS)
             accepted = acceptance.at(setting.budget)
         else:
-            gamma, drafts, level2_s = DIRECT_GAMMA, k, 0.0
-            overhead_s += self.direct_overhead(k, has_draft)
+            gamma, drafts = DIRECT_GAMMA, k
+            seconds += self._launch_s(-(-k // DIRECT_GAMMA) * DIRECT_ROUND_KERNELS)
+            seconds += k * DRAFTING_KERNELS * has_draft * self.machine.kernel_seconds
             accepted = acceptance.direct(setting.source)
-        level1_s = drafts * self.draft_pass(batch, context, gamma) if has_draft else 0.0
-        full_s = self.uniform_full_pass(batch, k + 1, context)
-        seconds = level1_s + level2_s + full_s + overhead_s
+        if has_draft:
+            seconds += drafts * self.draft_pass(batch, context, gamma)
         return Step(setting, seconds, tokens_per_step(accepted, k) * plain_s / seconds)
 
     def best(

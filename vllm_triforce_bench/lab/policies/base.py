@@ -49,13 +49,9 @@ class LabPolicy(ABC):
 
     The lab hides later tokens, leaves sliding-window layers dense, keeps all tokens of a context
     within the budget, and computes the attention.
-
-    Args:
-        needs_mass: True if ``LayerTrace.mass`` is read.
     """
 
     name: ClassVar[str]
-    needs_mass: ClassVar[bool] = False
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
