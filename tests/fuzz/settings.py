@@ -37,7 +37,8 @@ def settings(draw, runner: str = "v1", model: str | None = None, connectors: boo
     lora = model == "pair" and draw(st.integers(0, 5)) == 0
     engine = _engine(draw, runner, model, block_size)
     if connectors and draw(st.booleans()):
-        engine["connector"] = True
+        # vLLM's ExampleConnector ends a stock engine too where prompts are read in chunks.
+        engine |= {"connector": True, "max_num_batched_tokens": UNCHUNKED}
     return {
         "model": model,
         "lora": lora,
