@@ -4,7 +4,7 @@ A new method is one entry of ``METHODS``, and its colour in ``colours.py``.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,7 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
 
 def variants(
     names: list[str],
-    budgets: list[int | None],
+    budgets: Sequence[int | None],
     target: str,
     draft: str | None,
     user_keys: Mapping[str, dict],

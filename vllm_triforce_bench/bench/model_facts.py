@@ -1,7 +1,7 @@
 """Context and memory of a model, from its config; no weights are read."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,14 @@ def _read(option: str, model: str, trust_remote_code: bool, pins: Mapping[str, A
     )
 
 
-def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any]) -> list[str]:
+def served_dtypes(model: str, dtypes: Sequence[str], engine_keys: Mapping[str, Any]) -> list:
     """Replace ``auto`` by the dtype in which vLLM serves the model.
 
     Raises:
         BadInput: vLLM refuses the engine arguments, or the dtype cannot be measured.
     """
     if AUTO not in dtypes:
-        return dtypes
+        return list(dtypes)
     from vllm.engine.arg_utils import EngineArgs
 
     try:

@@ -114,17 +114,16 @@ def number_cell(value: float | None, form: str) -> Cell:
 
 def cells_table(rows: Sequence[dict], line: Line) -> Table:
     """Make the table of all rows, each below the name of its cell."""
-    columns = [Cell(name, kind=cell.kind) for name, cell in line(rows[0]).items()]
+    # Headers of numbers stand right; the other kinds are of one cell alone.
+    columns = [Cell(name, kind="n" * (c.kind == "n")) for name, c in line(rows[0]).items()]
     return Table(columns, grouped(rows, cell_name, lambda row: list(line(row).values())))
 
 
 def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> TerminalTable:
     """Make the table of some columns for a terminal."""
-    table = TerminalTable(box=box.SIMPLE, pad_edge=False)
+    table, first = TerminalTable(box=box.SIMPLE, pad_edge=False), line(rows[0])
     for name in columns:
-        table.add_column(
-            name, justify="right" if "n" in line(rows[0])[name].kind.split() else "left"
-        )
+        table.add_column(name, justify="right" if first[name].kind == "n" else "left")
     for cell, here in itertools.groupby(rows, cell_name):
         table.add_section()
         table.add_row(f"[bold]{cell}")

@@ -75,11 +75,12 @@ class Measurement(BaseMeasurement):
         return rotated(servers, half)
 
     def _warm_up(self, dtype: str, group: int, servers: list[Server]) -> None:
-        for repetition, *cell in self._numbers:
+        for repetition, context, batch_size, temperature in self._numbers:
             if repetition == _WARMUP:
+                paired = PairedSet(dtype, context, batch_size, temperature, group, repetition)
                 for server in servers:
                     self._progress.say(f"warming up {server.variant.label}")
-                    self._load(server, servers, PairedSet(dtype, *cell, group, repetition))
+                    self._load(server, servers, paired)
 
     def _measure(self, paired: PairedSet, servers: list[Server]) -> list[dict]:
         """Return a record for each server; the order alternates over repetitions and cells."""
@@ -109,21 +110,18 @@ class Measurement(BaseMeasurement):
         return load.run(server, others, paired, prompts, self._settings, log)
 
 
-def prompt_numbers(settings: Settings) -> dict[tuple, range]:
+def prompt_numbers(settings: Settings) -> dict[tuple[int, int, int, float], range]:
     """Number the prompts by repetition, context, batch size and temperature.
 
     No cell has a prompt of another, which would be in the prefix cache. All groups share them.
     """
-    numbers: dict[tuple, range] = {}
+    numbers: dict[tuple[int, int, int, float], range] = {}
+    cells = (settings.contexts, settings.batch_sizes, settings.temperatures)
     first = 0
-    for repetition, *cell in itertools.product(
-        (_WARMUP, *range(settings.repetitions)),
-        settings.contexts,
-        settings.batch_sizes,
-        settings.temperatures,
-    ):
-        warms_up, batch_size = repetition == _WARMUP, cell[1]
-        count = (settings.num_warmup if warms_up else settings.num_requests)(batch_size)
-        numbers[repetition, *cell] = range(first, first + count)
-        first += count
+    for repetition in (_WARMUP, *range(settings.repetitions)):
+        num_reqs = settings.num_warmup if repetition == _WARMUP else settings.num_requests
+        for context, batch_size, temperature in itertools.product(*cells):
+            count = num_reqs(batch_size)
+            numbers[repetition, context, batch_size, temperature] = range(first, first + count)
+            first += count
     return numbers
