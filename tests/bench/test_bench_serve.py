@@ -1,22 +1,29 @@
 """Promise: the serving benchmark pairs the same work, favours no server, says what it measured."""
 
 import asyncio
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace as Thing
 
 import pytest
+from rich.console import Console
 
 from tests.bench.test_bench import asked, results, stands_alone
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
 from vllm_triforce_bench.bench import methods, store
-from vllm_triforce_bench.bench.grid import PairedSet, groups, rotated
+from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
+from vllm_triforce_bench.bench.model_facts import ModelFacts
+from vllm_triforce_bench.bench.prompts import Stretches
 from vllm_triforce_bench.bench.serve import load, measure, page, server, summary
+from vllm_triforce_bench.progress import Progress
 
 STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
 
@@ -92,7 +99,36 @@ def test_a_method_and_the_control_take_turns_and_are_exchanged_halfway():
     assert len(set(sets)) == len(sets) == 2 * 5 * 4
     # A repetition is the whole grid, and temperatures follow each other.
     assert [paired[2:4] for paired in sets[:4]] == [(1, 0.0), (1, 1.0), (4, 0.0), (4, 1.0)]
-    assert rotated([STOCK, OURS], 1) == [OURS, STOCK]
+
+
+def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path):
+    started, loads = [], []
+
+    @contextmanager
+    def running(variant, model, arguments, log):
+        started.append(variant.method)
+        yield Thing(variant=variant, engine_counts=lambda: {"steps": 7})
+
+    def run(server, others, paired, prompts, settings, log):
+        loads.append((server.variant.method, paired.repetition, prompts))
+        return {}
+
+    monkeypatch.setattr(measure, "running", running)
+    monkeypatch.setattr(measure.load, "run", run)
+    monkeypatch.setattr(measure, "_REST_S", 0)
+    settings, kept = traffic(contexts=[8]), store.Store(tmp_path, {})
+    source = Stretches(list(range(100)), settings.num_prompts, 8, None)
+    parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
+    with Progress(Console(file=io.StringIO())) as progress:
+        loop = measure.Measurement(*parts, ModelFacts(None, 1, 1), None, progress)
+        loop.run(loop.sets(settings, 2), 0)
+    halves = "stock triforce stock control", "control stock triforce stock"
+    assert started == " ".join(halves).split()
+    measured = [each for each in loads if each[1] >= 0]  # not those that warm up
+    assert [method for method, *_ in measured] == started
+    assert all(one[2] == other[2] for one, other in zip(measured[::2], measured[1::2]))
+    assert [record["order"] for record in kept.records] == [0, 1, 0, 1, 1, 0, 1, 0]
+    assert len(whole_sets(kept.records)) == 8 and kept.records[0]["steps"] == 0
 
 
 def test_no_request_meets_its_prompt_in_the_prefix_cache():
