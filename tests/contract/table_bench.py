@@ -27,6 +27,7 @@ TABLE: list[Surface] = [
     calls("tokenizers/registry.py", "get_tokenizer", "tokenizer_name, trust_remote_code=, revision=", PROMPTS),
     calls("benchmarks/serve.py", "benchmark", "task_type=, endpoint_type=, api_url=, base_url=, model_id=, model_name=, tokenizer=, input_requests=, logprobs=, request_rate=, burstiness=, disable_tqdm=, num_warmups=, profile=, selected_percentile_metrics=, selected_percentiles=, ignore_eos=, goodput_config_dict=, max_concurrency=, lora_modules=, extra_headers=, extra_body=, ready_check_timeout_sec=", SERVE + "load.py"),
     does("benchmarks/serve.py", "benchmark", "calculate_metrics(", SERVE + "load.py"),
+    calls("utils/network_utils.py", "get_open_port", "", SERVE + "server.py"),
     has("benchmarks/datasets/datasets.py", "SampleRequest", "prompt prompt_len expected_output_len", SERVE + "load.py"),
     calls("benchmarks/datasets/datasets.py", "add_dataset_parser", "parser", PROMPTS),
     calls("benchmarks/datasets/datasets.py", "get_samples", "args, tokenizer", PROMPTS),
