@@ -52,10 +52,9 @@ for step in $STEPS; do
     # 3. Two servers in turn under traffic, with requests that come and go.
     serve)
       run "$VLLM_TRIFORCE" bench --serve --target "$TARGET" --draft "$DRAFT" --prompts "$TEXT" \
-        --texts held-out --concurrencies "${CONCURRENCIES:-1,4,16}" \
-        --input-lens "${INPUT_LENS:-4K}" --output-lens "${TOKENS:-128}" \
-        --temperatures "${TEMPERATURES:-0,0.6}" --budgets "${BUDGETS%% *}" --pairs "${PAIRS:-5}" \
-        --dtypes "$DTYPE" --output "$OUTPUT/serve" ${SERVE_MORE[@]+"${SERVE_MORE[@]}"}
+        --batch-sizes "${CONCURRENCIES:-1,4,16}" --contexts "${INPUT_LENS:-4K}" \
+        --temperatures "${TEMPERATURES:-0,0.6}" --tokens "${TOKENS:-128}" \
+        --budgets "${BUDGETS%% *}" --repetitions "${PAIRS:-5}" --dtypes "$DTYPE" --output "$OUTPUT/serve" ${SERVE_MORE[@]+"${SERVE_MORE[@]}"}
       ;;
     *)
       echo "STEPS has '$step'; use lab, bench, serve" >&2

@@ -28,8 +28,6 @@ METHODS = {
 # Parts of a step, and the rest of it.
 PARTS = {"selection": _PINK, "level 1": _ORANGE, "level 2": _BLUE, "verification": _GREEN}
 OTHER_PART, REST = _PLUM, _GREY
-# Other checkouts in a serving benchmark.
-CHECKOUTS = (_VERMILION, _GREEN, _PLUM, _ORANGE)
 # Policies of the lab, with their markers.
 POLICIES = {
     "topk": ("#000000", "s", "exact top-k (ceiling)"),

@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace as Thing
 
 import numpy
@@ -12,22 +12,24 @@ from rich.console import Console
 
 from vllm_triforce import cli
 from vllm_triforce_bench import colours
-from vllm_triforce_bench.bench import BadInput, command, methods, prompts, store
-from vllm_triforce_bench.bench.batch import grid, summary
-from vllm_triforce_bench.bench.batch.page import make_page, terminal_table
-from vllm_triforce_bench.bench.batch.settings import BatchSettings
-from vllm_triforce_bench.bench.batch.stream import Mark, Streamed, outside_passes
-from vllm_triforce_bench.bench.settings import EACH
-from vllm_triforce_bench.bench.terminal import UnitProgress, work_of
+from vllm_triforce_bench.bench import command, grid, methods, page, prompts, store
+from vllm_triforce_bench.bench import settings as settings_module
+from vllm_triforce_bench.bench.batch import page as batch_page
+from vllm_triforce_bench.bench.batch import summary
+from vllm_triforce_bench.bench.batch.stream import Streamed
+from vllm_triforce_bench.bench.settings import EACH, METHOD_OPTIONS, Settings
+from vllm_triforce_bench.options import BadInput
+from vllm_triforce_bench.progress import Progress
 
 
-def asked(**more) -> BatchSettings:
+def asked(**more) -> Settings:
     fields = dict(target="a/model", draft=None, prompts=None, top_p=0.9, seed=0, engine_keys={})
     fields |= dict(kv_cache_gib=None, methods=["stock"], contexts=[300], batch_sizes=[1])
     fields |= dict(temperatures=[0.0], budgets=[128], dtypes=["float32"], tokens=16)
     fields |= dict(repetitions=1, dataset_name="random", dataset_path=None, dataset_args="")
-    fields |= dict(method_keys={}, engines_at_once=None, pass_times=False)
-    return BatchSettings(**{**fields, **more})
+    fields |= {key: {} for key in METHOD_OPTIONS} | dict(engines_at_once=None, pass_times=False)
+    fields |= dict(serve=False, request_rate=None, requests_per_run=None, warmup=None, control=True)
+    return Settings(**{**fields, **more})
 
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
@@ -63,26 +65,28 @@ def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
 
 
 def test_prompts_are_read_once_for_all_temperatures():
+    from vllm_triforce_bench.bench.batch.measure import Measurement
+
     settings = asked(contexts=[300, 500], temperatures=[0.0, 0.6], repetitions=2)
-    sets = grid.paired_sets(settings, 1)
+    sets = Measurement.sets(settings, 1)
     assert len(sets) == len(set(sets)) == 8
-    runs = list(grid.by_prompts(sets))
-    assert len(runs) == 4
-    assert all([paired.temperature for paired in run] == [0.0, 0.6] for run in runs)
+    assert [paired.temperature for paired in sets] == 4 * [0.0, 0.6]
+    assert [paired.context for paired in sets] == 4 * [300] + 4 * [500]
 
 
 def test_time_left_is_shared_out_by_tokens():
     """Of what is left in this run: an earlier one's time is not known."""
-    # 50 tokens written count as 1,000 tokens read.
-    first, second = (work_of(1, context, 50) for context in (1000, 3000))
+    first, second = 2000, 4000
     clock, shown = [100.0], io.StringIO()
-    with UnitProgress(Console(file=shown, get_time=lambda: clock[0]), 3, 1, "sets") as progress:
+    with Progress(Console(file=shown, get_time=lambda: clock[0])) as progress:
         progress.begin(first + second)
         progress.report("1 of 3 sets")
         clock[0] += 10
-        progress.finish_unit(first)
+        progress.advance(first)
+        progress.report("2 of 3 sets")
         clock[0] += 3700
-        progress.finish_unit(second)
+        progress.advance(second)
+        progress.report("3 of 3 sets")
     assert shown.getvalue().splitlines() == [
         "1 of 3 sets, time left: not known yet",
         "2 of 3 sets, 0:00:20 left",
@@ -119,12 +123,12 @@ FOUR_PROMPTS = asked(batch_sizes=[1, 2], repetitions=2, contexts=[10])
 
 def test_each_request_and_repetition_has_another_stretch():
     tokens = list(range(100))
-    cut = prompts.Stretches(tokens, num_prompts=4, batch_size=2, bos_token_id=0)
-    found = [prompt for turn in range(2) for prompt in cut.batch(10, 2, turn)]
+    cut = prompts.Stretches(tokens, num_prompts=4, longest=10, bos_token_id=0)
+    found = cut.take(10, 0, 2) + cut.take(10, 2, 2)
     assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
     assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
-    cut = prompts.Stretches(tokens, num_prompts=4, batch_size=2, bos_token_id=None)
-    assert cut.batch(10, 1, 1) == [tokens[60:70]]
+    cut = prompts.Stretches(tokens, num_prompts=4, longest=10, bos_token_id=None)
+    assert cut.take(10, 2, 1) == [tokens[60:70]] and cut.take(5, 2, 1) == [tokens[60:65]]
 
 
 def test_vllms_random_dataset_without_a_network(pair):
@@ -155,8 +159,7 @@ def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
     settings = own_prompts(texts, tmp_path, batch_sizes=[2, 1], repetitions=2)
     source = prompts.source(settings, tokenizer, max_context=500)
     wanted = [tokenizer(text)["input_ids"] for text in (texts[0], *texts[2:])]
-    assert source.batch(EACH, 2, 0) + source.batch(EACH, 2, 1) == wanted
-    assert source.batch(EACH, 1, 1) == wanted[2:3]
+    assert source.take(EACH, 0, 2) + source.take(EACH, 2, 2) == wanted
     assert source.num_left_out == 1 and source.longest_of(EACH) == max(wanted, key=len)
     with pytest.raises(BadInput, match=r"gave 4 prompts that fit a/model \(1 are too long"):
         prompts.source(replace(settings, repetitions=3), tokenizer, max_context=500)
@@ -178,10 +181,10 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
     monkeypatch.setattr(config, "get_config", get_config)
     pins = {"revision": "t", "code_revision": "tc"}
     for method in ("triforce", "draft_model"):
-        settings = asked(method_keys={"ngram": {"revision": "no"}, method: {"revision": "d"}})
-        model_facts.read_all(pair["target"], pair["draft"], pins, settings.draft_keys)
+        keys = {"ngram": {"revision": "no"}, method: {"revision": "d"}}
+        model_facts.read_all(asked(**pair, engine_keys=pins, **keys))
         assert read == {pair["target"]: ("t", "tc"), pair["draft"]: ("d", None)}
-    model_facts.read_all(pair["target"], pair["draft"], {}, asked().draft_keys)
+    model_facts.read_all(asked(**pair))
     assert set(read.values()) == {(None, None)}
 
 
@@ -333,9 +336,7 @@ def test_a_whole_file_is_not_written_again(tmp_path):
 
 def results(rows) -> dict:
     machine = dict(device="a <CPU>", cores="2", vLLM="0", date="today", command="vllm-triforce")
-    return dict(
-        environment=machine, settings=asked().to_dict(), left_out={}, memory="RSS", rows=rows
-    )
+    return dict(environment=machine, settings=asdict(asked()), left_out={}, rows=rows)
 
 
 def stands_alone(page: str, num_figures: int, *words: str) -> None:
@@ -350,8 +351,8 @@ def stands_alone(page: str, num_figures: int, *words: str) -> None:
 
 def test_the_page_stands_alone_and_has_the_numbers():
     rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
-    page = make_page(results(rows)).render()
-    stands_alone(page, 3, "123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;")
+    text = batch_page.make_page(results(rows)).render()
+    stands_alone(text, 1, "123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;", "100 50")
 
 
 def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
@@ -361,26 +362,17 @@ def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     slow = {"time_to_first_token_s": [98765.4], "inter_token_latency_s": [12345.6789] * 3}
     rows = summary.summarize([record(9123.4, **slow), record(9308.5, method="triforce", **slow)])
-    for row in rows:
-        row |= {"outside_passes_share": 0.99, "outside_passes_ms_a_step": 12345.6}
-    stdout_console().print(terminal_table(rows))
+    table = page.terminal_table(rows, batch_page.line, batch_page.TERMINAL_COLUMNS)
+    stdout_console().print(table)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip("─ ")]
     assert len(lines) == 1 + 1 + len(rows)  # The header, the cell's name and a line for each row.
-    assert all("99%, 12345.6 ms a step" in line for line in lines[2:])
+    assert all("98765" in line and "12345678.9" in line for line in lines[2:])
 
 
 def test_every_method_named_in_the_help_has_a_colour():
     assert list(colours.METHODS) == list(methods.METHODS)
     assert len(set(colours.METHODS.values())) == len(methods.METHODS)
-    assert command.add_arguments.__module__ in {c.module for c in cli.COMMANDS.values()}
-
-
-def test_what_is_beside_passes_is_the_rest_of_the_steps():
-    """Three steps of a second each, a quarter and then half of it in passes."""
-    marks = [Mark(1.0, 5.0, 10), Mark(2.0, 5.25, 11), Mark(3.0, 5.75, 13)]
-    found = outside_passes(marks)
-    assert found == {"share": 0.625, "ms_a_step": 625.0, "passes_a_step": 1.5}
-    assert outside_passes(marks[:1]) is None
+    assert command.__name__ == cli.COMMANDS["bench"].module
 
 
 def test_the_defaults_are_what_is_served(pair):
@@ -391,12 +383,11 @@ def test_the_defaults_are_what_is_served(pair):
 
     from vllm_triforce.config import TriForceConfig
     from vllm_triforce_bench.bench import model_facts
-    from vllm_triforce_bench.bench.batch import settings
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(["--target", pair["target"], "--dataset-name", "random"])
-    asked_for = settings.read(args)
+    asked_for = settings_module.read(args)
     assert asked_for.budgets == [TriForceConfig().retrieval_budget]
     served = str(EngineArgs(model=pair["target"]).create_model_config().dtype)
     found = model_facts.served_dtypes(pair["target"], [*asked_for.dtypes, "float32"], {})

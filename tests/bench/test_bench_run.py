@@ -29,7 +29,10 @@ def arguments(pair, *more: str) -> list[str]:
 
 
 MISTAKES = [
-    (["--methods", "stock,eagle"], "method 'eagle' is unknown; known: stock, draft_model"),
+    (
+        ["--methods", "stock,eagle"],
+        "--methods: eagle is not accepted: known are stock, draft_model",
+    ),
     (["--contexts", "16000000"], "has 65536 positions"),
     (["--contexts", "4Q"], "--contexts: 4Q is not accepted: write a number of tokens"),
     (["--contexts", "40K", "--prompts", str(PROMPTS / "typing.txt")], "prompts of 40960 need"),
@@ -145,10 +148,8 @@ def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measure
     assert f"{ours['decode_tokens_per_second']:.1f}" in shown
     assert f"{ours['ratio']:.2f}x" in (folder / "report.html").read_text()
     assert len((folder / "results.csv").read_text().splitlines()) == 1 + 6
-    # Stock vLLM runs its target once a step; TriForce its two models, more often.
-    assert rows[0]["outside_passes_passes_a_step"] == 1 < ours["outside_passes_passes_a_step"]
-    assert all(0 < row["outside_passes_share"] < 1 for row in rows)
-    assert "ms a step" in shown
+    records = map(json.loads, (folder / store.MEASUREMENTS).read_text().splitlines())
+    assert {bool(record.get("parts")) for record in records if record["levels"]} == {True}
 
 
 @pytest.mark.engine
@@ -157,7 +158,7 @@ def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured,
 
     folder, given, _ = measured
     asked = []
-    monkeypatch.setattr(measure.Measurement, "run", lambda self, sets: asked.extend(sets))
+    monkeypatch.setattr(measure.Measurement, "_run", lambda self, sets: asked.extend(sets))
     assert cli.main(given) == 0 and not asked
     path = folder / store.MEASUREMENTS
     path.write_text(path.read_text().replace('"identical"', '"different"', 1))

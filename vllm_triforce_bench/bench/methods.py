@@ -4,16 +4,16 @@ A new method is one entry of ``METHODS``, and its colour in ``colours.py``.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import METHOD as TRIFORCE
 from vllm_triforce.config.triforce_config import LEVEL1_KEYS
-from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.options import BadInput
 
-STOCK = "stock"
+STOCK, CONTROL = "stock", "control"
 
 
 @dataclass(frozen=True)
@@ -38,60 +38,45 @@ class Method:
         return None if self.keys is None else self.keys["method"]
 
 
-_ALWAYS = {"adaptive": False, "min_context": 0}
+def _stock(name: str, keys: Mapping[str, Any], **needs: Any) -> Method:
+    """Make a method of vLLM's own."""
+    return Method(f"stock {name}", {"method": name, **keys}, **needs)
 
+
+def _triforce(title: str, is_always: bool = False, **keys: Any) -> Method:
+    """Make TriForce with keys.
+
+    Args:
+        is_always: True for fixed lengths at any context.
+    """
+    title = f"TriForce, {title}" if title else "TriForce"
+    return Method(title, {"method": TRIFORCE} | (_ALWAYS if is_always else {}) | keys)
+
+
+_ALWAYS = {"adaptive": False, "min_context": 0}
+_NGRAM = {"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 METHODS: dict[str, Method] = {
     STOCK: Method("stock vLLM", None),
-    "draft_model": Method(
-        "stock draft_model",
-        {"method": "draft_model", "num_speculative_tokens": 3},
-        needs_draft=True,
-    ),
-    "eagle3": Method(
-        "stock eagle3", {"method": "eagle3", "num_speculative_tokens": 3}, needs_draft=True
-    ),
-    "mtp": Method("stock mtp", {"method": "mtp", "num_speculative_tokens": 1}),
-    "ngram": Method(
-        "stock ngram",
-        {
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        },
-    ),
-    "suffix": Method(
-        "stock suffix",
-        {"method": "suffix"},
+    "draft_model": _stock("draft_model", {"num_speculative_tokens": 3}, needs_draft=True),
+    "eagle3": _stock("eagle3", {"num_speculative_tokens": 3}, needs_draft=True),
+    "mtp": _stock("mtp", {"num_speculative_tokens": 1}),
+    "ngram": _stock("ngram", _NGRAM),
+    "suffix": _stock(
+        "suffix",
+        {},
         needs_module="arctic_inference",
         install="pip install arctic-inference==0.1.1",
     ),
     # The defaults.
-    "triforce": Method("TriForce", {"method": TRIFORCE}),
-    "triforce:copy": Method(
-        "TriForce, level 2 in bfloat16", {"method": TRIFORCE, "level2_model": "bfloat16"}
-    ),
-    "triforce:lookup": Method(
-        "TriForce, no draft model", {"method": TRIFORCE, "draft_sources": "prompt_lookup"}
-    ),
+    "triforce": _triforce(""),
+    "triforce:copy": _triforce("level 2 in bfloat16", level2_model="bfloat16"),
+    "triforce:lookup": _triforce("no draft model", draft_sources="prompt_lookup"),
     # Levels switched off one by one; nothing may switch off the rest.
-    "triforce:all": Method(
-        "TriForce, all levels always", {"method": TRIFORCE, "levels": "1,2,3"} | _ALWAYS
-    ),
-    "triforce:level1": Method(
-        "TriForce, level 1 only", {"method": TRIFORCE, "levels": "1,3"} | _ALWAYS
-    ),
-    "triforce:retrieval": Method(
-        "TriForce, retrieval only", {"method": TRIFORCE, "levels": "2,3"} | _ALWAYS
-    ),
-    "triforce:streaming": Method(
-        "TriForce, streaming for retrieval",
-        {"method": TRIFORCE, "selection": "streaming"} | _ALWAYS,
-    ),
-    "triforce:refresh8": Method(
-        "TriForce, selection every 8 full passes",
-        {"method": TRIFORCE, "refresh_interval": 8} | _ALWAYS,
-    ),
+    "triforce:all": _triforce("all levels always", True, levels="1,2,3"),
+    "triforce:level1": _triforce("level 1 only", True, levels="1,3"),
+    "triforce:retrieval": _triforce("retrieval only", True, levels="2,3"),
+    "triforce:streaming": _triforce("streaming for retrieval", True, selection="streaming"),
+    "triforce:refresh8": _triforce("selection every 8 full passes", True, refresh_interval=8),
 }
 
 
@@ -110,21 +95,19 @@ class Variant:
     label: str = field(compare=False)
 
     @property
-    def is_stock(self) -> bool:
-        return self.method == STOCK
-
-    @property
     def is_triforce(self) -> bool:
         return self.keys is not None and self.keys["method"] == TRIFORCE
 
 
-def check_names(names: list[str]) -> None:
-    """Raise BadInput if a name is unknown or named twice."""
-    for name in names:
-        if name not in METHODS:
-            raise BadInput(f"method {name!r} is unknown; known: {', '.join(METHODS)}")
-        if names.count(name) > 1:
-            raise BadInput(f"method {name!r} is named {names.count(name)} times; name it once")
+CONTROL_VARIANT = Variant(CONTROL, None, None, "stock vLLM again")
+"""A second stock vLLM, whose ratios are the machine's alone."""
+
+
+def check_name(name: str) -> str:
+    """Raise BadInput if the name is unknown."""
+    if name not in METHODS:
+        raise BadInput(f"known are {', '.join(METHODS)}")
+    return name
 
 
 def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -137,13 +120,12 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
         method = METHODS[name]
         if method.needs_module and importlib.util.find_spec(method.needs_module) is None:
             left_out[name] = f"{method.needs_module} is not installed ({method.install})"
-    kept = [name for name in names if name not in left_out and name != STOCK]
-    return [STOCK, *kept], left_out
+    return [name for name in dict.fromkeys([STOCK, *names]) if name not in left_out], left_out
 
 
 def variants(
     names: list[str],
-    budgets: list[int | None],
+    budgets: Sequence[int | None],
     target: str,
     draft: str | None,
     user_keys: Mapping[str, dict],

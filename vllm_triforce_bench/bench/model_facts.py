@@ -1,13 +1,14 @@
 """Context and memory of a model, from its config; no weights are read."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.settings import AUTO, DTYPES, GIB, Settings
+from vllm_triforce_bench.options import BadInput
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,29 +26,18 @@ class ModelFacts:
     kv_values_per_token: int
     weights_bytes: int
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        return self.kv_values_per_token * _BYTES[dtype]
 
-
-def read_all(
-    target: str,
-    draft: str | None,
-    engine_keys: Mapping[str, Any],
-    draft_keys: Mapping[str, Any],
-) -> tuple[ModelFacts, ModelFacts | None]:
+def read_all(settings: Settings) -> tuple[ModelFacts, ModelFacts | None]:
     """Read target and draft at the revisions that their engines will load.
-
-    Args:
-        draft_keys: ``speculative_config`` keys that may pin the draft's revision.
 
     Raises:
         BadInput: there is no such model.
     """
-    trust = bool(engine_keys.get("trust_remote_code", False))
-    target_facts = _read("--target", target, trust, engine_keys)
-    if draft is None:
-        return target_facts, None
-    return target_facts, _read("--draft", draft, trust, draft_keys)
+    trust = bool(settings.engine_keys.get("trust_remote_code", False))
+    target = _read("--target", settings.target, trust, settings.engine_keys)
+    if settings.draft is None:
+        return target, None
+    return target, _read("--draft", settings.draft, trust, settings.draft_keys)
 
 
 def _read(option: str, model: str, trust_remote_code: bool, pins: Mapping[str, Any]) -> ModelFacts:
@@ -77,14 +67,14 @@ def _read(option: str, model: str, trust_remote_code: bool, pins: Mapping[str, A
     )
 
 
-def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any]) -> list[str]:
+def served_dtypes(model: str, dtypes: Sequence[str], engine_keys: Mapping[str, Any]) -> list:
     """Replace ``auto`` by the dtype in which vLLM serves the model.
 
     Raises:
         BadInput: vLLM refuses the engine arguments, or the dtype cannot be measured.
     """
     if AUTO not in dtypes:
-        return dtypes
+        return list(dtypes)
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -97,11 +87,29 @@ def served_dtypes(model: str, dtypes: list[str], engine_keys: Mapping[str, Any])
     return list(dict.fromkeys(served if dtype == AUTO else dtype for dtype in dtypes))
 
 
-def kv_cache_bytes(settings: Settings, num_reqs: int, dtype: str, *models: ModelFacts) -> int:
+def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
     """Size the KV cache: as given, or for the longest requests, with a tenth to spare."""
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * GIB)
-    per_token = sum(model.kv_bytes_per_token(dtype) for model in models)
+    per_token = _BYTES[dtype] * sum(model.kv_values_per_token for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
-    tokens = num_reqs * (settings.max_model_len + 128)
+    tokens = max(settings.batch_sizes) * (settings.max_model_len + 128)
     return max(64 << 20, int(1.1 * tokens * per_token))
+
+
+def engine_arguments(
+    settings: Settings, dtype: str, variant: Variant, target: ModelFacts, draft: ModelFacts | None
+) -> dict[str, Any]:
+    """Make the arguments of an engine or server, without ``speculative_config``."""
+    # TriForce keeps its draft's KV in a small cache outside vLLM's.
+    shares_cache = draft is not None and variant.method == "draft_model"
+    models = (target, draft) if shares_cache else (target,)
+    return {
+        "dtype": dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": max(settings.batch_sizes),
+        "gpu_memory_utilization": 0.1,  # the KV cache's size is given
+        "kv_cache_memory_bytes": kv_cache_bytes(settings, dtype, *models),
+        **settings.engine_keys,
+    }

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.bench.settings import Settings
+from vllm_triforce_bench.options import BadInput
 
 MIN_PROMPT = 2
 """Tokens."""
@@ -58,95 +59,53 @@ def _folder_parts(folder: Path) -> list[str]:
     return parts
 
 
-def dataset_texts(options: list[str], name: str, tokenizer) -> list[str]:
-    """Return the prompts of one of vLLM's datasets.
-
-    Args:
-        options: options of ``vllm bench``, ``--dataset-name`` among them.
-
-    Raises:
-        BadInput: vLLM refuses the options, or the dataset has no text.
-    """
-    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser(prog="--dataset-args", add_help=False, exit_on_error=False)
-    add_dataset_parser(parser)
-    try:
-        args, unknown = parser.parse_known_args(options)
-        if unknown:
-            raise BadInput(f"--dataset-args: vLLM has no option {' '.join(unknown)}")
-        # `vllm bench serve` sets it beside the dataset's options.
-        args.backend = "openai"
-        samples = get_samples(args, tokenizer)
-    except BadInput:
-        raise
-    except (argparse.ArgumentError, SystemExit, Exception) as error:
-        raise BadInput(f"vLLM's dataset {name!r} failed: {error}") from error
-    texts = [sample.prompt for sample in samples if isinstance(sample.prompt, str)]
-    if not texts:
-        raise BadInput(f"vLLM's dataset {name!r} gave no text prompts")
-    return texts
-
-
 class Stretches:
-    """Prompts of given lengths, cut from one text.
+    """Prompts of given lengths, which begin evenly spread over one text.
 
     Args:
         tokens: of the text; if they begin with ``bos_token_id``, so does each prompt.
-        num_prompts: different prompts of each length.
-        batch_size: the largest.
+        num_prompts: prompts of each length.
+        longest: tokens of the longest; shorter ones begin at the same places.
     """
 
     def __init__(
-        self, tokens: list[int], num_prompts: int, batch_size: int, bos_token_id: int | None
+        self, tokens: list[int], num_prompts: int, longest: int, bos_token_id: int | None
     ) -> None:
-        self.tokens, self.num_left_out = tokens, 0
-        self._num_prompts, self._batch_size, self._bos = num_prompts, batch_size, bos_token_id
+        self.tokens, self.num_left_out, self._bos = tokens, 0, bos_token_id
+        self._stride = (len(tokens) - longest) // max(1, num_prompts - 1)
 
-    def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
-        """Cut the prompts of a batch: stretches that begin evenly spread over the text.
-
-        A smaller batch has the first prompts of a larger one of the same repetition.
-
-        Returns:
-            ``batch_size`` prompts of ``context`` tokens.
-        """
+    def take(self, context: int, first: int, count: int) -> list[list[int]]:
+        """Cut ``count`` prompts of ``context`` tokens, from number ``first`` on."""
         tokens = self.tokens
-        stride = (len(tokens) - context) // max(1, self._num_prompts - 1)
-        first = repetition * self._batch_size
-        prompts = [tokens[(first + i) * stride :][:context] for i in range(batch_size)]
+        prompts = [tokens[i * self._stride :][:context] for i in range(first, first + count)]
         if tokens[0] == self._bos:
             prompts = [[tokens[0], *prompt[1:]] for prompt in prompts]
         return prompts
 
     def longest_of(self, context: int) -> list[int]:
         """Return a prompt of ``context`` tokens, the longest of the grid."""
-        return self.batch(context, 1, 0)[0]
+        return self.take(context, 0, 1)[0]
 
 
 class OwnPrompts:
-    """Prompts of a dataset, each as long as it is.
+    """Prompts of a dataset, each as long as it is; their context is ``EACH``.
 
     Args:
         num_left_out: prompts left out because they do not fit the model, or are too short.
     """
 
-    def __init__(self, prompts: list[list[int]], batch_size: int, num_left_out: int) -> None:
-        self.prompts, self._batch_size, self.num_left_out = prompts, batch_size, num_left_out
+    def __init__(self, prompts: list[list[int]], num_left_out: int) -> None:
+        self.prompts, self.num_left_out = prompts, num_left_out
 
-    def batch(self, context: int, batch_size: int, repetition: int) -> list[list[int]]:
-        """Return the prompts of a batch; ``context`` is ``EACH``."""
-        first = repetition * self._batch_size
-        return self.prompts[first : first + batch_size]
+    def take(self, context: int, first: int, count: int) -> list[list[int]]:
+        return self.prompts[first : first + count]
 
     def longest_of(self, context: int) -> list[int]:
-        """Return the longest prompt; ``context`` is ``EACH``."""
         return max(self.prompts, key=len)
 
 
-def source(settings, tokenizer, max_context: int | None) -> Stretches | OwnPrompts:
-    """Read the prompts of a ``BatchSettings``.
+def source(settings: Settings, tokenizer, max_context: int | None) -> Stretches | OwnPrompts:
+    """Read the prompts.
 
     Args:
         max_context: positions of the model; a dataset's longer prompts are left out.
@@ -159,8 +118,8 @@ def source(settings, tokenizer, max_context: int | None) -> Stretches | OwnPromp
     return _stretches(settings, tokenizer)
 
 
-def _stretches(settings, tokenizer) -> Stretches:
-    """Read the text that prompts are cut from; ``random`` makes a longest prompt for each."""
+def _stretches(settings: Settings, tokenizer) -> Stretches:
+    """Read the text that prompts are cut from."""
     longest, num_prompts = max(settings.contexts), settings.num_prompts
     if settings.prompts is not None:
         source = settings.prompts
@@ -170,19 +129,21 @@ def _stretches(settings, tokenizer) -> Stretches:
         source = f"dataset {name}"
         options = ["--skip-chat-template"]
         if name == "random":
-            options += ["--num-prompts", str(num_prompts + 1), "--random-input-len", str(longest)]
+            # One for each stretch; traffic's many stretches of it overlap.
+            count = min(num_prompts, 64 + 2 * num_prompts // longest) + 1
+            options += ["--num-prompts", str(count), "--random-input-len", str(longest)]
         text = "\n\n".join(_dataset_of(settings, options, tokenizer))
     tokens = tokenizer(text)["input_ids"]
     needed = longest + num_prompts - 1
     if len(tokens) < needed:
         raise BadInput(
             f"{source} has {len(tokens)} tokens; {num_prompts} different prompts of {longest} need "
-            f"{needed}: use a longer text or lower --contexts"
+            f"{needed}: use a longer text, or lower --contexts, --batch-sizes or --repetitions"
         )
-    return Stretches(tokens, num_prompts, max(settings.batch_sizes), tokenizer.bos_token_id)
+    return Stretches(tokens, num_prompts, longest, tokenizer.bos_token_id)
 
 
-def _own_prompts(settings, tokenizer, max_context: int | None) -> OwnPrompts:
+def _own_prompts(settings: Settings, tokenizer, max_context: int | None) -> OwnPrompts:
     """Read a dataset's text prompts as ``vllm bench serve`` sends them, as many as needed."""
     texts = _dataset_of(settings, ["--no-oversample"], tokenizer)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -198,13 +159,39 @@ def _own_prompts(settings, tokenizer, max_context: int | None) -> OwnPrompts:
             f"{settings.num_prompts} are needed: lower --repetitions, --batch-sizes or --tokens, "
             "or raise vLLM's --num-prompts in --dataset-args"
         )
-    prompts = fitting[: settings.num_prompts]
-    return OwnPrompts(prompts, max(settings.batch_sizes), num_left_out)
+    return OwnPrompts(fitting[: settings.num_prompts], num_left_out)
 
 
-def _dataset_of(settings, options: list[str], tokenizer) -> list[str]:
+def _dataset_of(settings: Settings, options: list[str], tokenizer) -> list[str]:
+    """Return the prompts of one of vLLM's datasets.
+
+    Args:
+        options: options of ``vllm bench`` beside the user's.
+
+    Raises:
+        BadInput: vLLM refuses the options, or the dataset has no text.
+    """
+    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     name = settings.dataset_name
-    options = ["--dataset-name", name, "--seed", str(settings.seed), *options]
+    options = ["--dataset-name", f"{name}", "--seed", str(settings.seed), *options]
     if settings.dataset_path:
         options += ["--dataset-path", settings.dataset_path]
-    return dataset_texts(options + shlex.split(settings.dataset_args), name, tokenizer)
+    parser = FlexibleArgumentParser(prog="--dataset-args", add_help=False, exit_on_error=False)
+    add_dataset_parser(parser)
+    try:
+        args, unknown = parser.parse_known_args(options + shlex.split(settings.dataset_args))
+        if unknown:
+            raise BadInput(f"--dataset-args: vLLM has no option {' '.join(unknown)}")
+        # `vllm bench serve` sets it beside the dataset's options.
+        args.backend = "openai"
+        samples = get_samples(args, tokenizer)
+    except BadInput:
+        raise
+    except (argparse.ArgumentError, SystemExit, Exception) as error:
+        raise BadInput(f"vLLM's dataset {name!r} failed: {error}") from error
+    texts = [sample.prompt for sample in samples if isinstance(sample.prompt, str)]
+    if not texts:
+        raise BadInput(f"vLLM's dataset {name!r} gave no text prompts")
+    return texts

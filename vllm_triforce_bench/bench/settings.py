@@ -1,62 +1,53 @@
-"""Settings that both benchmarks share, and types of their options."""
+"""Options and settings of the benchmark: one field for each option."""
 
 import argparse
 import json
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    WrapValidator,
+)
 
-from vllm_triforce_bench.options import BadInput, Tokens, checked
+from vllm_triforce_bench.bench.methods import METHODS, check_name
+from vllm_triforce_bench.options import (
+    AboveZero,
+    BadInput,
+    CommaList,
+    NotNegative,
+    ShareAboveZero,
+    Tokens,
+    checked,
+)
 
 AUTO = "auto"
 """The dtype in which vLLM serves the model (``model_facts.served_dtypes``)."""
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GIB = 1 << 30
 EACH = 0
 """The context of a dataset's own prompts, each as long as it is."""
 # Positions beyond the longest output, for proposals.
 PROPOSAL_ROOM = 64
-
-S = TypeVar("S", bound="Settings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(ABC):
-    """Checked settings; made without loading vLLM or a model."""
-
-    target: str
-    draft: str | None
-    prompts: str | None
-    top_p: float
-    seed: int
-    engine_keys: dict[str, Any]
-    """The user's engine arguments, for every engine alike."""
-    kv_cache_gib: float | None
-
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int:
-        """Tokens of the longest request, and room for proposals."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def read(cls: type[S], args: argparse.Namespace, **values) -> S:
-    """Make the settings from the options of their names, and from other values."""
-    values["engine_keys"] = args.engine
-    names = [field.name for field in fields(cls) if field.name not in values]
-    return cls(**{name: getattr(args, name) for name in names}, **values)
-
-
-def add_options(group, *options: tuple) -> None:
-    """Add options to argparse's group: name, type of the value, default and help of each."""
-    for name, kind, default, text in options:
-        group.add_argument(name, type=checked(kind), default=default, help=text)
+METHOD_OPTIONS = ("triforce", "draft_model", "eagle3", "mtp", "ngram", "suffix")
+"""vLLM's names of methods, each with an option for its keys."""
+_MIN_REQUESTS = 16
+# Engine arguments that the benchmark sets.
+_BENCHMARK_KEYS = {
+    "host": "servers listen on 127.0.0.1",
+    "port": "a free one is taken",
+    "served_model_name": "the benchmark names the model",
+    "speculative_config": "use --methods, --draft, --budgets and the methods' keys",
+    "speculative_model": "use --methods, --draft, --budgets and the methods' keys",
+    "dtype": "use --dtypes",
+    "seed": "use --seed",
+}
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -69,13 +60,10 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _method_keys(text: str) -> dict[str, Any]:
-    keys = _json_object(text)
-    for key in ("method", "model", "retrieval_budget"):
+def _without(reasons: dict[str, str], keys: dict[str, Any]) -> dict[str, Any]:
+    for key, reason in reasons.items():
         if key in keys:
-            raise BadInput(
-                f"key {key!r} is set by the benchmark; use --methods, --draft and --budgets"
-            )
+            raise BadInput(f"key {key!r} is set by the benchmark: {reason}")
     return keys
 
 
@@ -89,12 +77,228 @@ def _word(word: str, meaning: Any) -> WrapValidator:
     return WrapValidator(lambda value, convert: meaning if value == word else convert(value))
 
 
+_METHOD_KEYS = dict.fromkeys(
+    ("method", "model", "retrieval_budget"), "use --methods, --draft and --budgets"
+)
+_Json = Annotated[dict[str, Any], BeforeValidator(_json_object)]
+EngineKeys = Annotated[_Json, AfterValidator(partial(_without, _BENCHMARK_KEYS))]
+MethodKeys = Annotated[_Json, AfterValidator(partial(_without, _METHOD_KEYS))]
 ExistingPath = Annotated[str, AfterValidator(_existing)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Context = Annotated[Tokens, Field(ge=2), _word("each", EACH)]
 Budget = Annotated[Tokens, Field(ge=1), _word("default", None)]
 """A ``retrieval_budget``; None for TriForce's default."""
-RequestRate = Annotated[float, Field(gt=0, allow_inf_nan=False), _word("inf", None)]
-"""Requests per second; None for a new one as soon as there is room."""
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]
-MethodKeys = Annotated[dict[str, Any], BeforeValidator(_method_keys)]
-"""The user's ``speculative_config`` keys, without those that the benchmark sets."""
+RequestRate = Annotated[AboveZero, _word("inf", None)]
+CacheGib = Annotated[float, Field(ge=1 / GIB, lt=1 << 20)]
+
+
+class Option(NamedTuple):
+    """An option of a field.
+
+    Args:
+        default: as a user would write it.
+        flag: name of the option, if it is not the field's.
+        group: title in ``--help`` of this option and those after it.
+        serve: True if the option needs ``--serve``, False if it excludes it.
+    """
+
+    help: str
+    default: Any = None
+    flag: str = ""
+    group: str = ""
+    serve: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checked settings; made without loading vLLM or a model."""
+
+    serve: Annotated[
+        bool, Option("two vllm serve, loaded in turns", False, group="what is compared")
+    ]
+    target: Annotated[str, Option("the model, a path or hub name")]
+    draft: Annotated[
+        str | None,
+        BeforeValidator(lambda name: name or None),
+        Option("draft model of draft_model and TriForce; none: prompt lookup"),
+    ]
+    methods: Annotated[
+        CommaList[Annotated[str, AfterValidator(check_name)]],
+        Option(f"of {', '.join(METHODS)}; default: stock,ngram,triforce; with --serve triforce"),
+    ]
+    contexts: Annotated[
+        CommaList[Context],
+        Option(
+            "tokens of a prompt; 4K is 4096; each: the prompts of --dataset-name, one by one",
+            "1K,4K,16K",
+            group="the grid; values with commas between them",
+        ),
+    ]
+    batch_sizes: Annotated[
+        CommaList[PositiveInt],
+        Option("requests decoded together; with --serve, under way at most", "1"),
+    ]
+    temperatures: Annotated[
+        CommaList[Annotated[NotNegative, Field(le=2)]], Option("0 is greedy", "0")
+    ]
+    top_p: Annotated[ShareAboveZero, Option("of the sampled ones", 0.9)]
+    budgets: Annotated[
+        CommaList[Budget | None], Option("TriForce's retrieval_budget, tokens", "default")
+    ]
+    dtypes: Annotated[CommaList[Dtype], Option("auto (as served), float32, bfloat16, ...", AUTO)]
+    tokens: Annotated[int, Field(ge=16), Option("generated by each request", 128)]
+    repetitions: Annotated[PositiveInt, Option("each of other prompts", 3)]
+    prompts: Annotated[
+        ExistingPath | None,
+        Option("a text file, or a folder of sources", group="prompts; one of the first two"),
+    ]
+    dataset_name: Annotated[
+        str | None, Option("of vLLM's benchmarks: random, sharegpt, custom, ...")
+    ]
+    dataset_path: Annotated[str | None, Option("as vllm bench takes it")]
+    dataset_args: Annotated[str, Option("more of vllm bench's dataset options, in one string", "")]
+    triforce: Annotated[
+        MethodKeys, Option("speculative_config keys of TriForce", "{}", group="JSON objects")
+    ]
+    draft_model: Annotated[MethodKeys, Option("those of stock's draft_model", "{}")]
+    eagle3: Annotated[MethodKeys, Option("those of stock's eagle3", "{}")]
+    mtp: Annotated[MethodKeys, Option("those of stock's mtp", "{}")]
+    ngram: Annotated[MethodKeys, Option("those of stock's ngram", "{}")]
+    suffix: Annotated[MethodKeys, Option("those of stock's suffix", "{}")]
+    engine_keys: Annotated[
+        EngineKeys, Option("engine arguments of every method alike", "{}", flag="--engine")
+    ]
+    seed: Annotated[int, Option("", 0, group="the run")]
+    kv_cache_gib: Annotated[CacheGib | None, Option("of each engine; default: what cells need")]
+    engines_at_once: Annotated[
+        Annotated[int, Field(ge=2)] | None,
+        Option("default: what fits into free memory", serve=False),
+    ]
+    pass_times: Annotated[
+        bool,
+        Option(
+            "on a GPU one more decode, which waits for each part of a proposal", False, serve=False
+        ),
+    ]
+    request_rate: Annotated[
+        RequestRate | None,
+        Option(
+            "requests that come in a second; default: as there is room", group="--serve", serve=True
+        ),
+    ]
+    requests_per_run: Annotated[
+        PositiveInt | None, Option("default: four times the batch size, at least 16", serve=True)
+    ]
+    warmup: Annotated[
+        NonNegativeInt | None,
+        Option("requests of each cell that are not measured; default: the batch size", serve=True),
+    ]
+    control: Annotated[
+        bool, Option("a second stock server, which costs as much as a method", True, serve=True)
+    ]
+    longest_prompt: int = 0
+    """Tokens of the longest of a dataset's own prompts, once they are read."""
+
+    @property
+    def method_keys(self) -> dict[str, dict[str, Any]]:
+        """The user's ``speculative_config`` keys, by vLLM's name of the method."""
+        return {name: keys for name in METHOD_OPTIONS if (keys := getattr(self, name))}
+
+    @property
+    def draft_keys(self) -> dict[str, Any]:
+        """Keys that pin the draft's revision: TriForce's, else those of ``draft_model``."""
+        pinned = {"revision", "code_revision"}
+        return next((k for k in (self.triforce, self.draft_model) if pinned & k.keys()), {})
+
+    @property
+    def has_own_prompts(self) -> bool:
+        """True if prompts are a dataset's own, not stretches of a text."""
+        return self.contexts == [EACH]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request, and room for proposals."""
+        return max(*self.contexts, self.longest_prompt) + self.tokens + PROPOSAL_ROOM
+
+    def num_requests(self, batch_size: int) -> int:
+        """Requests of a set: a batch, or a run of the servers."""
+        if not self.serve:
+            return batch_size
+        return self.requests_per_run or max(_MIN_REQUESTS, 4 * batch_size)
+
+    def num_warmup(self, batch_size: int) -> int:
+        """Requests of a cell that warm up a server."""
+        return batch_size if self.warmup is None else self.warmup
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts of each context; servers meet no prompt again in another cell."""
+        if not self.serve:
+            return self.repetitions * max(self.batch_sizes)
+        num_reqs = (
+            self.num_warmup(size) + self.repetitions * self.num_requests(size)
+            for size in self.batch_sizes
+        )
+        return len(self.contexts) * len(self.temperatures) * sum(num_reqs)
+
+    def check_context(self, max_context: int | None) -> None:
+        """Raise BadInput if a prompt and its output are longer than the model."""
+        if max_context is None or self.max_model_len <= max_context:
+            return
+        if self.has_own_prompts:
+            raise BadInput(
+                f"--tokens {self.tokens} leaves no room for a prompt: {self.target} has "
+                f"{max_context} positions. Lower it"
+            )
+        raise BadInput(
+            f"--contexts {max(self.contexts)} with --tokens {self.tokens} is "
+            f"{max(self.contexts) + self.tokens} tokens, and room for proposals; "
+            f"{self.target} has {max_context} positions: use contexts up to "
+            f"{max_context - self.tokens - PROPOSAL_ROOM}"
+        )
+
+
+_KINDS = get_type_hints(Settings, include_extras=True)
+_OPTIONS: dict[str, Option] = {
+    name: kind.__metadata__[-1] for name, kind in _KINDS.items() if name != "longest_prompt"
+}
+
+
+def _flag(name: str) -> str:
+    return _OPTIONS[name].flag or f"--{name.replace('_', '-')}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field."""
+    group: Any = parser
+    for name, option in _OPTIONS.items():
+        if option.group:
+            group = parser.add_argument_group(option.group)
+        more: dict[str, Any] = {"type": checked(_KINDS[name])}
+        if isinstance(option.default, bool):
+            more = {"action": argparse.BooleanOptionalAction}
+        elif name == "target":
+            more["required"] = True
+        group.add_argument(
+            _flag(name), dest=name, default=option.default, help=option.help or None, **more
+        )
+    parser.add_argument(
+        "--output", default="bench-results", help="folder; goes on where it stopped"
+    )
+
+
+def read(args: argparse.Namespace) -> Settings:
+    """Raise BadInput if options exclude each other."""
+    for name, option in _OPTIONS.items():
+        if option.serve in (None, args.serve) or getattr(args, name) == option.default:
+            continue
+        if option.serve:
+            raise BadInput(f"{_flag(name)} does nothing without --serve; add it, or drop this")
+        raise BadInput(f"{_flag(name)} does nothing with --serve; drop one of them")
+    args.methods = args.methods or (["triforce"] if args.serve else ["stock", "ngram", "triforce"])
+    settings = Settings(**{name: getattr(args, name) for name in _OPTIONS})
+    if (settings.prompts is None) == (settings.dataset_name is None):
+        raise BadInput("give either --prompts PATH or --dataset-name NAME")
+    if settings.contexts.count(EACH) and (not settings.dataset_name or len(settings.contexts) > 1):
+        raise BadInput("--contexts each takes the prompts of --dataset-name, and stands alone")
+    return settings

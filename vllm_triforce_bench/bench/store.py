@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce_bench.bench import BadInput
+from vllm_triforce_bench.options import BadInput
 
 ARGUMENTS = "arguments.json"
 MEASUREMENTS = "results.jsonl"

@@ -1,6 +1,5 @@
 """``vllm-triforce bench``: methods decode the same batches in one process, one after the other.
 
-``settings`` -> ``grid`` (cells and their order) -> ``engines`` -> ``measure`` (the loop), with
-``stream`` (one batch, timed) and ``identity`` (greedy outputs against stock vLLM's) -> ``summary``
--> ``page``.
+``engines`` -> ``measure`` (the loop), with ``stream`` (one batch, timed) and ``identity`` (greedy
+outputs against stock vLLM's) -> ``summary`` -> ``page``.
 """

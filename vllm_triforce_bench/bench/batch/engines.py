@@ -1,7 +1,6 @@
 """Engines of one process, alive side by side, so that methods can be interleaved."""
 
 import gc
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,10 +16,10 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
-from vllm_triforce_bench.bench import BadInput
-from vllm_triforce_bench.bench.batch.settings import BatchSettings
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
+from vllm_triforce_bench.bench.model_facts import ModelFacts, engine_arguments, kv_cache_bytes
+from vllm_triforce_bench.bench.settings import Settings
+from vllm_triforce_bench.options import BadInput
 
 # Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
 # embedded pair on the CPU), and activations of a larger model.
@@ -57,33 +56,6 @@ class SpeculationRecorder(StatLoggerBase):
 
 
 @dataclass
-class PassTimes:
-    """Seconds inside the models of an engine in this process; on a GPU, seconds of launching."""
-
-    seconds: float = 0.0
-    num_passes: int = 0
-
-    def watch(self, llm) -> None:
-        """Time the passes of the target and of the draft, if there is one."""
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        draft = getattr(getattr(worker, "triforce", None), "model", None)
-        for model in filter(None, (worker.model_runner.model, draft)):
-            model.forward = self._timed(model.forward, is_pass=True)
-            model.compute_logits = self._timed(model.compute_logits, is_pass=False)
-
-    def _timed(self, function, is_pass: bool):
-        def timed(*args, **kwargs):
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - begin
-                self.num_passes += is_pass
-
-        return timed
-
-
-@dataclass
 class Engine:
     """A running engine of one method.
 
@@ -96,7 +68,6 @@ class Engine:
     llm: LLM
     recorder: SpeculationRecorder
     memory_bytes: int
-    passes: PassTimes | None = None
 
     def levels(self) -> LevelCounters | None:
         return counters_of(self.llm) if self.variant.is_triforce else None
@@ -112,45 +83,29 @@ class Engine:
 
 
 def start(
-    settings: BatchSettings,
-    dtype: str,
-    variant: Variant,
-    target: ModelFacts,
-    draft: ModelFacts | None,
+    settings: Settings, dtype: str, variant: Variant, target: ModelFacts, draft: ModelFacts | None
 ) -> Engine:
     """Start an engine that differs from stock vLLM's in ``speculative_config`` alone."""
-    # TriForce keeps its draft's KV in a small cache outside vLLM's.
-    shares_cache = draft is not None and variant.method == "draft_model"
-    models = (target, draft) if shares_cache else (target,)
-    num_reqs = max(settings.batch_sizes)
-    arguments = dict(
-        dtype=dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=num_reqs,
-        gpu_memory_utilization=0.1,  # the KV cache's size is given
-        kv_cache_memory_bytes=kv_cache_bytes(settings, num_reqs, dtype, *models),
-        enable_prefix_caching=True,
-        distributed_executor_backend="uni",
-        disable_log_stats=False,
-        use_tqdm_on_load=False,
-    )
+    arguments = {
+        "enable_prefix_caching": True,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+        **engine_arguments(settings, dtype, variant, target, draft),
+    }
     fix_kernel_rebinding()
     before = _memory_bytes()
     llm = LLM(
         settings.target,
         speculative_config=None if variant.keys is None else dict(variant.keys),
-        **{**arguments, **settings.engine_keys},
+        **arguments,
     )
     if variant.is_triforce:
         _check_budget(variant, llm.llm_engine.vllm_config)
     recorder = SpeculationRecorder()
     loggers: Any = llm.llm_engine.logger_manager
     loggers.stat_loggers.append(recorder)
-    passes = PassTimes() if settings.pass_times else None
-    if passes is not None:
-        passes.watch(llm)
-    return Engine(variant, llm, recorder, max(0, _memory_bytes() - before), passes)
+    return Engine(variant, llm, recorder, max(0, _memory_bytes() - before))
 
 
 def _check_budget(variant: Variant, vllm_config) -> None:
@@ -175,25 +130,17 @@ def end(engines: list[Engine]) -> None:
         torch.cuda.empty_cache()
 
 
-def fit_at_once(settings: BatchSettings, target: ModelFacts, draft: ModelFacts | None) -> int:
+def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
     """Number of engines that fit into the free memory, at least 2."""
     if settings.engines_at_once is not None:
         return settings.engines_at_once
     models = [target] if draft is None else [target, draft]
-    num_reqs = max(settings.batch_sizes)
     weights = 2 * sum(model.weights_bytes for model in models)
-    kv_cache = max(kv_cache_bytes(settings, num_reqs, dtype, *models) for dtype in settings.dtypes)
+    kv_cache = max(kv_cache_bytes(settings, dtype, *models) for dtype in settings.dtypes)
     free = psutil.virtual_memory().available
     if not current_platform.is_cpu():
         free = torch.cuda.mem_get_info()[0]
     return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
-
-
-def memory_kind() -> str:
-    """Meaning of ``Engine.memory_bytes`` here."""
-    if current_platform.is_cpu():
-        return "growth of the process's resident memory while the engine was made"
-    return "device memory allocated while the engine was made, and the peak above it in a run"
 
 
 def _memory_bytes() -> int:

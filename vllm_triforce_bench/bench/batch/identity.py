@@ -1,6 +1,6 @@
 """Greedy outputs against stock vLLM's, and stock's margin where they part."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from vllm.sampling_params import SamplingParams
 
@@ -25,9 +25,6 @@ class Verdict:
     request: int | None = None
     place: int | None = None
     margin: float | None = None
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def judge(

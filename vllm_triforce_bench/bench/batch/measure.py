@@ -1,5 +1,6 @@
 """The loop over sets: the engines of a group live together, and take turns."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -7,73 +8,67 @@ from vllm.platforms import current_platform
 
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
-from vllm_triforce_bench.bench.batch import grid, identity
-from vllm_triforce_bench.bench.batch.engines import DevicePeak, Engine, end, start
-from vllm_triforce_bench.bench.batch.grid import PairedSet
-from vllm_triforce_bench.bench.batch.settings import BatchSettings
-from vllm_triforce_bench.bench.batch.stream import Streamed, outside_passes, stream
+from vllm_triforce_bench.bench.batch import engines, identity
+from vllm_triforce_bench.bench.batch.engines import Engine
+from vllm_triforce_bench.bench.batch.stream import Streamed, stream
+from vllm_triforce_bench.bench.grid import PairedSet, rotated
+from vllm_triforce_bench.bench.measurement import BaseMeasurement
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts
-from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
-from vllm_triforce_bench.bench.report import batch_text
-from vllm_triforce_bench.bench.store import Store
-from vllm_triforce_bench.bench.terminal import UnitProgress, work_of
+from vllm_triforce_bench.bench.settings import Settings
 
 # Tokens of untimed decodes: enough for a few proposals, so that everything is compiled.
 WARM_UP_TOKENS = 16
 
 
-class Measurement:
-    """Measures sets and stores their records.
+class Measurement(BaseMeasurement):
+    """Measures engines of this process."""
 
-    Args:
-        prompts: source of the prompts.
-    """
+    fit_at_once = staticmethod(engines.fit_at_once)
 
-    def __init__(
-        self,
-        settings: BatchSettings,
-        groups: list[list[Variant]],
-        store: Store,
-        prompts: Stretches | OwnPrompts,
-        target: ModelFacts,
-        draft: ModelFacts | None,
-        progress: UnitProgress,
-    ) -> None:
-        self._settings, self._groups, self._store = settings, groups, store
-        self._prompts = prompts
-        self._target, self._draft = target, draft
-        self._progress = progress
+    def __init__(self, *parts) -> None:
+        super().__init__(*parts)
         self._engines: list[Engine] = []
         self._warm: set[tuple] = set()
 
-    def run(self, sets: Sequence[PairedSet]) -> None:
-        """Measure sets that are not in the store yet, in their order."""
-        self._progress.begin(sum(map(self._work, sets)))
+    @staticmethod
+    def sets(settings: Settings, num_groups: int) -> list[PairedSet]:
+        """List the sets in the order of measurement: engines change least often, prompts next."""
+        return [
+            PairedSet(dtype, context, batch_size, temperature, group, repetition)
+            for dtype, group, context, batch_size, repetition, temperature in itertools.product(
+                settings.dtypes,
+                range(num_groups),
+                settings.contexts,
+                settings.batch_sizes,
+                range(settings.repetitions),
+                settings.temperatures,
+            )
+        ]
+
+    def _run(self, sets: Sequence[PairedSet]) -> None:
         engines_of = None
-        for run in grid.by_prompts(sets):
-            first = run[0]
+        # Sets of the same prompts differ in temperature alone.
+        for first, run in itertools.groupby(sets, lambda paired: paired._replace(temperature=0)):
             if (first.dtype, first.group) != engines_of:
                 engines_of = (first.dtype, first.group)
                 self._start_engines(*engines_of)
-            texts = self._prompts.batch(first.context, first.batch_size, first.repetition)
+            # A smaller batch has the first prompts of a larger one.
+            number = first.repetition * max(self._settings.batch_sizes)
+            texts = self._prompts.take(first.context, number, first.batch_size)
             cold = self._read_cold(texts, first.repetition)
             for paired in run:
-                self._store.append(self._measure(paired, texts, cold))
-                self._progress.finish_unit(self._work(paired))
-        end(self._engines)
-
-    def _work(self, paired: PairedSet) -> float:
-        context = paired.context or self._settings.longest_prompt
-        return work_of(paired.batch_size, context, self._settings.tokens)
+                self._finish(paired, self._measure(paired, texts, cold))
+        engines.end(self._engines)
 
     def _start_engines(self, dtype: str, group: int) -> None:
         # Before the next engines: two groups would not fit.
-        end(self._engines)
+        engines.end(self._engines)
         self._warm.clear()
         for variant in self._groups[group]:
             self._progress.say(f"starting {variant.label}, {dtype}")
-            self._engines.append(start(self._settings, dtype, variant, self._target, self._draft))
+            self._engines.append(
+                engines.start(self._settings, dtype, variant, self._target, self._draft)
+            )
             # vLLM registers its kernel again with every engine.
             fix_expand_kernel()
         longest = [self._prompts.longest_of(max(self._settings.contexts))]
@@ -86,7 +81,7 @@ class Measurement:
         """Let every engine read the prompts without its prefix cache."""
         num_tokens = sum(map(len, texts))
         cold = {}
-        for engine in grid.rotated(self._engines, turn):
+        for engine in rotated(self._engines, turn):
             self._progress.say(f"{engine.variant.label} reads {num_tokens} tokens")
             if not engine.llm.reset_prefix_cache():
                 raise RuntimeError(f"{engine.variant.label}: the prefix cache could not be emptied")
@@ -102,7 +97,7 @@ class Measurement:
         self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Streamed]
     ) -> list[dict]:
         """Return a record for each engine, in the order of the group."""
-        order = grid.rotated(self._engines, paired.repetition)
+        order = rotated(self._engines, paired.repetition)
         shape = (paired.context, paired.batch_size, bool(paired.temperature))
         if paired.temperature and shape not in self._warm:
             for engine in order:
@@ -111,28 +106,26 @@ class Measurement:
         records: dict[Variant, dict] = {}
         tokens: dict[Variant, list[list[int]]] = {}
         for place, engine in enumerate(order):
-            self._progress.say(
-                f"{engine.variant.label}: {batch_text(paired.batch_size, paired.context)}, "
-                f"{paired.dtype}, T={paired.temperature:g}, repetition {paired.repetition + 1}"
-            )
+            self._say(engine.variant, paired)
             record, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
-            records[engine.variant] = record | {"order": place, "num_paired": len(order)}
+            place_of = self._record(engine.variant, paired, place, len(order))
+            records[engine.variant] = place_of | record
             tokens[engine.variant] = streamed.token_ids
         if not paired.temperature:
-            self._check_identity(paired.dtype, texts, tokens, records)
+            stock, *others = self._engines
+            for variant in (engine.variant for engine in others):
+                expected, found = tokens[stock.variant], tokens[variant]
+                verdict = identity.judge(stock.llm, texts, expected, found, paired.dtype)
+                records[variant]["greedy"] = asdict(verdict)
         return [records[engine.variant] for engine in self._engines]
 
     def _measure_one(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
     ) -> tuple[dict, Streamed]:
-        variant, device = engine.variant, DevicePeak()
+        device = engines.DevicePeak()
         engine.recorder.stats.clear()
         streamed, levels = self._decode(engine, paired, texts)
         record = {
-            **paired._asdict(),
-            "method": variant.method,
-            "budget": variant.budget,
-            "label": variant.label,
             "decode_tokens_per_second": streamed.decode_tokens_per_second,
             "time_to_first_token_s": [round(s, 6) for s in cold.time_to_first_token_s],
             "inter_token_latency_s": [round(s, 6) for s in streamed.inter_token_latency_s],
@@ -140,7 +133,6 @@ class Measurement:
             "num_tokens": sum(map(len, streamed.token_ids)),
             "num_steps": streamed.num_steps,
             "seconds": streamed.seconds,
-            "outside_passes": outside_passes(streamed.marks),
             "speculation": engine.recorder.sums(),
             "levels": None if levels is None else asdict(levels),
             "greedy": None,
@@ -183,25 +175,10 @@ class Measurement:
             paired.temperature,
             settings.top_p,
             settings.seed + paired.repetition,
-            engine.passes,
         )
         _check_cached(streamed, texts)
         levels = engine.levels()
         return streamed, None if levels is None or before is None else levels.since(before)
-
-    def _check_identity(
-        self,
-        dtype: str,
-        texts: list[list[int]],
-        tokens: dict[Variant, list[list[int]]],
-        records: dict[Variant, dict],
-    ) -> None:
-        stock = next(engine for engine in self._engines if engine.variant.is_stock)
-        for variant, token_ids in tokens.items():
-            if not variant.is_stock:
-                expected = tokens[stock.variant]
-                verdict = identity.judge(stock.llm, texts, expected, token_ids, dtype)
-                records[variant]["greedy"] = verdict.to_dict()
 
 
 def _check_cached(streamed: Streamed, texts: list[list[int]]) -> None:

@@ -9,22 +9,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass
-class Mark:
-    """End of an engine step: seconds since the batch was added, and pass times so far."""
-
-    when: float
-    pass_seconds: float
-    num_passes: int
-
-
-@dataclass
 class Streamed:
     """Outputs by request; times are seconds since the batch was added.
 
     Args:
         arrivals: for each request, time and number of tokens of outputs with tokens.
         num_cached_tokens: prompt tokens in the prefix cache.
-        marks: ends of steps after the first tokens, if passes are timed.
     """
 
     token_ids: list[list[int]]
@@ -32,7 +22,6 @@ class Streamed:
     num_cached_tokens: list[int] = field(default_factory=list)
     num_steps: int = 0
     seconds: float = 0.0
-    marks: list[Mark] = field(default_factory=list)
 
     @property
     def time_to_first_token_s(self) -> list[float]:
@@ -61,24 +50,6 @@ class Streamed:
         return sum(count for when, count in flat if when > first) / (last - first)
 
 
-def outside_passes(marks: list[Mark]) -> dict | None:
-    """Compute the time outside model passes, from the first mark to the last.
-
-    Returns:
-        Share of the time, milliseconds of a step, passes of a step; None for fewer than two marks.
-    """
-    if len(marks) < 2:
-        return None
-    first, last, num_steps = marks[0], marks[-1], len(marks) - 1
-    seconds = last.when - first.when
-    outside_s = seconds - (last.pass_seconds - first.pass_seconds)
-    return {
-        "share": outside_s / seconds,
-        "ms_a_step": 1e3 * outside_s / num_steps,
-        "passes_a_step": (last.num_passes - first.num_passes) / num_steps,
-    }
-
-
 def stream(
     llm,
     prompts: list[list[int]],
@@ -86,14 +57,12 @@ def stream(
     temperature: float,
     top_p: float,
     seed: int,
-    passes=None,
 ) -> Streamed:
     """Decode a batch past any end-of-sequence token.
 
     Args:
         seed: seed of the process's generators. Requests have no seeds: they would take another
             way through vLLM's sampler.
-        passes: ``PassTimes`` of the engine, if passes are timed.
     """
     import numpy
     import torch
@@ -126,7 +95,5 @@ def stream(
                 streamed.token_ids[i] += token_ids
                 streamed.arrivals[i].append((now, len(token_ids)))
             streamed.num_cached_tokens[i] = output.num_cached_tokens or 0
-        if passes is not None and any(streamed.arrivals):
-            streamed.marks.append(Mark(now, passes.seconds, passes.num_passes))
     streamed.seconds = now
     return streamed

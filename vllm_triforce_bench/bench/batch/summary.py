@@ -6,10 +6,8 @@ from typing import Any
 import numpy
 from scipy.stats import bootstrap
 
-from vllm_triforce_bench.bench.batch.grid import CELL, set_of, whole_sets
-from vllm_triforce_bench.bench.report import spread
+from vllm_triforce_bench.bench.grid import Pairs, pairs_by_row, spread
 
-VARIANT = ["method", "budget", "label"]
 REST = "full pass and vLLM"
 """The part of a step outside ``propose()``."""
 LEAST_RESAMPLED = 5
@@ -24,39 +22,24 @@ _LEVEL_COUNTS = (
 
 
 def summarize(records: list[dict]) -> list[dict]:
-    """Make the rows: cells in order, variants in the order of their names.
+    """Make the rows.
 
-    A ratio is decode tokens per second over stock vLLM's of the same set: same prompts, one right
-    after the other. The row has median, minimum and maximum over repetitions, and the ratio of all
-    repetitions together.
+    A ratio is decode tokens per second over stock vLLM's of the same set. The row has median,
+    minimum and maximum over repetitions, and the ratio of all repetitions together.
     """
-    records = whole_sets(records)
-    speed = "decode_tokens_per_second"
-    stock = {set_of(record): record[speed] for record in records if record["method"] == "stock"}
-    by_variant: dict[tuple, list[dict]] = defaultdict(list)
-    for record in records:
-        stock_speed = stock[set_of(record)]
-        record = record | {"ratio": record[speed] / stock_speed, "stock_speed": stock_speed}
-        by_variant[tuple(record[name] for name in CELL + VARIANT)].append(record)
-    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    labels = list(dict.fromkeys(record["label"] for record in records))
-    rows = [
-        dict(zip(CELL + VARIANT, key)) | _row(repetitions)
-        for key, repetitions in by_variant.items()
-    ]
-
-    def order(row: dict) -> tuple:
-        cell = (row[name] for name in CELL[1:])
-        return (dtypes.index(row["dtype"]), *cell, labels.index(row["label"]))
-
-    return sorted(rows, key=order)
+    return [cell | _row(pairs) for cell, pairs in pairs_by_row(records)]
 
 
-def _row(repetitions: list[dict]) -> dict:
-    row: dict[str, Any] = {"measurements": len(repetitions)}
-    for name in ("decode_tokens_per_second", "ratio"):
-        row |= spread(name, [record[name] for record in repetitions])
-    row |= _together(repetitions)
+def _row(pairs: Pairs) -> dict:
+    stock_speeds, speeds = (
+        numpy.array([record["decode_tokens_per_second"] for record in records])
+        for records in zip(*pairs)
+    )
+    row: dict[str, Any] = {"measurements": len(pairs)}
+    row |= spread("decode_tokens_per_second", speeds.tolist())
+    row |= spread("ratio", (speeds / stock_speeds).tolist())
+    row |= _together(1 / stock_speeds, 1 / speeds)
+    repetitions = [record for _, record in pairs]
     first = [second for record in repetitions for second in record["time_to_first_token_s"]]
     between = [second for record in repetitions for second in record["inter_token_latency_s"]]
     row["time_to_first_token_ms"] = 1e3 * float(numpy.median(first))
@@ -64,19 +47,19 @@ def _row(repetitions: list[dict]) -> dict:
         latency_s = float(numpy.percentile(between, percentile))
         row[f"inter_token_latency_p{percentile}_ms"] = 1e3 * latency_s
     row["memory_mib"] = float(numpy.median([r["memory_bytes"] for r in repetitions])) / (1 << 20)
-    row |= _outside_passes(repetitions)
     return row | _speculation(repetitions) | _levels(repetitions) | _greedy(repetitions)
 
 
-def _together(repetitions: list[dict]) -> dict:
+def _together(stock: numpy.ndarray, own: numpy.ndarray) -> dict:
     """Ratio of the tokens per second of all repetitions, which have as many tokens each.
 
     With five repetitions and more, its 95 % interval by resampling them.
+
+    Args:
+        stock, own: times of the repetitions.
     """
-    names = ("stock_speed", "decode_tokens_per_second")
-    stock, own = (1 / numpy.array([record[name] for record in repetitions]) for name in names)
     row = {"ratio_together": _ratio(stock, own), "ratio_low": None, "ratio_high": None}
-    if len(repetitions) >= LEAST_RESAMPLED:
+    if len(own) >= LEAST_RESAMPLED:
         found = bootstrap((stock, own), _ratio, paired=True, method="percentile", rng=0)
         row["ratio_low"], row["ratio_high"] = map(float, found.confidence_interval)
     return row
@@ -85,17 +68,6 @@ def _together(repetitions: list[dict]) -> dict:
 def _ratio(stock: numpy.ndarray, own: numpy.ndarray, axis: int = -1):
     """Divide the sums of times; the last axis is of repetitions."""
     return stock.sum(axis) / own.sum(axis)
-
-
-def _outside_passes(repetitions: list[dict]) -> dict:
-    """Medians, if passes were timed (``--pass-times``)."""
-    if not all(record.get("outside_passes") for record in repetitions):
-        return {}
-    figures = [record["outside_passes"] for record in repetitions]
-    return {
-        f"outside_passes_{name}": float(numpy.median([each[name] for each in figures]))
-        for name in figures[0]
-    }
 
 
 def _speculation(repetitions: list[dict]) -> dict:
@@ -148,15 +120,3 @@ def _greedy(repetitions: list[dict]) -> dict:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def flat(row: dict) -> dict:
-    """Flatten a row for CSV: a column for each part of a step and each position."""
-    columns = dict(row)
-    for part, milliseconds in columns.pop("step_parts_ms").items():
-        columns[f"step_ms {part}"] = milliseconds
-    for part, share in columns.pop("time_shares").items():
-        columns[f"share {part}"] = share
-    for i, rate in enumerate(columns.pop("acceptance_by_position")):
-        columns[f"accepted at position {i + 1}"] = rate
-    return columns

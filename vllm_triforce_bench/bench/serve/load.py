@@ -1,126 +1,103 @@
-"""Load of one run: ``vllm bench serve``, in this process."""
+"""Load of one run: the client of ``vllm bench serve``, in this process."""
 
 import asyncio
 import contextlib
-import json
-import time
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
+from vllm.benchmarks.datasets import SampleRequest
+from vllm.benchmarks.serve import TaskType, benchmark
 
-from vllm_triforce_bench.bench.serve.cells import Cell
-from vllm_triforce_bench.bench.serve.contenders import MODEL
-from vllm_triforce_bench.bench.serve.server import Server, ServerFailed
-from vllm_triforce_bench.bench.serve.settings import ServeSettings
-
-PERCENTILES = (90, 99)
+from vllm_triforce_bench.bench.grid import PairedSet
+from vllm_triforce_bench.bench.serve.server import MODEL, Server
+from vllm_triforce_bench.bench.settings import Settings
 
 
 def run(
     server: Server,
     others: Sequence[Server],
-    cell: Cell,
+    paired: PairedSet,
     prompts: Sequence[list[int]],
-    settings: ServeSettings,
-    folder: Path,
+    settings: Settings,
+    log: Path,
 ) -> dict[str, Any]:
     """Send the requests and return the figures of ``vllm bench serve``, without those of each.
 
     Args:
         others: further servers that must not end meanwhile.
         prompts: token ids.
-        folder: folder of the file of prompts and of the log.
+        log: file that the client's output is appended to.
 
     Raises:
-        ServerFailed: a server ended, a request failed, or the limit is over.
+        ServerFailed: a server ended, or a request failed.
     """
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    arguments = bench_arguments(
-        server.port, cell, path, len(prompts), settings.top_p, settings.seed
-    )
-    with (folder / "bench.log").open("a") as log:
-        print(f"--- {server.name}: {cell.describe()}", file=log)
-        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            result = asyncio.run(_watched(arguments, [server, *others], settings.run_limit))
-    expected = len(prompts) * cell.output_len
+    # Times of arrival.
+    random.seed(settings.seed + paired.repetition)
+    numpy.random.seed((settings.seed + paired.repetition) % (1 << 32))
+    load = benchmark(**client_arguments(server.address, paired, prompts, settings))
+    with log.open("a") as out:
+        print(f"--- {server.variant.label}: {paired}", file=out)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            result = asyncio.run(_watched(load, [server, *others]))
+    expected = len(prompts) * settings.tokens
     if result["completed"] < len(prompts) or result["total_output_tokens"] != expected:
-        raise ServerFailed(
-            f"server {server.name!r} completed {result['completed']} of {len(prompts)} requests "
-            f"with {result['total_output_tokens']} of {expected} tokens at {cell.describe()}; see "
-            f"{folder / 'bench.log'}.\n{server.tail()}"
+        raise server.failed(
+            f"completed {result['completed']} of {len(prompts)} requests with "
+            f"{result['total_output_tokens']} of {expected} tokens; see {log}"
         )
-    figures = {name: value for name, value in result.items() if _is_figure(name, value)}
-    return figures | latencies(result)
+    # Lists have an entry for each request, but those of speculation.
+    return {
+        name: value
+        for name, value in result.items()
+        if not isinstance(value, list) or name.startswith("spec_decode")
+    }
 
 
-def latencies(result: dict[str, Any]) -> dict[str, float]:
-    """Compute times to the first token and between later ones as vLLM does with a tokenizer."""
-    first = [1e3 * seconds for seconds in result["ttfts"]]
-    later = [
-        (1e3 * whole - begun) / (tokens - 1)
-        for begun, whole, tokens in zip(first, result["latencies"], result["output_lens"])
-    ]
-    figures = {}
-    for name, values in (("ttft", first), ("tpot", later)):
-        figures[f"mean_{name}_ms"] = float(numpy.mean(values))
-        figures[f"median_{name}_ms"] = float(numpy.median(values))
-        for percentile in PERCENTILES:
-            figures[f"p{percentile}_{name}_ms"] = float(numpy.percentile(values, percentile))
-    return figures
+def client_arguments(
+    address: str, paired: PairedSet, prompts: Sequence[list[int]], settings: Settings
+) -> dict[str, Any]:
+    """Make the arguments of vLLM's client, which sends token ids past any end of sequence."""
+    body = {"temperature": paired.temperature}
+    if paired.temperature:
+        body["top_p"] = settings.top_p
+    return {
+        "task_type": TaskType.GENERATION,
+        "endpoint_type": "openai",
+        "api_url": f"{address}/v1/completions",
+        "base_url": address,
+        "model_id": MODEL,
+        "model_name": MODEL,
+        # The server counts tokens; without a tokenizer the client leaves out times of tokens.
+        "tokenizer": MODEL,
+        "input_requests": [SampleRequest(ids, len(ids), settings.tokens) for ids in prompts],
+        "logprobs": None,
+        "request_rate": settings.request_rate or float("inf"),
+        "burstiness": 1.0,
+        "disable_tqdm": True,
+        "num_warmups": 0,
+        "profile": False,
+        "selected_percentile_metrics": ["ttft", "tpot", "e2el"],
+        "selected_percentiles": [90, 99],
+        "ignore_eos": True,
+        "goodput_config_dict": {},
+        "max_concurrency": paired.batch_size,
+        "lora_modules": None,
+        "extra_headers": None,
+        "extra_body": body,
+        "ready_check_timeout_sec": 0,
+    }
 
 
-def bench_arguments(
-    port: int, cell: Cell, prompts: Path, num_prompts: int, top_p: float, seed: int
-) -> list[str]:
-    """Make the arguments of ``vllm bench serve``.
-
-    Prompts are sent as token ids, exactly as long as wanted. The client then has no tokenizer, and
-    without one it does not send the length of the output; the body does.
-    """
-    body: dict[str, Any] = {"max_tokens": cell.output_len, "temperature": cell.temperature}
-    if cell.temperature:
-        body["top_p"] = top_p
-    return [
-        *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
-        *("--endpoint", "/v1/completions", "--model", MODEL, "--served-model-name", MODEL),
-        *("--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path", str(prompts)),
-        *("--disable-shuffle", "--num-prompts", str(num_prompts), "--seed", str(seed)),
-        *("--max-concurrency", str(cell.concurrency)),
-        *("--request-rate", "inf" if cell.request_rate is None else str(cell.request_rate)),
-        *("--temperature", str(cell.temperature), "--extra-body", json.dumps(body)),
-        *("--ignore-eos", "--disable-tqdm", "--save-detailed", "--percentile-metrics", "e2el"),
-        *("--metric-percentiles", ",".join(map(str, PERCENTILES))),
-    ]
-
-
-async def _watched(arguments: list[str], servers: Sequence[Server], limit_s: int) -> dict:
-    from vllm.benchmarks.serve import add_cli_args, main_async
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser(prog="vllm bench serve")
-    add_cli_args(parser)
-    task = asyncio.create_task(main_async(parser.parse_args(arguments)))
-    deadline = time.monotonic() + limit_s
-    while True:
-        done, _ = await asyncio.wait({task}, timeout=1)
-        if done:
-            return task.result()
-        try:
+async def _watched(load, servers: Sequence[Server]) -> dict[str, Any]:
+    """Await the load; raise ServerFailed as soon as a server has ended."""
+    task = asyncio.create_task(load)
+    try:
+        while not (await asyncio.wait({task}, timeout=1))[0]:
             for server in servers:
                 server.check()
-            if time.monotonic() > deadline:
-                raise ServerFailed(
-                    f"server {servers[0].name!r} took longer than {limit_s} s; raise --run-limit "
-                    f"or lower --requests-per-run.\n{servers[0].tail()}"
-                )
-        except ServerFailed:
-            task.cancel()
-            raise
-
-
-def _is_figure(name: str, value: Any) -> bool:
-    """True unless the value is a list with an entry for each request."""
-    return not isinstance(value, list | dict) or name.startswith("spec_decode")
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,28 +1,33 @@
 """Start, watch and end a ``vllm serve`` on loopback."""
 
 import ctypes
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
-import psutil
-
+import vllm_triforce
+from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.metrics import read_metrics
+from vllm_triforce_bench.preload import libraries
 
+MODEL = "model"
+"""Name of the model in all servers."""
+_PLUGIN_GROUPS = (
+    *("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins"),
+    *("vllm.stat_logger_plugins", "vllm.endpoint_plugins"),
+)
 _START_LIMIT_S = 1800
 _TAIL_CHARACTERS = 3000
-# A server is at rest below this share of a core over this time. One that never is at rest is waited
-# for up to the limit.
-_RESTING_SHARE, _RESTING_S, _REST_LIMIT_S = 0.1, 0.3, 10.0
 _PR_SET_PDEATHSIG = 1
 _COUNTS = {
     "steps": "vllm:iteration_tokens_total_count",
@@ -34,40 +39,31 @@ class ServerFailed(RuntimeError):
     """A server ended, or an answer is wrong."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Server:
-    """A server that answers; ``runs`` counts the measured runs since its start."""
+    """A server that answers."""
 
-    name: str
+    variant: Variant
     process: subprocess.Popen
     port: int
     log: Path
-    runs: int = 0
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def failed(self, reason: str) -> ServerFailed:
+        """Make the error, with the end of the log."""
+        tail = self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+        return ServerFailed(
+            f"server {self.variant.label!r} {reason}.\nThe end of {self.log}:\n{tail}"
+        )
+
     def check(self) -> None:
         """Raise ServerFailed if the server has ended."""
         code = self.process.poll()
         if code is not None:
-            raise ServerFailed(f"server {self.name!r} ended with code {code}.\n{self.tail()}")
-
-    def tail(self) -> str:
-        text = self.log.read_text(errors="replace")
-        return f"The end of {self.log}:\n{text[-_TAIL_CHARACTERS:]}"
-
-    def cpu_seconds(self) -> float:
-        """CPU time of the server's processes."""
-        total = 0.0
-        with suppress(psutil.NoSuchProcess):
-            first = psutil.Process(self.process.pid)
-            for process in [first, *first.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total += times.user + times.system
-        return total
+            raise self.failed(f"ended with code {code}")
 
     def engine_counts(self) -> dict[str, int]:
         """Count the engine's steps and preemptions since its start."""
@@ -78,43 +74,32 @@ class Server:
         }
 
 
-def wait_until_at_rest(servers: Iterable[Server]) -> None:
-    """Wait until no server works: OpenMP's threads spin for a while after the last step."""
-    deadline = time.monotonic() + _REST_LIMIT_S
-    servers = list(servers)
-    while time.monotonic() < deadline:
-        before = sum(server.cpu_seconds() for server in servers)
-        time.sleep(_RESTING_S)
-        if sum(server.cpu_seconds() for server in servers) - before < _RESTING_SHARE * _RESTING_S:
-            return
-
-
 @contextmanager
-def running(
-    name: str, make_command: Callable[[int], list[str]], environment: dict[str, str], log: Path
-) -> Iterator[Server]:
+def running(variant: Variant, model: str, arguments: dict[str, Any], log: Path) -> Iterator[Server]:
     """Run a server until the block ends.
 
     Args:
-        make_command: makes the command line from the port.
+        arguments: engine arguments of all servers.
         log: file that the output is appended to.
 
     Raises:
         ServerFailed: the server does not start.
     """
-    port = _free_port()
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as out:
         process = subprocess.Popen(
-            make_command(port),
-            env=environment,
+            command(variant, model, port, arguments),
+            env=environment(variant),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
         )
-    server = Server(name, process, port, log)
+    server = Server(variant, process, port, log)
     try:
         _wait_until_healthy(server)
         yield server
@@ -122,24 +107,72 @@ def running(
         _stop(process)
 
 
+def command(variant: Variant, model: str, port: int, arguments: dict[str, Any]) -> list[str]:
+    """Make the command line; the servers of a set differ in ``--speculative-config`` alone."""
+    own = {"host": "127.0.0.1", "port": port, "served_model_name": MODEL}
+    own |= {"uvicorn_log_level": "warning", "speculative_config": variant.keys}
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    return words + flags(arguments | own)
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Format engine arguments for vLLM's command line."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(option if value else "--no-" + option[2:])
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def environment(variant: Variant) -> dict[str, str]:
+    """Make a server's environment: stock vLLM's methods run without this package's plugin."""
+    # vLLM's preloading misses this OpenMP if torch brings another; both servers get it.
+    preload = [*libraries(), os.environ.get("LD_PRELOAD", "")]
+    paths = [str(Path(vllm_triforce.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
+    own = {
+        # The benchmark's own setting is for engines in its process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        # Without it the current folder comes before PYTHONPATH.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "LD_PRELOAD": ":".join(path for path in preload if path),
+    }
+    if not variant.is_triforce:
+        own["VLLM_PLUGINS"] = ",".join(_other_plugins())
+    return {
+        # vLLM pins the workers of both servers to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM's default is the client's: a request may then meet a closing connection.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        **os.environ,
+        **own,
+    }
+
+
+def _other_plugins() -> list[str]:
+    """Names of vLLM's installed plugins, without this package's."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
+    names -= {"triforce"}
+    return sorted(names if allowed is None else names & set(allowed.split(",")))
+
+
 def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < deadline:
         server.check()
-        try:
-            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise ServerFailed(
-        f"server {server.name!r} does not answer after {_START_LIMIT_S} s.\n{server.tail()}"
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        with suppress(OSError), urllib.request.urlopen(f"{server.address}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise server.failed(f"does not answer after {_START_LIMIT_S} s")
 
 
 def _end_with_parent() -> None:

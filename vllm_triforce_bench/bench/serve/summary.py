@@ -1,15 +1,10 @@
-"""One row for each contest and cell, from the runs: medians of ratios, and their spread."""
-
-from collections import defaultdict
+"""One row for each cell and server, from the runs: medians of ratios, and their spread."""
 
 import numpy
 
-from vllm_triforce_bench.bench.report import spread
-from vllm_triforce_bench.bench.serve.cells import Cell
-from vllm_triforce_bench.bench.serve.schedule import paired
-from vllm_triforce_bench.bench.serve.settings import CONTROL, STOCK
+from vllm_triforce_bench.bench.grid import CELL, Pairs, pairs_by_row, spread
+from vllm_triforce_bench.bench.methods import CONTROL, STOCK
 
-CELL = list(Cell.__dataclass_fields__)
 # Figures of `vllm bench serve` by their names here; more is better for the first alone.
 METRICS = {
     "throughput": "output_throughput",
@@ -20,7 +15,7 @@ METRICS = {
     "p99_ttft": "p99_ttft_ms",
 }
 SHOWN = {
-    "throughput": "output tokens/s",
+    "throughput": "tokens/s",
     "tpot": "time per output token",
     "ttft": "time to first token",
     "latency": "whole answer",
@@ -32,63 +27,36 @@ _UNCONTROLLED = 0.03
 
 
 def summarize(records: list[dict]) -> list[dict]:
-    """Make the rows, in the order of cells, and of contests as they ran.
+    """Make the rows.
 
-    A ratio is the challenger's figure over the baseline's of the same pair: more is better for
-    throughput, less for times. The row has median, minimum and maximum over pairs.
+    A ratio is a server's figure over stock vLLM's of the same pair: more is better for throughput,
+    less for times. The row has median, minimum and maximum over repetitions.
     """
-    by_contest: dict[tuple, list[tuple[dict, dict]]] = defaultdict(list)
-    for baseline, challenger in paired(records):
-        by_contest[baseline["cell_index"], baseline["contest"]].append((baseline, challenger))
-    contests = list(dict.fromkeys(contest for _, contest in by_contest))
-    order = sorted(by_contest, key=lambda key: (key[0], contests.index(key[1])))
-    rows = [_row(by_contest[key]) for key in order]
-    controls = {row["cell_index"]: row for row in rows if row["contest"] == f"{CONTROL}/{STOCK}"}
+    rows = [row | _row(pairs) for row, pairs in pairs_by_row(records) if row["method"] != STOCK]
+    controls = {_cell(row): row for row in rows if row["method"] == CONTROL}
     for row in rows:
-        row["verdict"] = _verdict(row, controls.get(row["cell_index"]))
+        row["verdict"] = _verdict(row, controls.get(_cell(row)))
     return rows
 
 
-def _row(pairs: list[tuple[dict, dict]]) -> dict:
-    first, challenger = pairs[0]
-    row: dict = {name: first[name] for name in ["cell_index", *CELL, "contest"]}
-    row |= {
-        "baseline": first["label"],
-        "challenger": challenger["label"],
-        "challenger_name": challenger["server"],
-        "pairs": len(pairs),
-        "requests": first["requests"],
-    }
+def _cell(row: dict) -> tuple:
+    return tuple(row[name] for name in CELL)
+
+
+def _row(pairs: Pairs) -> dict:
+    row: dict = {"pairs": len(pairs), "requests": pairs[0][1]["result"]["completed"]}
     for name, figure in METRICS.items():
-        before = [baseline["result"][figure] for baseline, _ in pairs]
-        after = [run["result"][figure] for _, run in pairs]
+        stock, own = ([run["result"][figure] for run in runs] for runs in zip(*pairs))
         # A client without time reads all tokens of a short answer at once.
-        ratios = [b / a for a, b in zip(before, after) if a and b] or [numpy.nan]
+        ratios = [b / a for a, b in zip(stock, own) if a and b] or [numpy.nan]
         row |= spread(f"{name}_ratio", ratios)
-        row |= {
-            f"{name}_baseline": float(numpy.median(before)),
-            f"{name}_challenger": float(numpy.median(after)),
-        }
+        row[f"{name}_stock"], row[name] = float(numpy.median(stock)), float(numpy.median(own))
     for name in COUNTS:
-        for role, runs in zip(("baseline", "challenger"), zip(*pairs)):
-            # Older runs have no counts.
-            counts = [run[name] for run in runs if name in run]
-            row[f"{name}_{role}"] = float(numpy.median(counts)) if counts else None
-    for half in (0, 1):
-        ratios = [
-            challenger["result"]["output_throughput"] / baseline["result"]["output_throughput"]
-            for baseline, challenger in pairs
-            if baseline["half"] == half
-        ]
-        # The other server started first in the other half.
-        row[f"throughput_ratio_half_{half}"] = float(numpy.median(ratios)) if ratios else None
+        for column, runs in zip((f"{name}_stock", name), zip(*pairs)):
+            row[column] = float(numpy.median([run[name] for run in runs]))
     lengths = [run["result"].get("spec_decode_acceptance_length") for _, run in pairs]
     lengths = [length for length in lengths if length]
     row["mean_acceptance_length"] = float(numpy.median(lengths)) if lengths else None
-    runs = [run for pair in pairs for run in pair]
-    row["idle_server_cpu_share"] = sum(run["idle_server_cpu_seconds"] for run in runs) / sum(
-        run["result"]["duration"] for run in runs
-    )
     return row
 
 
@@ -103,7 +71,3 @@ def _verdict(row: dict, control: dict | None) -> str:
         high = max(1.0, control["throughput_ratio_max"])
     ratio = row["throughput_ratio"]
     return SLOWER if ratio < low else FASTER if ratio > high else EVEN
-
-
-def cell_of(row: dict) -> Cell:
-    return Cell(**{name: row[name] for name in CELL})

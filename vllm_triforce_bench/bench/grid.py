@@ -1,0 +1,118 @@
+"""Cells of the grid, their sets of measurements, and ratios within a set."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy
+
+from vllm_triforce_bench.bench.methods import STOCK, Variant
+from vllm_triforce_bench.bench.settings import EACH
+
+T = TypeVar("T")
+
+
+class PairedSet(NamedTuple):
+    """The variants of a group at one cell, one right after the other; ratios are made within it.
+
+    Args:
+        context: tokens of a prompt.
+        group: number of the engines that live together.
+    """
+
+    dtype: str
+    context: int
+    batch_size: int
+    temperature: float
+    group: int
+    repetition: int
+
+
+CELL = list(PairedSet._fields[:4])
+VARIANT = ["method", "budget", "label"]
+Pairs = list[tuple[dict, dict]]
+"""Records of stock vLLM and of a variant, of the same set."""
+
+
+def groups(variants: Sequence[Variant], engines_at_once: int) -> list[list[Variant]]:
+    """Split the variants into groups of engines that live together, stock vLLM in each.
+
+    Args:
+        variants: stock vLLM first.
+        engines_at_once: at least 2.
+    """
+    stock, others = variants[0], variants[1:]
+    size = engines_at_once - 1
+    return [[stock, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """Order of a repetition: each item is first in turn."""
+    place = turn % len(items)
+    return [*items[place:], *items[:place]]
+
+
+def set_of(record: dict) -> PairedSet:
+    return PairedSet(*(record[name] for name in PairedSet._fields))
+
+
+def whole_sets(records: Sequence[dict]) -> list[dict]:
+    """Return the records of whole sets; one that was cut off is measured again."""
+    sets: dict[PairedSet, list[dict]] = defaultdict(list)
+    for record in records:
+        sets[set_of(record)].append(record)
+    whole = []
+    for members in sets.values():
+        size = members[-1]["num_paired"]
+        if len(members) >= size:
+            whole += members[-size:]
+    return whole
+
+
+def pairs_by_row(records: list[dict]) -> list[tuple[dict, Pairs]]:
+    """Pair each record with stock vLLM's of its set: same prompts, one right after the other.
+
+    Returns:
+        Columns of cell and variant, and their pairs: cells in order, variants in the order of
+        their names.
+    """
+    records = whole_sets(records)
+    stock = {set_of(record): record for record in records if record["method"] == STOCK}
+    found: dict[tuple, Pairs] = defaultdict(list)
+    for record in records:
+        key = tuple(record[name] for name in CELL + VARIANT)
+        found[key].append((stock[set_of(record)], record))
+    dtypes, labels = (
+        list(dict.fromkeys(record[name] for record in records)) for name in ("dtype", "label")
+    )
+    rows = [(dict(zip(CELL + VARIANT, key)), pairs) for key, pairs in found.items()]
+
+    def order(row: tuple[dict, Pairs]) -> tuple:
+        dtype, *cell = (row[0][name] for name in CELL)
+        return (dtypes.index(dtype), *cell, labels.index(row[0]["label"]))
+
+    return sorted(rows, key=order)
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum, as columns."""
+    return {
+        name: float(numpy.median(values)),
+        f"{name}_min": min(values),
+        f"{name}_max": max(values),
+    }
+
+
+def batch_text(batch_size: int, context: int) -> str:
+    """Name a batch by its size and the tokens of its prompts."""
+    return (
+        f"{batch_size} x each prompt"
+        if context == EACH
+        else f"{batch_size} x {tokens_text(context)} tokens"
+    )
+
+
+def tokens_text(tokens: int) -> str:
+    if tokens == EACH:
+        return "each prompt"
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
