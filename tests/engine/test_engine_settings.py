@@ -23,7 +23,6 @@ from tests.inside import built, controller_of, worker_of
 from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
-from tests.unit.test_plugin import engine_config
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 # Half of the layers have a window, or none has, in the models of ``ARCHITECTURES``.
 HYBRID = {"gemma2", "gemma3", "gpt-oss"}
-ONE_OF_A_KIND = {"gemma3", "gpt-oss", "mixtral"}
 
 
 @pytest.mark.parametrize(
@@ -221,24 +219,6 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
     with speculating(llm):
         found = run(llm, [text[:500]], params)
     assert assert_same_outputs(stock, run(stock, [text[:500]], params), found) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
-        (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
-        (dict(kv_offload_gib=1), "kv_offload_gib=1 is not supported with Model Runner V1"),
-        (
-            dict(structured_outputs_config={"backend": "lm-format-enforcer"}),
-            "'lm-format-enforcer' is not supported with method='triforce'",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_at_start(gqa_pair, arguments, named):
-    keys = {key: arguments.pop(key) for key in list(arguments) if key == "kv_offload_gib"}
-    with pytest.raises(ValueError, match=named):
-        engine_config(gqa_pair["target"], triforce(**keys), **arguments)
 
 
 @pytest.mark.slow
