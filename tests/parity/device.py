@@ -12,16 +12,12 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.engine import REFRESH_INTERVAL
 from tests.v2.environment import v2_environment
-from vllm_triforce.kernels.row_table import RowColumn
 
 JOBS = "jobs.pickle"
 
@@ -83,41 +79,6 @@ def _poison_staging() -> None:
     HostLayer.stage = poisoned
 
 
-def _check_pool(pool, rows) -> None:
-    """From now on, what level 2 finds in the pool when a proposal begins must be what host memory
-    has: chunk for chunk what is selected, in any order, and token for token what is behind."""
-    refill = pool.refill
-    hosts, pools = refill.hosts, refill.pools
-    per_block, per_head = refill.head_strides
-    block_size = hosts[0].shape[2]
-    begin = getattr(pool.begin, "begin", pool.begin)
-
-    def checked(tables) -> None:
-        begin(tables)
-        with _disable_current_modes():  # the guard's: who looks here is a test
-            compare(tables)
-
-    def compare(tables) -> None:
-        slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].tolist()
-        for row, slot in enumerate(slots):
-            computed, tail, selected = (
-                int(of_rows[row]) for of_rows in (rows.computed, rows.tail, rows.num_selected)
-            )
-            used = min(selected + max(0, -(-computed // block_size) - tail), pool.width)
-            for layer, (host, its) in enumerate(zip(hosts, pools)):
-                table = tables[refill.first_layer + layer]
-                for head in range(host.shape[1]):
-                    ids = table[row * host.shape[1] + head, :used]
-                    wanted = host[(ids - head * per_head) // per_block, head].flatten(1)
-                    found = its[slot * pool.width :][:used, head].flatten(1)
-                    order, other = (_in_order(blocks[:selected]) for blocks in (wanted, found))
-                    assert torch.equal(order, other), "what is selected"
-                    assert torch.equal(wanted[selected:], found[selected:]), "the tail"
-
-    checked.begin = begin
-    pool.begin = checked
-
-
 class _PredictedBytes:
     """What full passes must have read of host memory, as the scheduler has it: each request's
     blocks of each layer there."""
@@ -148,11 +109,6 @@ class _PredictedBytes:
         counted = self._worker.triforce.counters.num_staged_bytes - self._before
         placed = self._placed
         assert counted == self._num_blocks * placed.page_bytes * placed.num_host_layers > 0
-
-
-def _in_order(blocks: torch.Tensor) -> torch.Tensor:
-    """The rows, ordered by what is in them."""
-    return torch.tensor(sorted(blocks.tolist()))
 
 
 class _Inside:
@@ -187,8 +143,6 @@ class _Inside:
             self._predicted = _PredictedBytes(worker)
             self._guard = HostMemoryGuard(worker.offload.memory.view)
             self._watching.enter_context(self._guard.watching())
-            if not worker.triforce.config.is_plain:
-                _check_pool(built(llm).speculator.level2.pool, built(llm).rows)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
