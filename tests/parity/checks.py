@@ -161,6 +161,7 @@ def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert together in rows and rows[-1] < together, "it is disabled, the others are not"
     # On Runner V2 the scheduler hears of it, long before the request ends.
     assert not any(first.disturbed.get("able", ())[-2:])
+    assert first.disturbed.get("as planned", True), "or tensor parallel ranks launch differently"
     assert first.counted.num_level2_accepted > 0
     assert first.disturbed["finite"], "what it may have reached is cleaned"
     # What comes after is as if nothing had been.

@@ -206,24 +206,38 @@ class _Inside:
         poison = Poison(owner.model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
-        scheduler = scheduler_of(llm)
+        scheduler, adapter, slots = scheduler_of(llm), worker_of(llm).triforce, built(llm).slots
+        proposed: list[tuple[list[str], set[str]]] = []
+        released: list[tuple[str, bool]] = []
+
+        def propose(batch, draft_tokens):
+            proposed.append((list(batch.request_ids), set(adapter.plan.proposing)))
+            return original_propose(batch, draft_tokens)
+
+        def release(name: str):
+            released.append((name, adapter.plan is not None and name in adapter.plan.disabled))
+            return original_release(name)
+
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "model", poison),
-            watch(speculator, "propose") as proposals,
+            replaced(speculator, "propose", propose) as original_propose,
+            replaced(slots, "release", release) as original_release,
             watch(scheduler, "plan_step") as plans,
         ):
             yield said
         # Of an engine, the first is logged.
         is_first = id(llm) not in self._has_warned
         self._has_warned.add(id(llm))
-        batches = [args[0] for args, _ in proposals]
-        hit = next(batch.request_ids[0] for batch in batches if len(batch) == together)
+        hit = next(names[0] for names, _ in proposed if len(names) == together)
         said |= {
             "struck": poison.has_struck,
             "warned": [w.startswith("NaN in level 1's or level 2's") for w in warnings]
             == [True] * is_first,
-            "rows": [len(batch) for batch in batches],
+            "rows": [len(names) for names, _ in proposed],
+            # Ranks see a NaN at different times, and the plan is what they share.
+            "as planned": all(set(names) == planned for names, planned in proposed)
+            and next(by_plan for name, by_plan in released if name == hit),
             # Whether the scheduler takes the one that is hit for able to propose.
             "able": [hit in able for (able, *_), _ in plans],
             "finite": are_finite(llm),

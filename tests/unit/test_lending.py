@@ -44,6 +44,17 @@ def test_a_plain_token_in_a_lent_block_keeps_its_place():
     assert "a" not in output.scheduled_spec_decode_tokens
 
 
+def test_a_cached_prompt_waits_for_no_room_for_drafts():
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    its = scheduler(13, prefix_caching=True)
+    add(its, "a", [5] * 161, hasher=hasher)
+    step(its)
+    assert num_held(its, "a") == 13
+    add(its, "b", [5] * 160 + [6] * 4, hasher=hasher)
+    assert step(its).num_scheduled_tokens["b"] == 4
+
+
 def test_a_session_that_waits_for_its_next_piece_keeps_no_room_for_drafts():
     its = scheduler(8)
     add(its, "a", [5] * 20, resumable=True)
