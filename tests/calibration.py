@@ -50,20 +50,3 @@ def surprise_p_value(probs: torch.Tensor, tokens: torch.Tensor) -> float:
     variance = (probs * logs**2).sum(1) - mean**2
     surplus = (logs.gather(1, tokens[:, None])[:, 0] - mean).sum()
     return float(torch.special.erfc(surplus.abs() / (2 * variance.sum()).sqrt()))
-
-
-def processed(
-    logits: torch.Tensor,  # [num_tokens, vocab_size], float64
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> torch.Tensor:  # [num_tokens, vocab_size]
-    """Return the probabilities that vLLM samples from: temperature, top-k, top-p."""
-    probs = (logits / temperature).softmax(-1)
-    ordered, order = probs.sort(-1, descending=True)
-    if top_k:
-        ordered[:, top_k:] = 0
-    ordered /= ordered.sum(-1, keepdim=True)
-    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
-    probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    return probs / probs.sum(-1, keepdim=True)

@@ -1,5 +1,7 @@
 """Insides of an engine in this process, for tests that look at them or change them."""
 
+import copy
+
 
 def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
@@ -42,3 +44,23 @@ def drive(llm, arrivals: dict[int, list]) -> dict:
         if len(found) == count:
             return found
     raise AssertionError(f"unfinished after 3,000 steps: {count - len(found)} requests")
+
+
+def send_piece(llm, name: str, tokens: list[int] | None, params) -> None:
+    """Send a piece of a session's input.
+
+    Args:
+        tokens: None if nothing more comes.
+    """
+    engine = llm.llm_engine
+    request = engine.input_processor.process_inputs(
+        name,
+        {"prompt_token_ids": list(tokens or [0])},  # which is extended
+        params,
+        supported_tasks=engine.get_supported_tasks(),
+        resumable=tokens is not None,
+    )
+    request.external_req_id = name
+    # Both extend the prompt, each its own: usually they are in two processes.
+    engine.engine_core.add_request(copy.deepcopy(request))
+    engine.output_processor.add_request(request, None)

@@ -15,9 +15,8 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.conftest import triforce
+from tests.asked import sampled_from, shaped
 from tests.models import make_llama
-from tests.unit.test_inner_verification import readable_distribution
 
 VOCAB = 12
 NUM_SAMPLES = 6000
@@ -67,47 +66,19 @@ def exact(models, prompt):
     return exact_logits(models["target"], prompt)
 
 
-def exact_joint(exact, temperature, top_p=1.0) -> np.ndarray:
+def asked_joint(exact, prompt: list[int], asked: Mapping) -> np.ndarray:
     """Return the distribution of the second and third token, [VOCAB, VOCAB]."""
 
-    def after(prefix):
-        return readable_distribution(exact[prefix], temperature, VOCAB, top_p, 0.0)
+    def after(prefix: tuple[int, ...]) -> np.ndarray:
+        logits = torch.from_numpy(exact[prefix]).expand(len(prefix) + 1, -1)
+        return sampled_from(shaped(logits, prompt, [*prefix, 0], asked), asked)[-1].numpy()
 
-    return _joint(lambda prefix: after(prefix))
-
-
-def asked_joint(exact, prompt: list[int], asked: Mapping) -> np.ndarray:
-    """Return the same for any request: see ``readable_request``."""
-    return _joint(lambda prefix: readable_request(exact[prefix], prompt, list(prefix), asked))
-
-
-def _joint(after) -> np.ndarray:
     joint = np.zeros((VOCAB, VOCAB))
     for a, p in enumerate(after(())):
         for b, q in enumerate(after((a,))):
             if p * q > 0:
                 joint[b] += p * q * after((a, b))
     return joint
-
-
-def readable_request(logits: np.ndarray, prompt, sampled: list[int], asked: Mapping) -> np.ndarray:
-    """Return the distribution that a request asks for, as vLLM documents it."""
-    logits = logits.copy()
-    for token, bias in asked.get("logit_bias", {}).items():
-        logits[token] += bias
-    for token in range(VOCAB):
-        count = sampled.count(token)
-        if count or token in prompt:
-            penalty = asked.get("repetition_penalty", 1.0)
-            logits[token] = (
-                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-            )
-        logits[token] -= asked.get("frequency_penalty", 0.0) * count
-        logits[token] -= asked.get("presence_penalty", 0.0) * bool(count)
-    if allowed := asked.get("allowed_token_ids"):
-        logits[[token for token in range(VOCAB) if token not in allowed]] = -np.inf
-    settings = (asked.get("top_k", VOCAB), asked.get("top_p", 1.0), asked.get("min_p", 0.0))
-    return readable_distribution(logits, asked["temperature"], *settings)
 
 
 def sample(llm, prompt, count=NUM_SAMPLES, **params) -> np.ndarray:
@@ -131,16 +102,3 @@ def pvalue(samples: np.ndarray, joint: np.ndarray) -> float:
     found = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
     return stats.chisquare(found[wanted > 0], wanted[wanted > 0]).pvalue
-
-
-def speculating(engines, models, with_draft: bool):
-    keys = triforce(
-        num_speculative_tokens=3,
-        retrieval_budget=96,
-        retrieval_recent_tokens=32,
-        num_sink_tokens=4,
-        num_recent_tokens=28,
-    )
-    if with_draft:
-        keys["model"] = models["draft"]
-    return engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)

@@ -58,8 +58,8 @@ def test_yaml(block: Block):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("block", of("python"))
-def test_python(block: Block, engines, tmp_path, monkeypatch):
-    """Run the block without vLLM's compilation."""
+def test_python(block: Block, engines, tmp_path, monkeypatch, capsys):
+    """Run the block without vLLM's compilation; each prints what it is about."""
     import vllm
 
     engines.clear()
@@ -67,6 +67,7 @@ def test_python(block: Block, engines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
     exec(compile(block.filled, str(block), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("block", of("bash"))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from tests.asked import penalized
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import REQUESTS, Request
-from tests.penalties import penalized
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
 
 KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)

@@ -14,6 +14,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 # vLLM's binding wants a NUMA node for each worker.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+from tests.child import say
 from tests.conftest import ENGINE, triforce
 from tests.models import PAIR, held_out_tokens
 
@@ -94,7 +95,7 @@ async def main(case: str) -> None:
         )
     finally:
         engine.shutdown()
-    print("RESULTS " + json.dumps({"tokens": tokens, "counters": counters}), flush=True)
+    say({"tokens": tokens, "counters": counters})
 
 
 if __name__ == "__main__":

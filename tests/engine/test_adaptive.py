@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
 from tests.inside import controller_of, scheduler_of, worker_of
-from tests.joint import SETTINGS, exact, exact_joint, models, prompt, pvalue, sample
+from tests.joint import SETTINGS, asked_joint, exact, models, prompt, pvalue, sample
 from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
@@ -130,33 +130,24 @@ def test_random_decisions_greedy(engines, pair, with_draft, text):
 
 
 @pytest.mark.parametrize(
-    "setting", ["T=1", pytest.param("T=0.6", marks=pytest.mark.thorough)], ids=str
+    "setting, has_length",
+    [("T=1", True), ("T=1", False), pytest.param("T=0.6", True, marks=pytest.mark.thorough)],
 )
-def test_random_decisions_sampled(engines, models, prompt, exact, setting):
-    """The exact joint distribution of two tokens, as in tests/joint.py."""
-    keys = triforce(model=models["draft"], adaptive=True, **TWELVE)
-    llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
-    before = counters_of(llm)
-    with rolled(llm, seed=7) as dice:
-        samples = sample(llm, prompt, **SETTINGS[setting])
-    counted = counters_of(llm).since(before)
-    assert pvalue(samples, exact_joint(exact, **SETTINGS[setting])) > 1e-4
-    assert 0.05 < counted.level2_acceptance_rate < 0.98
-    assert all(count > 10 for count in dice.decided.values()), dice.decided
-
-
-def test_random_ends_of_drafts_sampled(engines, models, prompt, exact):
-    """What ends a draft is its next token's distribution, and the joint distribution is exact."""
-    window = {name: TWELVE[name] for name in TWELVE if name != "num_speculative_tokens"}
+def test_random_decisions_sampled(engines, models, prompt, exact, setting, has_length):
+    """The exact joint distribution of two tokens, as in tests/joint.py. Without a given length the
+    next token's distribution ends a draft."""
+    window = {name: TWELVE[name] for name in TWELVE if has_length or "speculative" not in name}
     keys = triforce(model=models["draft"], adaptive=True, **window)
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
     before = counters_of(llm)
-    with rolled(llm, seed=8) as dice:
-        samples = sample(llm, prompt, **SETTINGS["T=1"])
+    with rolled(llm, seed=7 if has_length else 8) as dice:
+        samples = sample(llm, prompt, **SETTINGS[setting])
     counted = counters_of(llm).since(before)
-    assert pvalue(samples, exact_joint(exact, **SETTINGS["T=1"])) > 1e-4
+    assert pvalue(samples, asked_joint(exact, prompt, SETTINGS[setting])) > 1e-4
     assert 0.05 < counted.level2_acceptance_rate < 0.98
-    assert all(dice.decided[name] > 50 for name in ("draft goes on", "draft ends")), dice.decided
+    ends = ("draft goes on", "draft ends")
+    assert all(count > 10 for count in dice.decided.values()), dice.decided
+    assert has_length or all(dice.decided[name] > 50 for name in ends), dice.decided
 
 
 def test_random_decisions_for_greedy_beside_sampled(engines, pair, text):
@@ -346,6 +337,8 @@ def test_what_passes_take_is_told(engines, pair):
     assert llm.collective_rpc("triforce_measured") == [None]
     (anew,) = llm.collective_rpc("triforce_measured", args=(True,))
     assert anew.keys() == told.keys() and anew["draft"] > 0 and anew["full_by_rows"][0][1] > 0
+    with pytest.raises(ValueError, match="no TriForce counters"):
+        counters_of(engines.get(pair["target"]))
 
 
 def test_a_prompt_that_just_fits_is_read_in_one_step(engines, pair, text):

@@ -1,5 +1,6 @@
 """Promise: requests that come and go neither cost the others anything nor change what they get."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,57 +61,44 @@ def rest_long(llm, monkeypatch) -> None:
     monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
 
 
-@pytest.mark.parametrize("neighbour", ["decodes", "is read too", "leaves"])
-def test_a_seeded_request_is_speculated_on_as_alone(whole, text, monkeypatch, neighbour):
-    """Beside one that decodes plainly and rests it proposes at the same places as alone."""
+@pytest.mark.parametrize(
+    "neighbour, min_tokens",
+    [
+        *itertools.product(["decodes", "is longer"], [0, 12]),
+        ("is read too", 0),
+        ("leaves", 0),
+    ],
+)
+def test_a_seeded_request_is_as_alone(whole, text, monkeypatch, neighbour, min_tokens):
+    """Beside one that decodes plainly and rests it samples the same, and proposes at the same
+    places. Up to min_tokens a proposal ends before it: for a step there is no room for one."""
     rest_long(whole, monkeypatch)
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(
+        temperature=1.0, seed=7, max_tokens=40, min_tokens=min_tokens, ignore_eos=True
+    )
     seeded = ("seeded", text[1000:1600], params)
     others = {
         "decodes": {0: [("other", text[:60], greedy(120, ignore_eos=True))], 6: [seeded]},
+        "is longer": {0: [("other", text[:500], greedy(120, ignore_eos=True))], 6: [seeded]},
         "is read too": {0: [("other", text[:900], greedy(60, ignore_eos=True)), seeded]},
         "leaves": {0: [("other", text[:60], greedy(9, ignore_eos=True))], 4: [seeded]},
     }[neighbour]
-    speculator, places = built(whole).speculator, []
-    propose = speculator.propose
-
-    def spy(batch):
-        proposal = propose(batch)
-        for name, at, tokens in zip(
-            batch.request_ids, batch.num_computed_tokens, proposal.token_ids
-        ):
-            if tokens and name.startswith("seeded"):
-                places.append(at)
-        return proposal
-
-    speculator.propose = spy
-    try:
-        drive(whole, {0: [seeded]})
-        alone, places = places, []
-        drive(whole, others)
-    finally:
-        del speculator.propose
-    assert places == alone and alone[0] == 600
-
-
-@pytest.mark.parametrize("min_tokens", [0, 12])
-def test_a_seeded_request_samples_as_alone(whole, text, monkeypatch, min_tokens):
-    """Up to min_tokens a proposal ends before it: for a step there is no room for one."""
-    rest_long(whole, monkeypatch)
-    params = SamplingParams(
-        temperature=1.0,
-        seed=7,
-        max_tokens=40,
-        min_tokens=min_tokens,
-        ignore_eos=True,
-        detokenize=False,
-    )
-    seeded = ("seeded", text[1000:1600], params)
-    alone = drive(whole, {0: [seeded]})["seeded"].outputs[0].token_ids
-    for length in (60, 500):
-        other = ("other", text[:length], greedy(120, ignore_eos=True))
-        beside = drive(whole, {0: [other], 6: [seeded]})["seeded"]
-        assert beside.outputs[0].token_ids == alone
+    seen = []
+    for arrivals in ({0: [seeded]}, others):
+        with watch(built(whole).speculator, "propose") as calls:
+            tokens = drive(whole, arrivals)["seeded"].outputs[0].token_ids
+        places = [
+            at
+            for (batch,), proposal in calls
+            for name, at, proposed in zip(
+                batch.request_ids, batch.num_computed_tokens, proposal.token_ids
+            )
+            if proposed and name.startswith("seeded")
+        ]
+        seen.append((tokens, places))
+    (alone, places), (beside, then) = seen
+    assert beside == alone
+    assert min_tokens or (then == places and places[0] == 600)
 
 
 def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, nothing_pays):

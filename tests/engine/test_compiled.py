@@ -7,15 +7,15 @@ JSON: a list of TriForce's keys, or null for stock vLLM, an engine each.
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 
 import pytest
 
+from tests.child import results_of, say
 from tests.conftest import Engines, triforce
 from tests.generation import assert_same_tokens, generate
-from tests.models import PAIR, ROOT, held_out_tokens, make_llama
+from tests.models import PAIR, held_out_tokens, make_llama
 from tests.outputs import speculating
 
 pytestmark = pytest.mark.engine
@@ -86,16 +86,8 @@ def test_compile_cache_between_settings(engines, pair, tmp_path):
 
 def compiled(keys: list, folder) -> list[dict]:
     """What ``main()`` saw, with a compile cache in ``folder``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.test_compiled", json.dumps(keys)],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert "RESULTS " in done.stdout, done.stdout[-3000:] + done.stderr[-5000:]
-    return json.loads(done.stdout.split("RESULTS ")[1])
+    env = {**os.environ, "VLLM_CACHE_ROOT": str(folder / "cache")}
+    return results_of("tests.engine.test_compiled", json.dumps(keys), env=env)
 
 
 def main() -> None:
@@ -120,7 +112,7 @@ def main() -> None:
                 "cpu_s": sum(ended[:4]) - sum(begun[:4]),
             }
         )
-    print("RESULTS " + json.dumps(found), flush=True)
+    say(found)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,22 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
+from tests.child import results_of
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
 from tests.inside import built, controller_of, worker_of
 from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
-from tests.unit.test_plugin import engine_config
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+# Of random tokens, without a tokenizer.
+TOKENS_ONLY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
 # Half of the layers have a window, or none has, in the models of ``ARCHITECTURES``.
 HYBRID = {"gemma2", "gemma3", "gpt-oss"}
-ONE_OF_A_KIND = {"gemma3", "gpt-oss", "mixtral"}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_architecture(engines, tmp_path, name):
     model = make_architecture(tmp_path / name, name)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 4096) for _ in range(n)] for n in (500, 120, 260)]
-    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
+    params = [TOKENS_ONLY] * 3
     stock = engines.get(model, None, max_model_len=2048)
     wanted = run(stock, prompts, params)
     assert len(set(wanted[0].outputs[0].token_ids)) > 15, "too dull a model to test anything"
@@ -64,6 +65,15 @@ def test_architecture(engines, tmp_path, name):
     num_dense = len(worker_of(llm).triforce.target_layers) - len(level2.attention.layers)
     assert num_dense == (2 if name in HYBRID else 0)
 
+    if name == "mixtral":  # whose experts level 2's copy has for itself
+        keys = triforce(retrieval_budget=128, level2_model="bfloat16")
+        copied = engines.get(model, keys, max_model_len=2048)
+        with speculating(copied):
+            found = run(copied, prompts, params)
+        assert assert_same_outputs(stock, wanted, found) == len(prompts)
+        weights = built(copied).speculator.level2.model.named_parameters()
+        assert {w.dtype for named, w in weights if "expert" in named} == {torch.bfloat16}
+
     cache = level2.cache
     budget, cache.budget = cache.budget, replace(cache.budget, min_blocks=64, max_blocks=64)
     before = counters_of(llm)
@@ -71,27 +81,6 @@ def test_architecture(engines, tmp_path, name):
     cache.budget = budget
     counted = counters_of(llm).since(before)
     assert counted.num_level2_accepted == counted.num_level2_drafted > 50
-
-
-def test_copy_with_experts(engines, tmp_path):
-    """The copy has experts of its own, and the output is the target's."""
-    engines.clear()
-    model = make_architecture(tmp_path / "mixtral", "mixtral")
-    draw = random.Random(1)
-    prompts = [[draw.randrange(2, 4096) for _ in range(n)] for n in (500, 120, 260)]
-    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
-    stock = engines.get(model, None, max_model_len=2048)
-    wanted = run(stock, prompts, params)
-    keys = triforce(retrieval_budget=128, level2_model="bfloat16")
-    llm = engines.get(model, keys, max_model_len=2048)
-    with speculating(llm):
-        assert assert_same_outputs(stock, wanted, run(llm, prompts, params)) == len(prompts)
-    experts = {
-        weight.dtype
-        for name, weight in built(llm).speculator.level2.model.named_parameters()
-        if "expert" in name
-    }
-    assert experts == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
@@ -170,7 +159,7 @@ def test_other_weights_and_positions(engines, pair, text, tmp_path, case):
         draft = make_int8(tmp_path / "draft", draft)
     else:
         arguments["hf_overrides"] = {"rope_parameters": YARN}
-    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)] * 3
+    params = [TOKENS_ONLY] * 3
     prompts = [text[:900], text[1000:3000], text[2500:2600]]
     stock = engines.get(target, None, max_model_len=4096, **arguments)
     wanted = run(stock, prompts, params)
@@ -215,30 +204,12 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
 
     model = make_architecture(tmp_path / "gemma3", "gemma3")
     arguments = dict(disable_hybrid_kv_cache_manager=True, max_model_len=2048)
-    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)]
+    params = [TOKENS_ONLY]
     stock = engines.get(model, None, **arguments)
     llm = engines.get(model, triforce(retrieval_budget=128), **arguments)
     with speculating(llm):
         found = run(llm, [text[:500]], params)
     assert assert_same_outputs(stock, run(stock, [text[:500]], params), found) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "skip_layers"),
-        (dict(logits_processors=["json:JSONDecoder"]), "logits_processors"),
-        (dict(kv_offload_gib=1), "kv_offload_gib=1 is not supported with Model Runner V1"),
-        (
-            dict(structured_outputs_config={"backend": "lm-format-enforcer"}),
-            "'lm-format-enforcer' is not supported with method='triforce'",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_at_start(gqa_pair, arguments, named):
-    keys = {key: arguments.pop(key) for key in list(arguments) if key == "kv_offload_gib"}
-    with pytest.raises(ValueError, match=named):
-        engine_config(gqa_pair["target"], triforce(**keys), **arguments)
 
 
 @pytest.mark.slow
@@ -249,16 +220,8 @@ def test_parallel(engines, pair, text, case):
     same: their counters are alike. Data-parallel engines answer each on its own."""
     if case == "ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.parallel_case", case],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert "RESULTS " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads(done.stdout.split("RESULTS ")[1])
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    results = results_of("tests.engine.parallel_case", case, env=env)
     stock = engines.get(pair["target"])
     prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
     wanted = run(stock, prompts, [GREEDY] * 4)

@@ -15,18 +15,16 @@ from tests.inside import drive, worker_of
 from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
     VOCAB,
+    asked_joint,
     exact,
-    exact_joint,
     models,
     prompt,
     pvalue,
-    speculating,
 )
 from tests.models import make_llama
 from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import watch
-from tests.unit.test_inner_verification import readable_distribution
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -41,17 +39,6 @@ def greedy(max_tokens: int) -> SamplingParams:
 def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:
     params = {"temperature": 1.0, "ignore_eos": True, **params}
     return SamplingParams(max_tokens=max_tokens, detokenize=False, **params)
-
-
-@pytest.mark.parametrize(
-    "with_draft", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["draft", "lookup"]
-)
-def test_sampled_beside_greedy(engines, models, prompt, exact, with_draft):  # noqa: F811
-    llm = speculating(engines, models, with_draft)
-    requests = ([greedy(12)] + [sampled()] * 3) * (NUM_SAMPLES // 3)
-    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(requests), requests, use_tqdm=False)
-    samples = [o.outputs[0].token_ids for o, r in zip(outputs, requests) if r.temperature]
-    assert pvalue(np.array(samples), exact_joint(exact, temperature=1.0)) > 1e-4
 
 
 # A token of the vocabulary is a letter; two of them, bos and eos, are none.
@@ -105,17 +92,8 @@ def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  #
     counted = counters_of(llm).since(before)
     assert counted.num_level2_accepted > 240 and counted.num_level3_rejections > 240
     assert counted.num_proposed > counted.num_level2_drafted + 240, "none was cut"
-    allowed = np.array([letter in ALLOWED for letter in LETTERS])
-
-    def after(prefix) -> np.ndarray:
-        logits = np.where(allowed, exact[prefix], -np.inf)
-        return readable_distribution(logits, 1.0, VOCAB, 1.0, 0.0)
-
-    joint = np.zeros((VOCAB, VOCAB))
-    for a, p in enumerate(after(())):
-        for b, q in enumerate(after((a,))):
-            if p * q > 0:
-                joint[b] += p * q * after((a, b))
+    allowed = [token for token, letter in enumerate(LETTERS) if letter in ALLOWED]
+    joint = asked_joint(exact, prompt, {"temperature": 1.0, "allowed_token_ids": allowed})
     samples = np.array([output.outputs[0].token_ids for output in outputs])
     assert pvalue(samples, joint) > 1e-4
     assert all(draft_probs is None for (_, draft_probs, *_), _ in calls), "certain tokens only"

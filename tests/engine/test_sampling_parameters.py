@@ -73,27 +73,6 @@ def test_structured_output_backend(stock, llm, prompts, backend):
     assert assert_same_outputs(stock, wanted, found) == len(asked)
 
 
-def test_several_ends_of_text(stock, llm, prompts, monkeypatch):
-    """As generation_config.json may name them; no proposal reaches past ``min_tokens``."""
-    usual = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    ids = [list(output.outputs[0].token_ids) for output in run(stock, prompts, [usual] * 2)]
-    ends = [list(dict.fromkeys(its))[-1] for its in ids]
-    for engine in (stock, llm):
-        fields = engine.llm_engine.input_processor.generation_config_fields
-        monkeypatch.setitem(fields, "eos_token_id", [2, *ends])
-    places = [its.index(end) + 1 for its, end in zip(ids, ends)]
-    asked = [
-        (prompt, SamplingParams(temperature=0, max_tokens=32, min_tokens=least))
-        for prompt, place in zip(prompts, places)
-        for least in (0, place - 1, place, place + 1)
-    ]
-    wanted = run(stock, *zip(*asked))
-    with speculating(llm, rejections=False):
-        found = run(llm, *zip(*asked))
-    assert assert_same_outputs(stock, wanted, found) == len(asked)
-    assert {output.outputs[0].stop_reason for output in found} >= set(ends)
-
-
 def test_refused_as_stock_refuses(stock, llm, prompts):
     """What stock vLLM refuses, we refuse with its words."""
     for bad in (dict(logprobs=21), dict(logit_bias={5000: 1.0}), dict(allowed_token_ids=[9999])):

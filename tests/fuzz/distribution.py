@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.asked import only, sampled_from, shaped
 from tests.calibration import chi_square_tail
 from tests.fuzz.drive import Answer
 from tests.fuzz.models import target_of, token_of_character, tokens_of
 from tests.fuzz.streams import END, OF_CHARACTERS
-from tests.penalties import penalized
 
 # How far rounding may move a probability that a parameter cuts at.
 EDGE = 1e-3
@@ -58,48 +58,26 @@ def asked_for(
         end: the end token.
         slack: lets in what a cut leaves out by less than this.
     """
-    size = logits.shape[1]
     logits = logits.clone()
     if classes := params.get("structured", {}).get("classes"):
         for place in range(len(new)):
             allowed = [token_of_character(c) for c in classes[place % len(classes)]]
             if place and not place % len(classes):
                 allowed.append(end)
-            logits[place] = _only(logits[place], allowed)
-    if allowed := params.get("allowed_token_ids"):
-        logits = _only(logits, allowed)
-    for token, bias in params.get("logit_bias", ()):
-        logits[:, token] += bias
+            logits[place] = only(logits[place], allowed)
+    logits = shaped(logits, prompt, new, params)
     stops = [*params.get("stop_token_ids", ()), end]
     logits[: params.get("min_tokens", 0), stops] = -math.inf
-    logits = penalized(logits, prompt, new, params)
     for *prefix, last in params.get("bad_words_token_ids", ()):
         for place in range(len(prefix), len(new)):
             if new[place - len(prefix) : place] == prefix:
                 logits[place, last] = -math.inf
-    probs = (logits / params["temperature"]).softmax(-1)
-    if min_p := params.get("min_p"):
-        probs = probs * (probs >= probs.amax(-1, keepdim=True) * (min_p * (1 - slack)))
-    if top_k := params.get("top_k"):
-        least = probs.topk(min(top_k, size)).values[:, -1:]
-        probs = probs * (probs >= least * (1 - slack))
-    probs = probs / probs.sum(-1, keepdim=True)
-    if top_p := params.get("top_p"):
-        ordered, order = probs.sort(-1, descending=True)
-        ordered = ordered * (ordered.cumsum(-1) - ordered < top_p + slack)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    return probs / probs.sum(-1, keepdim=True)
+    return sampled_from(logits, params, slack)
 
 
 def _is_near_a_cut(params: dict) -> bool:
     """True if rounding may let in a token, which changes the probabilities of all others."""
     return any(name in params for name in ("top_p", "min_p"))
-
-
-def _only(logits: torch.Tensor, allowed: list[int]) -> torch.Tensor:
-    masked = torch.full_like(logits, -math.inf)
-    masked[..., allowed] = logits[..., allowed]
-    return masked
 
 
 @dataclass

@@ -1,12 +1,11 @@
 """Drives a stream of requests through an engine, step by step, and notes what came out."""
 
-import copy
 import time
 from dataclasses import dataclass, field
 
 from tests.fuzz.engines import adapters
 from tests.fuzz.models import tokens_of
-from tests.inside import scheduler_of
+from tests.inside import scheduler_of, send_piece
 
 MAX_STEPS = 4000
 # As long as nothing can run, as while a grammar is compiled, steps are empty and take no time.
@@ -88,7 +87,7 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
             request = stream[number]
             tokens = tokens_of(model, request["prompt"])
             if number in turns:
-                _send(engine, number, tokens, request["params"])
+                send_piece(llm, str(number), tokens, sampling_params(request["params"]))
             else:
                 engine.add_request(
                     str(number),
@@ -119,12 +118,8 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
             _note(answers[number], output)
             if number in turns and output.outputs[0].finish_reason is not None:
                 following = turns[number].pop(0) if turns[number] else None
-                _send(
-                    engine,
-                    number,
-                    following and tokens_of(model, following),
-                    stream[number]["params"],
-                )
+                piece = following and tokens_of(model, following)
+                send_piece(llm, str(number), piece, sampling_params(stream[number]["params"]))
                 answers[number].num_finished += following is None
         step += 1
         if scheduler_of(llm).running:
@@ -137,21 +132,6 @@ def drive(llm, model: str, stream: list[dict]) -> list[Answer]:
             raise DoesNotEnd(f"{MAX_STEPS} steps")
     engine.wake_up(tags=["scheduling"])
     return answers
-
-
-def _send(engine, number: int, tokens: list[int] | None, params: dict) -> None:
-    """Send a piece of a session's input; None: nothing more comes."""
-    request = engine.input_processor.process_inputs(
-        str(number),
-        {"prompt_token_ids": list(tokens or [0])},  # which is extended
-        sampling_params(params),
-        supported_tasks=engine.get_supported_tasks(),
-        resumable=tokens is not None,
-    )
-    request.external_req_id = str(number)
-    # Both extend the prompt, each its own: usually they are in two processes.
-    engine.engine_core.add_request(copy.deepcopy(request))
-    engine.output_processor.add_request(request, None)
 
 
 def _note(answer: Answer, output) -> None:

@@ -1,9 +1,7 @@
 """A fault that was there once, put back, and streams that can show it.
 
-Width of the distributions that are handed up taken from the distributions, not from the tokens:
-a greedy request of a mixed batch has fewer, so that all later requests of the batch were tested
-against rows that are not theirs, or against memory behind the last one. What lies there is chance,
-and zeros do no harm: here it is a distribution of equal probabilities.
+Each token's distribution as it is handed up is that of the token before it in the batch, where a
+greedy request's are certain.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -52,39 +50,16 @@ def mixed_stream(number: int) -> list[dict]:
     return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
 
 
-def _faulty_take(self: DraftProbsStore, request_ids, num_drafts, token_ids) -> torch.Tensor | None:
-    known = [self._proposals[name].probs for name in request_ids if name in self._proposals]
-    if not known:
-        return None
-    width = max(map(len, known))  # should be that of the tokens
-    kept, start = [], 0
-    for name, count in zip(request_ids, num_drafts):
-        tokens = token_ids[start : start + count]
-        start += count
-        rows = self._rows(name, tokens) if count else []
-        kept += list(zip(tokens, rows))[:width]
-    return self._lay_out([row for _, row in kept], [token for token, _ in kept])
-
-
-def _with_memory_behind(
-    self: DraftProbsStore, request_ids, num_drafts, token_ids
-) -> torch.Tensor | None:
-    rows = _faulty_take(self, request_ids, num_drafts, token_ids)
-    if rows is None:
-        return None
-    behind = rows.new_full((sum(num_drafts) - len(rows), rows.shape[1]), 1 / rows.shape[1])
-    return torch.cat([rows, behind])
-
-
 @contextmanager
-def fault(is_there: bool, memory_behind: bool = False):
-    """The rows as they were laid out, or as they should be.
+def fault(is_there: bool):
+    """Hand up the rows shifted by one, or as they should be."""
+    take = DraftProbsStore.take
 
-    Args:
-        memory_behind: whether what is read behind them is known.
-    """
-    take = _with_memory_behind if memory_behind else _faulty_take
-    with mock.patch.object(DraftProbsStore, "take", take) if is_there else nullcontext():
+    def shifted(store, *step) -> torch.Tensor | None:
+        rows = take(store, *step)
+        return None if rows is None else rows.roll(1, 0)
+
+    with mock.patch.object(DraftProbsStore, "take", shifted) if is_there else nullcontext():
         yield
 
 

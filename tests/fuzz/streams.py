@@ -12,20 +12,12 @@ from tests.fuzz.settings import (
     max_model_len_of,
     may_have_seeds,
 )
+from tests.parity.cases import SCHEMA
 
 VOCAB = {"pair": 4096, "small": VOCAB_SIZE, "mimo": VOCAB_SIZE, "smollm2": 49152}
 END = {"pair": 2, "small": EOS, "mimo": EOS, "smollm2": 2}
 # Models with a token for each character.
 OF_CHARACTERS = ("small", "mimo")
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "tags": {"type": "array", "items": {"enum": ["a", "self"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "tags"],
-    "additionalProperties": False,
-}
 # Strings that begin within tokens, end within them and go over several; and one that never comes.
 TEXT_STOPS = ["self", "e", "\n", " = ", "f.", "return None", "\n    ", "never said"]
 CHARACTER_STOPS = [*CHARACTERS[::5], "ab", "Z0", "kLm"]

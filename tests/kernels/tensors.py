@@ -1,11 +1,13 @@
 """Small tensors that tests hand to kernels."""
 
+from collections.abc import Sequence
+
 import torch
 
 from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.distributions import Distributions, LevelLogits, SamplingParameters
-from vllm_triforce.kernels.row_table import RowColumn
+from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -52,6 +54,30 @@ def greedy_parameters(count: int) -> SamplingParameters:
     zeros = torch.zeros(count, device=DEVICE)
     top_k = integers([VOCAB_SIZE] * count)
     return SamplingParameters(zeros, integers([0] * count, torch.int64), top_k, zeros + 1, zeros)
+
+
+def init_rows(rows: Rows, computed: Sequence[int], **columns: Sequence[int]) -> None:
+    """Begin a proposal of greedy requests behind their computed tokens.
+
+    Args:
+        columns: of ``RowColumn``; else each row is its own state and slot, new there, with room.
+    """
+    count = len(computed)
+    table = {column: [0] * count for column in RowColumn}
+    for column in (RowColumn.BATCH_ROW, RowColumn.STATE, RowColumn.SLOT):
+        table[column] = list(range(count))
+    table[RowColumn.REFRESH] = [Refresh.NEW_OWNER] * count
+    table[RowColumn.RESERVED] = [n + 64 for n in computed]
+    table[RowColumn.LIMIT] = [100_000] * count
+    table[RowColumn.MAX_TOKENS] = table[RowColumn.MAX_ROUNDS] = [6] * count
+    table |= {RowColumn[name]: values for name, values in columns.items()}
+    rows.init(
+        torch.from_numpy(stack_columns(table)).to(DEVICE),
+        integers(list(computed)),
+        integers([1] * count),
+        integers([[0]] * count, torch.int64),
+        greedy_parameters(count),
+    )
 
 
 def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> LevelLogits:

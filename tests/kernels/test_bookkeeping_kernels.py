@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import VOCAB_SIZE, counted, greedy_parameters, integers, new_counters
+from tests.kernels.tensors import VOCAB_SIZE, counted, init_rows, integers, new_counters
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.core.limits import room_for_proposal
 from vllm_triforce.kernels import counters as counter_places
@@ -162,27 +162,12 @@ def test_room_is_the_hosts(min_context):
     most = numbers(1, NUM_TOKENS + 1)
     bounds = RowLimits(min_context, BLOCK_SIZE, RetrievalBudget(6, 6, recent=2), width=100)
     rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
-    states = list(range(NUM_ROWS))
-    table = stack_columns(
-        {
-            RowColumn.BATCH_ROW: states,
-            RowColumn.STATE: states,
-            RowColumn.SLOT: states,
-            RowColumn.REFRESH: [Refresh.NEW_OWNER] * NUM_ROWS,
-            RowColumn.RESERVED: reserved.tolist(),
-            RowColumn.LIMIT: limits.tolist(),
-            RowColumn.WINDOW_START: [0] * NUM_ROWS,
-            RowColumn.MAX_TOKENS: most.tolist(),
-            RowColumn.MAX_ROUNDS: [1] * NUM_ROWS,
-            RowColumn.ONE_HOT: [0] * NUM_ROWS,
-        }
-    )
-    rows.init(
-        torch.from_numpy(table).to(DEVICE),
-        integers(computed.tolist()),
-        integers([1] * NUM_ROWS),
-        integers([[0]] * NUM_ROWS, torch.int64),
-        greedy_parameters(NUM_ROWS),
+    init_rows(
+        rows,
+        computed.tolist(),
+        RESERVED=reserved.tolist(),
+        LIMIT=limits.tolist(),
+        MAX_TOKENS=most.tolist(),
     )
     wanted = [
         max(0, room_for_proposal(n, asked, r, limit, min_context))
@@ -205,25 +190,7 @@ def test_the_budget_is_the_hosts(budget):
     tails = [max(0, count - budget.recent) for count in before]
     rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers(tails))
     rows.table[:, SlotColumn.KEPT_FULL].copy_(integers(before))
-    computed = [count * BLOCK_SIZE + 3 for count in contexts]
-    states = list(range(5))
-    table = {column: states for column in (RowColumn.BATCH_ROW, RowColumn.STATE, RowColumn.SLOT)}
-    table |= {
-        RowColumn.REFRESH: refreshes,
-        RowColumn.RESERVED: [n + 4 * BLOCK_SIZE for n in computed],
-        RowColumn.LIMIT: [10_000] * 5,
-        RowColumn.WINDOW_START: [0] * 5,
-        RowColumn.MAX_TOKENS: [NUM_TOKENS] * 5,
-        RowColumn.MAX_ROUNDS: [1] * 5,
-        RowColumn.ONE_HOT: [0] * 5,
-    }
-    rows.init(
-        torch.from_numpy(stack_columns(table)).to(DEVICE),
-        integers(computed),
-        integers([1] * 5),
-        integers([[0]] * 5, torch.int64),
-        greedy_parameters(5),
-    )
+    init_rows(rows, [count * BLOCK_SIZE + 3 for count in contexts], REFRESH=refreshes)
     at_selection = [
         old if refresh == Refresh.NOT_DUE else new
         for old, new, refresh in zip(before, contexts, refreshes)

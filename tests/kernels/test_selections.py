@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import VOCAB_SIZE, greedy_parameters, integers
+from tests.kernels.tensors import VOCAB_SIZE, init_rows
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.runner_v2 import selections
 from vllm_triforce.runner_v2.slots import Slots
@@ -61,27 +61,7 @@ def select(world, lengths: dict[str, int]) -> list[Refresh]:
     taken = [slots.take(name) for name in lengths]
     due = made.schedule_refresh(taken, newest)
     count = len(lengths)
-    table = stack_columns(
-        {
-            RowColumn.BATCH_ROW: range(count),
-            RowColumn.STATE: range(count),
-            RowColumn.SLOT: [slot.index for slot in taken],
-            RowColumn.REFRESH: due,
-            RowColumn.RESERVED: (newest // BLOCK + 2) * BLOCK,
-            RowColumn.LIMIT: newest + 100,
-            RowColumn.WINDOW_START: [0] * count,
-            RowColumn.MAX_TOKENS: [6] * count,
-            RowColumn.MAX_ROUNDS: [6] * count,
-            RowColumn.ONE_HOT: [0] * count,
-        }
-    )
-    rows.init(
-        torch.from_numpy(table).to(DEVICE),
-        integers(newest.tolist()),
-        integers([1] * count),
-        torch.zeros(count, 1, dtype=torch.int64, device=DEVICE),
-        greedy_parameters(count),
-    )
+    init_rows(rows, newest.tolist(), SLOT=[slot.index for slot in taken], REFRESH=due)
     own = torch.arange(count * WIDTH, dtype=torch.int32, device=DEVICE).view(count, WIDTH)
     batch = type("Batch", (), {})()
     batch.max_computed_tokens = newest

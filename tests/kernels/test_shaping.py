@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
-from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import NO_LIMITS, integers
@@ -38,7 +38,8 @@ ASKED: list[dict] = [
 
 
 def on_device(values, dtype):
-    return SimpleNamespace(gpu=torch.tensor(values, dtype=dtype, device=DEVICE))
+    tensor = torch.tensor(values, dtype=dtype, device=DEVICE)
+    return SimpleNamespace(gpu=tensor, np=tensor.cpu().numpy())
 
 
 def padded(lists, width: int) -> torch.Tensor:
@@ -90,7 +91,6 @@ def states() -> tuple[LogitBiasState, PenaltiesState, BadWordsState]:
     starts = [np.cumsum([0, *map(len, its)]).tolist() for its in asked]
     words.bad_word_offsets = SimpleNamespace(gpu=padded(starts, 7).int())
     words.num_bad_words = integer([len(its) for its in asked])
-    words.num_bad_words.np = words.num_bad_words.gpu.cpu().numpy()
     return bias, own, words
 
 
@@ -118,6 +118,7 @@ def made():
         prompt_len=on_device([PROMPT_LEN] * NUM_STATES, torch.int32),
         all_token_ids=SimpleNamespace(gpu=known),
     )
+    words.req_states = req_states
     sampler = SimpleNamespace(logits_processors=[bias, penalties, words, None])
     return rows, LogitsProcessing(sampler, req_states, rows), (bias, penalties, words, req_states)
 
@@ -128,49 +129,20 @@ def by_vllm(logits: torch.Tensor, state: int, begin: int, fed: list[int], of_vll
     Args:
         logits: [vocab_size].
     """
-    bias, penalties, words, req_states = of_vllm
+    *processors, req_states = of_vllm
     count = len(fed)
+    places = torch.arange(count, device=DEVICE).int()
+    context = SimpleNamespace(
+        idx_mapping_np=np.array([state]),
+        expanded_idx_mapping=integers([state] * count),
+        pos=begin + places.long(),
+        input_ids=integers(fed),
+        expanded_local_pos=places,
+    )
+    req_states.total_len = on_device([begin + 1] * NUM_STATES, torch.int32)
     flat = logits.repeat(count, 1)
-    owners, places = integers([state] * count), torch.arange(count, device=DEVICE).int()
-    apply_logit_bias(
-        flat,
-        owners,
-        begin + places.long(),
-        bias.num_allowed_token_ids.gpu,
-        bias.allowed_token_ids.gpu,
-        bias.num_logit_bias.gpu,
-        bias.logit_bias_token_ids.gpu,
-        bias.logit_bias.gpu,
-        bias.min_lens.gpu,
-        bias.num_stop_token_ids.gpu,
-        bias.restore_when_all_masked.gpu,
-        bias.stop_token_ids.gpu,
-        True,
-    )
-    apply_penalties(
-        flat,
-        owners,
-        integers(fed),
-        places,
-        penalties.repetition_penalty.gpu,
-        penalties.frequency_penalty.gpu,
-        penalties.presence_penalty.gpu,
-        penalties.prompt_bin_mask,
-        penalties.output_bin_counts,
-    )
-    apply_bad_words(
-        flat,
-        owners,
-        words.bad_word_token_ids.gpu,
-        words.bad_word_offsets.gpu,
-        words.num_bad_words.gpu,
-        req_states.all_token_ids.gpu,
-        req_states.prompt_len.gpu,
-        integers([begin + 1] * NUM_STATES),
-        integers(fed),
-        places,
-        7,
-    )
+    for processor in processors:
+        flat = processor.apply(flat, context)
     return flat[-1]
 
 

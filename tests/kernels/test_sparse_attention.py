@@ -93,6 +93,17 @@ class Case:
             impl=impl, kv_cache=self.cache, _k_scale_float=1.0, **sizes, **vars(self.layer)
         )
 
+    def level2_of(self, layer: SimpleNamespace) -> tuple[GPURetrievalAttention, tuple]:
+        """Attach level 2 to a layer; return it and what its attention takes before the output."""
+        level2 = GPURetrievalAttention([layer], None, recorder=None)
+        per_block, per_head = level2.head_strides()
+        heads = self.impl.num_kv_heads
+        tables = self.tables * per_block + (torch.arange(heads) * per_head)[:, None]
+        tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
+        lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(heads)
+        (metadata,) = level2.uniform(3, self.query_len, lens, tables)
+        return level2, (layer, self.query, None, None, self.cache, metadata)
+
     def gathered(self, request: int, head: int):
         """Return the keys and values that a KV head of a request reads, [num_tokens, head_dim]."""
         own = self.cache[self.tables[request, head].to(DEVICE), head].flatten(0, 1)
@@ -126,15 +137,10 @@ def test_level_2_of_the_gpu(layout):
     case = Case(layout, 4, 2, 64, 16, 3)
     layer = case.vllm_layer()
     assert GPURetrievalAttention.can_retrieve(layer)
-    level2 = GPURetrievalAttention([layer], None, recorder=None)
+    level2, given = case.level2_of(layer)
     assert level2.query_shape == (1, 8, 64)
-    per_block, per_head = level2.head_strides()
-    tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
-    lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
-    tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
-    (metadata,) = level2.uniform(3, 3, lens, tables)
     output = torch.zeros_like(case.query)
-    layer.impl.forward(layer, case.query, None, None, case.cache, metadata, output)
+    layer.impl.forward(*given, output)
     torch.testing.assert_close(output, case.expected(), **TOLERANCE)
 
     found = {Summary.MEAN: QuantizedSummaries.allocate((1, 2, 40, 64), DEVICE)}
@@ -152,13 +158,7 @@ def test_output_is_quantized_where_vllm_has_the_attention_do_it(quantized):
     """With ``fuse_attn_quant`` the compiled model reads 8 bits at this scale."""
     case = Case("head-major", 4, 2, 64, 16, 3)
     layer, scale = case.vllm_layer(), torch.tensor([0.05], device=DEVICE)
-    level2 = GPURetrievalAttention([layer], None, recorder=None)
-    per_block, per_head = level2.head_strides()
-    tables = case.tables * per_block + (torch.arange(2) * per_head)[:, None]
-    tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
-    lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(2)
-    (metadata,) = level2.uniform(3, 3, lens, tables)
-    given = layer, case.query, None, None, case.cache, metadata
+    _, given = case.level2_of(layer)
     output = torch.zeros(case.query.shape, dtype=quantized, device=DEVICE)
     layer.impl.forward(*given, output, scale)
     bounds = torch.finfo(quantized)

@@ -175,36 +175,6 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
         assert rows.drafted[row].tolist() == [-1, expected]
 
 
-def test_frequencies_over_many_seeds():
-    """Drawing and accepting follow the distributions over 200 seeds."""
-    num_rows, target = 200, torch.tensor([[1.0, 0.0, -1.0, 0.5], [0.3, 0.3, 1.0, -2.0]])
-    draft = torch.tensor([[-0.5, 1.0, 0.0, 0.2]])
-    temperature = torch.ones(num_rows)
-    race = ExponentialSampler(num_rows, 4, DEVICE)
-    rows = some_rows(
-        num_rows,
-        1,
-        2,
-        computed=999,
-        room=2,
-        num_drafted=1,
-        drafted=0,
-        temperature=temperature,
-        seeds=torch.arange(num_rows),
-    )
-    many_draft = draft.repeat(num_rows, 1)
-    draw_drafts(rows, 0, level_logits(many_draft, temperature), race)
-    many = level_logits(target.repeat(num_rows, 1, 1), temperature)
-    drawn_from = distributions(many_draft[:, None].contiguous(), temperature)
-    verify_drafts(rows, many, drawn_from, race, new_counters())
-    proposal, two = rows.proposal[:num_rows], rows.length[:num_rows] == 2
-    for tokens, logits in ((proposal[:, 0], target[0]), (proposal[two, 1], target[1])):
-        expected = logits.softmax(-1) * len(tokens)
-        counts = torch.bincount(tokens.cpu(), minlength=4)
-        assert ((counts - expected) ** 2 / expected).sum() < 21.1  # once in 10,000, 3 degrees
-    assert 0.5 < two.float().mean() < 0.95
-
-
 def test_logits_that_are_not_numbers_end_the_proposal():
     """NaN at level 2 proposes nothing; NaN at level 1 is rejected and redrawn from level 2."""
     target = torch.zeros(2, 2, 5)

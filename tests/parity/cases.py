@@ -176,38 +176,31 @@ def _dice() -> list[Case]:
     tells more (tests/engine/test_adaptive.py)."""
     skip = {"host": "it decides by itself; 'chosen while running' holds it to this promise"}
     every_way = {"num_direct_proposals": 2, "num_level2_passes": 2, "num_level2_accepted": 1}
+    greedy = "Greedy output is stock vLLM's for any plan of each request in each step."
+    sampled = (
+        "Sampled tokens have exactly the target's distribution for any plan of each request in "
+        "each step{}."
+    )
     shape = dict(skip=skip, at_least=every_way)
+    batch = (requests(90, 520, 400, 300, max_tokens=16),)
     return [
-        Case(
-            "dice-greedy",
-            "Greedy output is stock vLLM's for any plan of each request in each step.",
-            (requests(90, 520, 400, 300, max_tokens=16),),
-            dice=1,
-            **_small("draft_model") | shape,
-        ),
+        Case("dice-greedy", greedy, batch, dice=1, **_small("draft_model") | shape),
+        Case("head-dice", greedy, batch, dice=1, **_small("head"), skip=skip),
         Case(
             "dice-sampled",
-            "Sampled tokens have exactly the target's distribution for any plan of each request "
-            "in each step.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
+            sampled.format(""),
+            _eight(MIXED, 34),
             ("stock", "calibrated", "both accepted and rejected"),
-            model="eight",
-            keys=EIGHT,
-            engine=SMALL | {"max_num_batched_tokens": 2048},
             dice=2,
-            **shape,
+            **OF_EIGHT | shape,
         ),
         Case(
             "dice-biased",
-            "Sampled tokens have exactly the target's distribution for any plan of each request "
-            "in each step, with biases and penalties.",
+            sampled.format(", with biases and penalties"),
             _eight(BIASED, 45),
             ("calibrated",),
-            model="eight",
-            keys=EIGHT,
-            engine=SMALL | {"max_num_batched_tokens": 2048},
             dice=3,
-            **shape,
+            **OF_EIGHT | shape,
         ),
     ]
 
@@ -215,24 +208,23 @@ def _dice() -> list[Case]:
 def _in_pass() -> list[Case]:
     """Selection inside level 2's passes, by requests above and below the budget."""
     skip = {"host": "all of its cases that name no interval select in this way"}
+    in_pass = {"refresh_interval": 0}
     return [
         Case(
             "in pass-greedy",
             "Greedy output is stock vLLM's with selection inside level 2's passes, in a batch "
             "that changes.",
             (requests(90, 520, 400, max_tokens=10),),
-            **_small("draft_model", keys=DRAFT | {"refresh_interval": 0, "min_context": 0}),
+            **_small("draft_model", keys=DRAFT | in_pass | {"min_context": 0}),
             skip=skip,
         ),
         Case(
             "in pass-sampled",
             "Sampled tokens have exactly the target's distribution with selection inside level "
             "2's passes.",
-            _eight((dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3)), 34),
+            _eight(MIXED, 34),
             ("stock", "calibrated", "both accepted and rejected"),
-            model="eight",
-            keys=EIGHT | {"refresh_interval": 0},
-            engine=SMALL | {"max_num_batched_tokens": 2048},
+            **OF_EIGHT | {"keys": EIGHT | in_pass},
             skip=skip,
         ),
     ]
@@ -271,10 +263,8 @@ def _copies() -> list[Case]:
                 sampled,
                 _eight((dict(temperature=1.0), NARROW, dict(temperature=0), NARROW), 34),
                 ("stock", "calibrated"),
-                model="eight",
                 level2_model=name,
-                keys=EIGHT | {"refresh_interval": interval},
-                engine=SMALL | {"max_num_batched_tokens": 2048},
+                **OF_EIGHT | {"keys": EIGHT | {"refresh_interval": interval}},
                 at_least={"num_level2_drafted": 40, "num_level3_rejections": 1},
             )
             for name, interval in (("bfloat16", 0), ("random", 8))
@@ -303,60 +293,36 @@ NAN_PROMPTS = ((0, 400), (100, 270), (300, 318))
 # By level: behind the first proposals, as soon as all three requests take part in one.
 NAN_PASS = {1: 7, 2: 4}
 ONE_ANSWER = {"temperature": 1.0, "top_k": 1}
-KINDS = {
-    "greedy": ({}, {}, {}),
-    "sampled": (ONE_ANSWER,) * 3,
-    "mixed": ({}, ONE_ANSWER, ONE_ANSWER),
+# By name: each request's parameters, the level, and the case that holds the device to it.
+NAN = {
+    "greedy-1": (({},) * 3, 1, ""),
+    "greedy-2": (({},) * 3, 2, "nan-greedy-1"),
+    "sampled-1": ((ONE_ANSWER,) * 3, 1, ""),
+    "sampled-2": ((ONE_ANSWER,) * 3, 2, ""),
+    "mixed-1": (({}, ONE_ANSWER, ONE_ANSWER), 1, "nan-sampled-1"),
 }
 
 
-def _nan_case(name: str, kind: str, level: int, at_pass: int, prompts, max_tokens, **more) -> Case:
-    batch = tuple(
-        Request(*prompt, {**own, "max_tokens": max_tokens})
-        for prompt, own in zip(prompts, KINDS[kind])
-    )
-    return Case(
-        name,
-        "A NaN in a level's logits ends the request's speculation and changes no output, of this "
-        "request or of those beside it and after it.",
-        (batch, batch),
-        ("stock", "nan"),
-        disturbance=("nan", level, at_pass, len(batch)),
-        **more,
-    )
-
-
 def _nan() -> list[Case]:
-    both = [
-        _nan_case(
-            f"nan-{kind}-{level}",
-            kind,
-            level,
-            NAN_PASS[level],
-            NAN_PROMPTS,
-            22,
-            **_small("draft_model"),
+    """What comes behind is as if nothing had been, and the neighbours have gone on."""
+    cases = []
+    for name, (params, level, stand_in) in NAN.items():
+        batch = tuple(
+            Request(*prompt, {**own, "max_tokens": 22}) for prompt, own in zip(NAN_PROMPTS, params)
         )
-        for kind, level in (("greedy", 1), ("sampled", 1), ("sampled", 2))
-    ]
-    longer = [
-        _nan_case(
-            f"nan-{kind}-{level}-at-pass-{at_pass}",
-            kind,
-            level,
-            at_pass,
-            ((0, 700), (300, 1100), (50, 40)),
-            60,
-            keys={"retrieval_budget": 256},
-            engine={"enable_prefix_caching": False},
-            # The other two went on, and what comes after is as if nothing had been.
-            at_least={"num_level2_accepted": 2 * 25 + 3 * 30},
-            ties=1.0,
-            skip=slow(f"nan-{kind}-{level}" if kind == "sampled" else "nan-greedy-1"),
+        cases.append(
+            Case(
+                f"nan-{name}",
+                "A NaN in a level's logits ends the request's speculation and changes no output, "
+                "of this request or of those beside it and after it.",
+                (batch, batch),
+                ("stock", "nan"),
+                disturbance=("nan", level, NAN_PASS[level], len(batch)),
+                **_small("draft_model"),
+                skip=slow(stand_in) if stand_in else {},
+            )
         )
-        for kind, level, at_pass in (("greedy", 2, 1), ("mixed", 1, 6), ("sampled", 2, 6))
-    ]
-    return both + longer
+    return cases
 
 
 # What is forced has two tokens, of which the second ends reasoning.
@@ -533,10 +499,8 @@ def _adapters() -> list[Case]:
                 for batch in _eight((dict(temperature=1.0), {}, NARROW, dict(temperature=1.0)), 34)
             ),
             ("stock", "calibrated", "always right"),
-            model="eight",
             source="prompt_lookup",
-            keys=EIGHT | {"retrieval_budget": 1024},
-            engine=SMALL | {"max_num_batched_tokens": 2048} | ADAPTERS,
+            **OF_EIGHT | {"keys": EIGHT | {"retrieval_budget": 1024}, "engine": WHOLE | ADAPTERS},
             at_least={"num_level2_drafted": 50},
         ),
     ]
@@ -606,7 +570,11 @@ def _windows() -> list[Case]:
 # Level 2 reads 160 tokens of up to 460: it must be wrong at times.
 EIGHT = dict(retrieval_budget=160, num_speculative_tokens=4, gamma=2, num_recent_tokens=60)
 EIGHT_LENGTHS = (400, 300, 350, 390)
+# Prompts in one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
+WHOLE = SMALL | {"max_num_batched_tokens": 2048}
+OF_EIGHT = dict(model="eight", keys=EIGHT, engine=WHOLE)
 NARROW = dict(temperature=0.6, top_p=0.9)
+MIXED = (dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3))
 VARIOUS = (
     dict(temperature=1.3, top_k=5),
     dict(temperature=0, seed=5),
@@ -643,7 +611,6 @@ def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
 
 def _heads() -> list[Case]:
     """Random heads: what they draft has next to nothing to do with the target."""
-    head = dict(source="head")
     kinds = (
         ("head", "eight", "a head that drafts half of the vocabulary"),
         ("mtp", "mimo", "the target's own MTP layer"),
@@ -655,10 +622,8 @@ def _heads() -> list[Case]:
                 f"Of {drafts}, {way}, sampled tokens have exactly the target's distribution.",
                 _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
                 ("stock", "calibrated"),
-                model=model,
-                keys=EIGHT | keys,
-                engine=SMALL | {"max_num_batched_tokens": 2048},
-                **head,
+                source="head",
+                **OF_EIGHT | {"model": model, "keys": EIGHT | keys},
                 at_least=at_least,
             )
             for kind, model, drafts in kinds
@@ -678,31 +643,29 @@ def _heads() -> list[Case]:
             "exactly the target's distribution, and it is speculated on.",
             _eight((dict(temperature=1.0, allowed_token_ids=[0, 2, 6]),) * 4, 34),
             ("calibrated",),
-            model="eight",
-            keys=EIGHT | {"levels": "1,3"},
-            engine=SMALL | {"max_num_batched_tokens": 2048},
-            **head,
+            source="head",
+            **OF_EIGHT | {"keys": EIGHT | {"levels": "1,3"}},
             at_least={"num_direct_proposals": 40},
         ),
         Case(
             "head-few slots",
             "Requests that only keep states for the head give way to those that are planned for.",
             (requests(90, 520, 400, 300, max_tokens=16),),
-            **_small("head", keys=DRAFT | {"max_speculating_seqs": 2}) | head,
+            **_small("head", keys=DRAFT | {"max_speculating_seqs": 2}),
         ),
         Case(
             "head-copy",
             "A head may read the states of level 2's copy of the target.",
             (requests(520, 90, 400, max_tokens=10),),
             level2_model="bfloat16",
-            **_small("head") | head,
+            **_small("head"),
         ),
         Case(
             "head-prefix caching",
             "Where a prompt's start comes from the prefix cache, its states are unknown, and the "
             "window begins behind it.",
             tuple((Request(0, n, {"max_tokens": 24}),) for n in (500, 520, 500)),
-            **_small("head", engine=SMALL | {"enable_prefix_caching": True}) | head,
+            **_small("head", engine=SMALL | {"enable_prefix_caching": True}),
             at_least={"num_level1_drafted": 3},
         ),
         Case(
@@ -710,7 +673,8 @@ def _heads() -> list[Case]:
             "Preempted requests and their states are restored.",
             (tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),),
             ("stock", "preempted", "nothing kept"),
-            **CRAMPED | head,
+            source="head",
+            **CRAMPED,
         ),
         Case(
             "head-adapters",
@@ -722,14 +686,7 @@ def _heads() -> list[Case]:
                     Request(0, 340, {"max_tokens": 10}, adapter=2),
                 ),
             ),
-            **_small("head", engine=SMALL | ADAPTERS) | head,
-        ),
-        Case(
-            "head-dice",
-            "Greedy output is stock vLLM's for any plan of each request in each step.",
-            (requests(90, 520, 400, 300, max_tokens=16),),
-            dice=1,
-            **_small("head") | head,
+            **_small("head", engine=SMALL | ADAPTERS),
         ),
     ]
 
@@ -745,7 +702,6 @@ def _unequal_contexts() -> Case:
         (*((request,) for request in alone), alone, alone[::-1]),
         ("as alone",),
         keys={"refresh_interval": 0},
-        # In one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
         engine=SMALL
         | dict(max_model_len=7168, max_num_batched_tokens=9216, kv_cache_memory_bytes=256 << 20),
         at_least={"num_level2_accepted": 30, "num_level3_rejections": 1},
@@ -756,59 +712,34 @@ def _calibrated() -> list[Case]:
     """Of a vocabulary of eight tokens. Power: where level 3 accepts whatever it gets, 180 tokens
     at T=1 have p < 1e-18."""
     distribution = "Sampled tokens have exactly the target's distribution: {}."
-    # In one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
-    shape = dict(model="eight", engine=SMALL | {"max_num_batched_tokens": 2048})
     wrong_at_times = ("calibrated", "both accepted and rejected")
+    lookup = OF_EIGHT | {"source": "prompt_lookup"}
+    covering = {"retrieval_budget": 1024}
+    shaped = (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22))
+    seeded = [Request(0, 400, dict(temperature=1.0, seed=s, max_tokens=16)) for s in (7, 8)]
     return [
-        Case(
-            "sampled-draft_model",
-            distribution.format("T=1, with a draft"),
-            _eight((dict(temperature=1.0),) * 4, 30),
-            wrong_at_times,
-            keys=EIGHT,
-            **shape,
-        ),
         Case(
             "sampled-block",
             distribution.format("T=1, with a draft, each proposal tested as a block"),
             _eight((dict(temperature=1.0),) * 4, 30),
             wrong_at_times,
-            keys=EIGHT | {"rejection_sample_method": "block"},
-            **shape,
+            **OF_EIGHT | {"keys": EIGHT | {"rejection_sample_method": "block"}},
             skip={"host": "Runner V1 refuses it (config/checks.py)"},
         ),
         Case(
             "seeded",
             "A seed gives the same tokens again, another seed others.",
-            tuple(
-                tuple(
-                    Request(0, 400, dict(temperature=1.0, seed=seed, max_tokens=16))
-                    for seed in (7, 8)
-                )
-                for _ in range(2)
-            ),
+            (tuple(seeded),) * 2,
             ("seeded",),
-            keys=EIGHT,
-            **shape,
+            **OF_EIGHT,
         ),
         _unequal_contexts(),
-        Case(
-            "sampled-prompt_lookup",
-            distribution.format("T=0.6 and top-p 0.9, with prompt lookup"),
-            _eight((NARROW,) * 4, 30),
-            wrong_at_times,
-            source="prompt_lookup",
-            keys=EIGHT,
-            **shape,
-        ),
         Case(
             "sampled-various",
             distribution.format("different parameters, and greedy requests, in one batch"),
             _eight(VARIOUS, 34),
             ("stock", *wrong_at_times),
-            source="prompt_lookup",
-            keys=EIGHT,
-            **shape,
+            **lookup,
         ),
         Case(
             "a wrong distribution is noticed",
@@ -817,10 +748,8 @@ def _calibrated() -> list[Case]:
             "with 4 requests, 6e-9 with 8.",
             _eight((dict(temperature=1.0),) * 8, 44),
             ("not calibrated",),
-            source="prompt_lookup",
-            keys=EIGHT,
             disturbance=("sharpened",),
-            **shape,
+            **lookup,
         ),
         # Level 2 reads what level 3 reads, so a single rejection would mean that the distribution
         # lost something on its way up.
@@ -829,17 +758,14 @@ def _calibrated() -> list[Case]:
             distribution.format("and level 2's own is read back as it was handed up"),
             _eight(VARIOUS, 34),
             ("stock", "calibrated", "always right"),
-            source="prompt_lookup",
-            keys=EIGHT | {"retrieval_budget": 1024},
-            **shape,
+            **lookup | {"keys": EIGHT | covering},
         ),
         Case(
             "sampled-biased",
             distribution.format("with biases and penalties, beside a request without and a greedy"),
             _eight(BIASED, 45),
             ("calibrated",),
-            keys=EIGHT,
-            **shape,
+            **OF_EIGHT,
             at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
             skip=slow("dice-biased"),
         ),
@@ -847,20 +773,18 @@ def _calibrated() -> list[Case]:
             "shaped-full-window",
             "Level 1 applies each request's changes of logits: where it is the target and its "
             "window holds the context, level 2 accepts all of its tokens.",
-            (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22)),
+            shaped,
             ("level 1 always right",),
-            keys=EIGHT | {"num_recent_tokens": 600, "retrieval_budget": 1024},
-            **shape,
             drafts_by_target=True,
+            **OF_EIGHT | {"keys": EIGHT | covering | {"num_recent_tokens": 600}},
         ),
         Case(
             "shaped-full-budget",
             "Level 2 applies each request's changes of logits as level 3 does: biases, allowed "
             "tokens, penalties, no end before min_tokens.",
-            (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22)),
+            shaped,
             ("stock", "always right"),
-            keys=EIGHT | {"retrieval_budget": 1024},
-            **shape,
+            **OF_EIGHT | {"keys": EIGHT | covering},
         ),
     ]
 
@@ -1103,7 +1027,7 @@ SWEEPS = (
 
 def _sweeps() -> list[Case]:
     """Ties within numerical noise are proved one by one; they must stay rare."""
-    cases = [
+    return [
         Case(
             f"greedy-{model}-{source}-{gamma}-{num_tokens}-{budget}",
             "Greedy output is stock vLLM's in batches of 1 to 8 requests, 50 to 8,000 tokens long.",
@@ -1116,30 +1040,6 @@ def _sweeps() -> list[Case]:
             skip=slow(f"greedy-{source}"),
         )
         for model, source, gamma, num_tokens, budget, lengths in SWEEPS
-    ]
-    return [
-        *cases,
-        Case(
-            "full budget-gqa",
-            "Where its budget covers the context, level 2 is the target.",
-            (tuple(Request(0, length, {"max_tokens": 64}) for length in (45, 700, 3000)),),
-            ("stock", "always right"),
-            model="gqa",
-            source="prompt_lookup",
-            keys=dict(retrieval_budget=4096, retrieval_recent_tokens=64, refresh_interval=3),
-            at_least={"num_level2_drafted": 51},
-            ties=1.0,
-            skip=slow("full budget"),
-        ),
-        Case(
-            "chunked prefill",
-            "Long prompts are read in small chunks while other requests speculate.",
-            (tuple(_long(n) for n in LENGTHS[:32:5]),),
-            keys={"retrieval_budget": 256},
-            engine=dict(max_num_batched_tokens=256, enable_prefix_caching=True),
-            ties=1.0,
-            skip=slow("greedy-draft_model"),
-        ),
     ]
 
 
@@ -1295,9 +1195,7 @@ THOROUGH = {
         "preemption, in host memory",
         "prefix caching, in host memory",
         "sampled-block",
-        "sampled-draft_model",
         "sampled-full-budget",
-        "sampled-prompt_lookup",
         "shaped-full-window",
     },
     "host": {
@@ -1313,7 +1211,6 @@ THOROUGH = {
         "joint-draft_model-T=0.6",
         "joint-prompt_lookup-T=0.6",
         "joint-prompt_lookup-T=1",
-        "nan-sampled-2-at-pass-6",
     },
 }
 _NAMED: dict[str, Case] = {case.name: case for case in _all()}

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from tests import joint, reasoning_parser
-from tests.calibration import frequency_p_value, processed, surprise_p_value, transform_p_value
+from tests.asked import sampled_from, shaped
+from tests.calibration import frequency_p_value, surprise_p_value, transform_p_value
 from tests.outputs import assert_same_outputs
 from tests.parity.cases import ANSWER, Case
 from tests.parity.models import Exact
 from tests.parity.running import Job, Seen
 from tests.parity.stock import Stock, has_one_answer
-from tests.penalties import penalized
 
 ACCEPTANCE = (
     "num_level1_drafted",
@@ -161,6 +161,7 @@ def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert together in rows and rows[-1] < together, "it is disabled, the others are not"
     # On Runner V2 the scheduler hears of it, long before the request ends.
     assert not any(first.disturbed.get("able", ())[-2:])
+    assert first.disturbed.get("as planned", True), "or tensor parallel ranks launch differently"
     assert first.counted.num_level2_accepted > 0
     assert first.disturbed["finite"], "what it may have reached is cleaned"
     # What comes after is as if nothing had been.
@@ -334,9 +335,8 @@ def p_values(
     for prompt, params, new in answered:
         if params.get("temperature", 0) == 0:
             continue
-        own = {k: params[k] for k in ("temperature", "top_k", "top_p") if k in params}
         logits = exact.logits(target, prompt, new, params.get("adapter"))
-        probs.append(processed(_shaped(logits, prompt, new, params), **own))
+        probs.append(sampled_from(shaped(logits, prompt, new, params), params))
         sampled.append(torch.tensor(new))
     probs, sampled = torch.cat(probs), torch.cat(sampled)
     assert len(sampled) >= 100
@@ -344,17 +344,6 @@ def p_values(
     assert not excluded, "a token that the target's sampling parameters exclude"
     tests = (frequency_p_value, transform_p_value, surprise_p_value)
     return [test(probs, sampled) for test in tests]
-
-
-def _shaped(
-    logits: torch.Tensor, prompt: list[int], new: list[int], params: dict
-) -> torch.Tensor:  # [len(new), vocab_size]
-    for token, bias in params.get("logit_bias", {}).items():
-        logits[:, token] += bias
-    if allowed := params.get("allowed_token_ids"):
-        others = [token for token in range(logits.shape[1]) if token not in allowed]
-        logits[:, others] = float("-inf")
-    return penalized(logits, prompt, new, params)
 
 
 def _p_values(job: Job, seen: Seen, by: By) -> list[float]:
@@ -376,7 +365,7 @@ def _calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
         if params.get("temperature", 0) == 0:
             new = list(output.outputs[0].token_ids)
             logits = by.exact.logits(job.target, prompt, new, params.get("adapter"))
-            logits = _shaped(logits, prompt, new, params)
+            logits = shaped(logits, prompt, new, params)
             assert bool((logits.amax(-1) - logits[range(len(new)), new] < 1e-4).all())
 
 

@@ -12,16 +12,12 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.engine import REFRESH_INTERVAL
 from tests.v2.environment import v2_environment
-from vllm_triforce.kernels.row_table import RowColumn
 
 JOBS = "jobs.pickle"
 
@@ -83,41 +79,6 @@ def _poison_staging() -> None:
     HostLayer.stage = poisoned
 
 
-def _check_pool(pool, rows) -> None:
-    """From now on, what level 2 finds in the pool when a proposal begins must be what host memory
-    has: chunk for chunk what is selected, in any order, and token for token what is behind."""
-    refill = pool.refill
-    hosts, pools = refill.hosts, refill.pools
-    per_block, per_head = refill.head_strides
-    block_size = hosts[0].shape[2]
-    begin = getattr(pool.begin, "begin", pool.begin)
-
-    def checked(tables) -> None:
-        begin(tables)
-        with _disable_current_modes():  # the guard's: who looks here is a test
-            compare(tables)
-
-    def compare(tables) -> None:
-        slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].tolist()
-        for row, slot in enumerate(slots):
-            computed, tail, selected = (
-                int(of_rows[row]) for of_rows in (rows.computed, rows.tail, rows.num_selected)
-            )
-            used = min(selected + max(0, -(-computed // block_size) - tail), pool.width)
-            for layer, (host, its) in enumerate(zip(hosts, pools)):
-                table = tables[refill.first_layer + layer]
-                for head in range(host.shape[1]):
-                    ids = table[row * host.shape[1] + head, :used]
-                    wanted = host[(ids - head * per_head) // per_block, head].flatten(1)
-                    found = its[slot * pool.width :][:used, head].flatten(1)
-                    order, other = (_in_order(blocks[:selected]) for blocks in (wanted, found))
-                    assert torch.equal(order, other), "what is selected"
-                    assert torch.equal(wanted[selected:], found[selected:]), "the tail"
-
-    checked.begin = begin
-    pool.begin = checked
-
-
 class _PredictedBytes:
     """What full passes must have read of host memory, as the scheduler has it: each request's
     blocks of each layer there."""
@@ -148,11 +109,6 @@ class _PredictedBytes:
         counted = self._worker.triforce.counters.num_staged_bytes - self._before
         placed = self._placed
         assert counted == self._num_blocks * placed.page_bytes * placed.num_host_layers > 0
-
-
-def _in_order(blocks: torch.Tensor) -> torch.Tensor:
-    """The rows, ordered by what is in them."""
-    return torch.tensor(sorted(blocks.tolist()))
 
 
 class _Inside:
@@ -187,8 +143,6 @@ class _Inside:
             self._predicted = _PredictedBytes(worker)
             self._guard = HostMemoryGuard(worker.offload.memory.view)
             self._watching.enter_context(self._guard.watching())
-            if not worker.triforce.config.is_plain:
-                _check_pool(built(llm).speculator.level2.pool, built(llm).rows)
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
@@ -252,24 +206,38 @@ class _Inside:
         poison = Poison(owner.model, layer, is_due)
         warnings: list[str] = []
         said: dict = {}
-        scheduler = scheduler_of(llm)
+        scheduler, adapter, slots = scheduler_of(llm), worker_of(llm).triforce, built(llm).slots
+        proposed: list[tuple[list[str], set[str]]] = []
+        released: list[tuple[str, bool]] = []
+
+        def propose(batch, draft_tokens):
+            proposed.append((list(batch.request_ids), set(adapter.plan.proposing)))
+            return original_propose(batch, draft_tokens)
+
+        def release(name: str):
+            released.append((name, adapter.plan is not None and name in adapter.plan.disabled))
+            return original_release(name)
+
         with (
             replaced(logger, "warning", lambda *a: warnings.append(a[0] % a[1:])),
             replaced(owner, "model", poison),
-            watch(speculator, "propose") as proposals,
+            replaced(speculator, "propose", propose) as original_propose,
+            replaced(slots, "release", release) as original_release,
             watch(scheduler, "plan_step") as plans,
         ):
             yield said
         # Of an engine, the first is logged.
         is_first = id(llm) not in self._has_warned
         self._has_warned.add(id(llm))
-        batches = [args[0] for args, _ in proposals]
-        hit = next(batch.request_ids[0] for batch in batches if len(batch) == together)
+        hit = next(names[0] for names, _ in proposed if len(names) == together)
         said |= {
             "struck": poison.has_struck,
             "warned": [w.startswith("NaN in level 1's or level 2's") for w in warnings]
             == [True] * is_first,
-            "rows": [len(batch) for batch in batches],
+            "rows": [len(names) for names, _ in proposed],
+            # Ranks see a NaN at different times, and the plan is what they share.
+            "as planned": all(set(names) == planned for names, planned in proposed)
+            and next(by_plan for name, by_plan in released if name == hit),
             # Whether the scheduler takes the one that is hit for able to propose.
             "able": [hit in able for (able, *_), _ in plans],
             "finite": are_finite(llm),

@@ -1,14 +1,13 @@
 """A case, made ready for a runner, and what was seen when it ran: the same for both runners."""
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tests.inside import scheduler_of
+from tests.inside import drive, scheduler_of, send_piece
 from tests.parity.cases import Case, Request
 from tests.parity.disturbing import watch
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
@@ -167,45 +166,27 @@ def _resetting(llm, *steps: int) -> Iterator[dict]:
 
 def converse(llm, pieces: list[tuple[list[int], dict]]) -> list:
     """Answers to the pieces of one session's input, each sent when the last one is answered."""
-    engine, answers = llm.llm_engine, []
-
-    def send(prompt, params, resumable: bool) -> None:
-        inputs = {"prompt_token_ids": list(prompt)}  # which is extended
-        tasks = engine.get_supported_tasks()
-        request = engine.input_processor.process_inputs(
-            "session", inputs, sampling_params(params), supported_tasks=tasks, resumable=resumable
-        )
-        request.external_req_id = "session"
-        # Both extend the prompt, each its own: usually they are in two processes.
-        engine.engine_core.add_request(copy.deepcopy(request))
-        engine.output_processor.add_request(request, None)
-
+    answers: list = []
     num_before = 0
     for number, (prompt, params) in enumerate(pieces):
-        send(prompt, params, True)
+        send_piece(llm, "session", prompt, sampling_params(params))
         while len(answers) == number:
-            answers += [o for o in engine.step() if o.outputs[0].finish_reason is not None]
+            answers += [o for o in llm.llm_engine.step() if o.outputs[0].finish_reason is not None]
         said = answers[-1].outputs[0]  # with what the turns before have said
         said.token_ids, num_before = said.token_ids[num_before:], len(said.token_ids)
-    send([0], {}, False)  # nothing more comes
+    send_piece(llm, "session", None, sampling_params({}))
     return answers
 
 
 def _outputs(llm, requests, every: int) -> list:
     if not every:
         return generate(llm, requests)
-    engine, found, step = llm.llm_engine, {}, 0
-    waiting = list(enumerate(requests))
-    while waiting or engine.has_unfinished_requests():
-        if waiting and step % every == 0:
-            number, (prompt, params) = waiting.pop(0)
-            inputs = {"prompt_token_ids": prompt}
-            engine.add_request(
-                str(number), inputs, sampling_params(params), lora_request=lora_request(params)
-            )
-        found |= {int(o.request_id): o for o in engine.step() if o.finished}
-        step += 1
-    return [found[number] for number in range(len(requests))]
+    arrivals = {
+        every * number: [(str(number), prompt, sampling_params(params))]
+        for number, (prompt, params) in enumerate(requests)
+    }
+    found = drive(llm, arrivals)
+    return [found[str(number)] for number in range(len(requests))]
 
 
 def _counters(llm):

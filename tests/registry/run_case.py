@@ -4,16 +4,14 @@
 """
 
 import gc
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.child import say
 from tests.conftest import ENGINE
 from tests.models import PAIR, PROMPTS
-
-MARKER = "RESULTS "
 
 
 def main() -> None:
@@ -24,7 +22,7 @@ def main() -> None:
     import vllm
 
     results = {"vllm": vllm.__file__, "own_tests": int(own_tests), **run_engines()}
-    print(MARKER + json.dumps(results), flush=True)
+    say(results)
 
 
 def run_engines() -> dict:

@@ -4,17 +4,14 @@ The diff is applied to a copy of the installed vLLM; its own tests pass, and Tri
 registered method on vLLM's own worker, with the same tokens as stock vLLM.
 """
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.child import results_of
 from tests.contract import contract
 from tests.models import ROOT
 from tests.registry.overlay import patched_vllm, touched_files
-from tests.registry.run_case import MARKER
 
 pytestmark = [pytest.mark.engine, pytest.mark.thorough]
 
@@ -30,17 +27,8 @@ def results(tmp_path_factory) -> dict:
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "VLLM_PLUGINS": "",  # not ours: it would wrap
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.registry.run_case", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=300,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARKER)]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return {"folder": str(folder), **json.loads(lines[0].removeprefix(MARKER))}
+    found = results_of("tests.registry.run_case", str(folder), cwd=folder, env=environment)
+    return {"folder": str(folder), **found}
 
 
 def test_the_diff_passes_its_own_tests(results):

@@ -1,6 +1,8 @@
 """Promise: through vLLM's own scheduler, over machines of several kinds, speculation is never
 slower than decoding plainly, and soon noticed to be useless where a text has changed."""
 
+from statistics import mean
+
 import pytest
 
 from tests.simulation.engine import Arrival, Engine, make_scheduler
@@ -14,7 +16,7 @@ from tests.simulation.loads import (
     speeds_of_halves,
     speedup,
 )
-from tests.simulation.world import HOPELESS, MACHINES, TEXTS, World
+from tests.simulation.world import HOPELESS, MACHINES, TEXTS, Text, World
 
 
 def served(machine, text, size, context, num_steps=450, **settings) -> Engine:
@@ -73,6 +75,18 @@ def test_a_text_that_becomes_hopeless_is_noticed():
 def test_no_request_is_slower_than_it_may_be_for_its_neighbours(max_slowdown):
     good, bad = speeds_of_halves(MACHINES["gqa"], 8, 32_000, max_slowdown)
     assert bad >= 0.95 if max_slowdown < 1 else (good > 1.5 and bad < 0.95), (good, bad)
+
+
+def test_rates_are_those_of_the_text():
+    """Outcomes come late, and beside padding."""
+    load = Closed(8, 32_000)
+    engine = load.engine(MACHINES["mha"], Text(0.9, 0.6))
+    load.serve(engine, 400)
+    acceptance = engine.scheduler.decisions.controller.acceptance
+    assert acceptance.sampled.level2.value == pytest.approx(0.9, abs=0.06)
+    assert acceptance.sampled.of("draft_model", True, 0).value == pytest.approx(0.6, abs=0.06)
+    round_tokens = [rates.round_tokens for rates, _ in acceptance.requests.values()]
+    assert mean(round_tokens) == pytest.approx(1 + 0.6 + 0.36, abs=0.25)
 
 
 def test_requests_that_come_and_go_are_not_slower_where_nothing_is_accepted():

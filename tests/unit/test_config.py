@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.refusals import refused
 from vllm_triforce.config import ResolvedConfig, TriForceConfig
 from vllm_triforce.config.budget import RetrievalBudget
 
@@ -99,10 +100,8 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
     ],
 )
 def test_bad_keys(keys, named):
-    with pytest.raises(ValueError) as error:
+    with refused(*named):
         TriForceConfig.from_speculative_config(keys)
-    for part in named:
-        assert part in str(error.value)
 
 
 def sources(
@@ -182,10 +181,8 @@ def test_a_heads_window_has_no_sinks():
     ],
 )
 def test_sources_that_do_not_fit(model, keys, named):
-    with pytest.raises(ValueError) as error:
+    with refused(*named):
         sources(model, **keys)
-    for part in named:
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +202,8 @@ def test_sources_that_do_not_fit(model, keys, named):
     ],
 )
 def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
-    with pytest.raises(ValueError) as error:
+    with refused(*named):
         TriForceConfig(**keys).resolve(block_size, is_exact=True)
-    for part in named:
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(

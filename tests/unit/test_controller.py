@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -273,6 +274,14 @@ def test_trials_take_their_share_and_find_traffic_that_becomes_good(size):
     assert good.decode(found, 500, 8000, size, length=128) >= 1.2
 
 
+def deciding_steps(found: Controller, num_steps: int) -> Iterator[int]:
+    """Yield the steps in which a controller decides."""
+    for step in range(num_steps):
+        found.backoff.begin_step()
+        if not found.backoff.is_resting:
+            yield step
+
+
 def scarce_trials(least: float = 0.01) -> Controller:
     """Return a controller with time for few trials, which expects little of them."""
     found = controller(LONG_PAYS, has_draft=False)
@@ -286,10 +295,7 @@ def test_hopeless_requests_take_turns(is_verified):
     """Each of four hopeless requests gets as many trials, verified or not."""
     found, trials = scarce_trials(), [0] * 4
     candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
-    for _ in range(6000):
-        found.backoff.begin_step()
-        if found.backoff.is_resting:
-            continue
+    for _ in deciding_steps(found, 6000):
         for row, choice in enumerate(found.choose(candidates)):
             if choice is not PLAIN:
                 trials[row] += 1
@@ -300,19 +306,15 @@ def test_hopeless_requests_take_turns(is_verified):
 
 def test_new_requests_do_not_delay_the_trial_of_an_old_one():
     """Three of four requests are replaced every ten decisions."""
-    found, trials, num_decisions = scarce_trials(), 0, 0
-    for _ in range(12_000):
-        found.backoff.begin_step()
-        if found.backoff.is_resting:
-            continue
+    found, trials = scarce_trials(), 0
+    for num_decisions, _ in enumerate(deciding_steps(found, 12_000)):
         names = [f"{num_decisions // 10}-{i}" for i in range(3)]
         candidates = [Candidate(name, 100_000, 16) for name in [*names, "stays"]]
         for request, choice in zip(candidates, found.choose(candidates)):
             if choice is not PLAIN:
                 trials += request.request_id == "stays"
                 found.observe_full_pass(request.request_id, choice.num_tokens, 0)
-        num_decisions += 1
-        if num_decisions % 10 == 0:
+        if num_decisions % 10 == 9:
             for name in names:
                 found.release(name)
     assert found.num_requests == 4 or found.num_requests == 1
@@ -328,10 +330,7 @@ def test_trials_that_pay_do_not_go_on_where_the_batch_is_slower_by_them():
     found.acceptance.of("good").level2 = Rate(0.05, weight=200, memory=1000)
     plain = truth.full_pass([1] * 16, [context] * 16)
     num_steps, num_trials, lost = 20_000, 0, 0.0
-    for _ in range(num_steps):
-        found.backoff.begin_step()
-        if found.backoff.is_resting:
-            continue
+    for _ in deciding_steps(found, num_steps):
         choice = found.choose(candidates)[15]
         if choice is not PLAIN:
             num_trials += 1
@@ -561,12 +560,10 @@ def test_a_trial_pays_for_verification_and_reevaluation():
     found.start(found.measured)
     around = fixed + found.model.reevaluation_seconds(4, True)
     num_trials, num_steps = 0, 6000
-    for _ in range(num_steps):
-        found.backoff.begin_step()
-        if not found.backoff.is_resting:
-            candidates = [Candidate(str(i), 500, 16, match_classes=matched(8)) for i in range(4)]
-            num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
-            found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
+    candidates = [Candidate(str(i), 500, 16, match_classes=matched(8)) for i in range(4)]
+    for _ in deciding_steps(found, num_steps):
+        num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
+        found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
     assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3
 
 

@@ -9,7 +9,7 @@ from vllm.transformers_utils import config as vllm_config
 
 from tests.conftest import triforce
 from tests.models import make_architecture, make_head, make_llama, make_mimo
-from tests.unit.test_plugin import engine_config
+from tests.refusals import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.config.check_head import check_head
 from vllm_triforce.core.draft_cache import loading_draft

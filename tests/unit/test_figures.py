@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_triforce.core.messages import RequestReport, StepPlan, StepReport, attach_plan
 from vllm_triforce.core.messages import attach_report as send
-from vllm_triforce.scheduler.stats import PaddingStatsMixin
+from vllm_triforce.scheduler.stats import PaddingStatsMixin, send_request_metrics
 
 NUM_PLANNED = 6
 
@@ -136,3 +137,25 @@ def test_levels_of_metrics(scheduler):
     scheduler.requests["a"].spec_decode_metrics = None
     scheduler.spec_decode_metrics_level = "none"
     assert scheduler.step(5, {"a": 5}, (4, {"a": 3})).num_draft_tokens == 3
+
+
+def test_figures_are_copied_without_a_look_at_each_step():
+    """A thread encodes outputs while later steps count on; there is an entry for each step."""
+    seen = []
+
+    class Entry(int):
+        def __deepcopy__(self, memo):
+            seen.append(self)
+            return self
+
+    live = RequestSpecDecodeMetrics.new(NUM_PLANNED)
+    request = SimpleNamespace(spec_decode_metrics=live, sampling_params=SimpleNamespace(stop=["."]))
+    scheduler = SimpleNamespace(requests={"a": request}, spec_decode_metrics_level="detailed")
+    for _ in range(3):
+        live.observe(Entry(6), Entry(2), detailed=True)
+    output = EngineCoreOutput("a", [5])
+    send_request_metrics(scheduler, {0: EngineCoreOutputs(outputs=[output])})
+    live.observe(6, 2, detailed=True)
+    sent = output.spec_decode_metrics
+    assert (sent.num_draft_tokens, sent.histogram[2]) == (18, 3) and not seen
+    assert (sent.per_step_drafted, sent.per_step_accepted) == ([6] * 3, [2] * 3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.asked import sampled_from
 from vllm_triforce.runner_v1 import verification as inner
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
@@ -89,37 +90,17 @@ def test_token_distribution_is_vllms():
     """Compare with a readable computation, row by row."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(6, 40)
-    sampling = SamplingRows(
+    parameters = dict(
         temperature=torch.tensor([0.0, 0.6, 1.0, 0.6, 1.3, 0.7]),
         top_k=torch.tensor([40, 40, 5, 7, 40, 3]),
         top_p=torch.tensor([1.0, 0.9, 1.0, 0.5, 0.8, 0.95]),
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1, 0.2]),
     )
-    found = token_distribution(logits.clone(), sampling)
+    found = token_distribution(logits.clone(), SamplingRows(**parameters))
     for row in range(6):
-        wanted = readable_distribution(
-            logits[row].double().numpy(),
-            float(sampling.temperature[row]),
-            int(sampling.top_k[row]),
-            float(sampling.top_p[row]),
-            float(sampling.min_p[row]),
-        )
-        np.testing.assert_allclose(found[row].numpy(), wanted, atol=1e-6)
-
-
-def readable_distribution(logits, temperature, top_k, top_p, min_p):
-    if temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
-    p = np.exp((logits - logits.max()) / temperature)
-    p /= p.sum()
-    p[p < min_p * p.max()] = 0
-    kept = np.sort(p)[::-1][:top_k].min()
-    p[p < kept] = 0
-    p /= p.sum()
-    order = np.argsort(-p)
-    before = np.cumsum(p[order]) - p[order]
-    p[order[before >= top_p]] = 0
-    return p / p.sum()
+        asked = {name: values[row].item() for name, values in parameters.items()}
+        wanted = sampled_from(logits[row : row + 1].double(), asked)[0]
+        torch.testing.assert_close(found[row].double(), wanted, atol=1e-6, rtol=0)
 
 
 def test_greedy_rows_beside_sampled_ones():

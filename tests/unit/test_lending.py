@@ -4,61 +4,14 @@ step what prompts leave, and whether one is verified does not depend on those be
 from concurrent.futures import Future
 
 import pytest
-from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
 
-from tests.simulation.engine import make_scheduler
+from tests.unit.stepping import BLOCK, DRAFT, STOP, TOKEN, add, num_held, scheduler, step
 from vllm_triforce.scheduler.v1 import TriForceScheduler
-
-TOKEN, STOP, DRAFT = 7, 3, 8
-BLOCK = 16
-
-
-def scheduler(num_blocks: int, num_drafts: int = 32, **settings):
-    """Make a scheduler with so many blocks beside the null block, whose requests all draft."""
-    return make_scheduler(
-        True,
-        is_asynchronous=False,
-        num_blocks=num_blocks + 1,
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_model_len=1024,
-        adaptive=False,
-        min_context=0,
-        num_speculative_tokens=num_drafts,
-        **settings,
-    )
-
-
-def add(its, name: str, prompt: list[int], resumable=False, hasher=None, **params) -> None:
-    params = SamplingParams(max_tokens=500, ignore_eos=True, stop_token_ids=[STOP], **params)
-    its.add_request(
-        Request(name, list(prompt), params, None, resumable=resumable, block_hasher=hasher)
-    )
-
-
-def step(its, token: int = TOKEN, num_drafts: int = 32):
-    """Run a step that gives each request a token; all drafts are wrong."""
-    output = its.schedule()
-    names = list(output.num_scheduled_tokens)
-    places = {name: place for place, name in enumerate(names)}
-    sampled = [[] if its.requests[name].is_prefill_chunk else [token] for name in names]
-    its.update_from_output(output, ModelRunnerOutput(names, places, sampled_token_ids=sampled))
-    planned = output.triforce_plan.proposing
-    drafts = [
-        [DRAFT] * min(num_drafts, planned[n].num_tokens if n in planned else 0) for n in names
-    ]
-    its.update_draft_token_ids(DraftTokenIds(names, drafts))
-    return output
-
-
-def num_held(its, name: str) -> int:
-    return len(its.kv_cache_manager.get_block_ids(name)[0])
 
 
 @pytest.mark.parametrize("num_drafts", range(1, 33))

@@ -10,9 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.logits_processing import LogitsProcessing, process_logits
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
 
 VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
 ASKED: dict[str, dict] = {
@@ -79,34 +77,6 @@ def test_requests_without_parameters_have_no_processing():
     tokens = np.array([1, 2], dtype=np.int32)
     for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
         assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
-
-
-def batch(shaping):
-    count = len(shaping)
-    return DraftBatch(
-        [str(row) for row in range(count)],
-        [np.array([1], dtype=np.int32)] * count,
-        [0] * count,
-        [4] * count,
-        [],
-        [torch.zeros] * count,
-        SamplingRows(torch.zeros(count)),
-        logits_processors=shaping,
-    )
-
-
-def test_each_place_is_shaped_behind_its_requests_own_tokens():
-    """Take rows in another order."""
-
-    def marks(logits, new):
-        logits[: len(new)] = torch.tensor(new, dtype=torch.float32)
-
-    asked = batch([None, marks, None, marks]).take([3, 0, 1], [4, 4, 4])
-    proposal = Proposal([[7, 8], [], [5]], [[], [], []], [0] * 3)
-    logits = torch.zeros(4, 6, dtype=torch.bfloat16)
-    shaped = process_logits(logits, asked, proposal, [(0, []), (0, [3]), (1, [2]), (2, [6])])
-    assert shaped.dtype == torch.float32
-    assert shaped.tolist() == [[7, 8, 0, 0, 0, 0], [7, 8, 3, 0, 0, 0], [0] * 6, [5, 6, 0, 0, 0, 0]]
 
 
 def test_a_dead_end_is_left_to_the_full_pass():

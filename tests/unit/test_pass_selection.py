@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.test_selection import retrieval_cache
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.selection import POLICIES
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 16, 4, 64
 BUDGET, RECENT = 8, 2
@@ -16,28 +15,9 @@ NUM_SELECTED = BUDGET - RECENT - 1
 MOST = 14
 
 
-def retrieval_cache(policy: str, most: int = BUDGET, blocks: int = BLOCKS) -> RetrievalCache:
+def cache_of(policy: str, most: int = BUDGET, blocks: int = BLOCKS) -> RetrievalCache:
     """With a budget of ``BUDGET`` blocks, or of an eighth of the context and at most ``most``."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(LAYERS, blocks, BLOCK, HEADS, DIM, generator=generator)
-    policy = POLICIES[policy]()
-
-    def summaries_of(layer: int):
-        return lambda ids, kind: kind.reduce(keys[layer, ids], 1)
-
-    summaries = ChunkSummaries(
-        policy.summaries,
-        LAYERS,
-        blocks,
-        HEADS,
-        DIM,
-        torch.float32,
-        torch.device("cpu"),
-        [summaries_of(layer) for layer in range(LAYERS)],
-    )
-    return RetrievalCache(
-        summaries, policy, BLOCK, RetrievalBudget(BUDGET, most, RECENT), refresh_interval=0
-    )
+    return retrieval_cache(policy, blocks, BLOCK, RetrievalBudget(BUDGET, most, RECENT), 0)[0]
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
@@ -82,7 +62,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
     policy, group, rows, query_lens, num_fulls, most
 ):
     num_blocks = sum(num_fulls) + len(num_fulls)
-    cache = retrieval_cache(policy, most, num_blocks)
+    cache = cache_of(policy, most, num_blocks)
     generator = torch.Generator().manual_seed(1)
     order = torch.randperm(num_blocks, generator=generator).int().numpy()
     start = 0
@@ -125,7 +105,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
 
 
 def test_a_pass_of_requests_within_the_budget_selects_nothing():
-    cache = retrieval_cache("retrieval")
+    cache = cache_of("retrieval")
     table = np.arange(BLOCKS, dtype=np.int32)
     long = cache.selection("long", table[:21], 20 * BLOCK, query=None)
     assert cache.selection("short", table[30:36], 5 * BLOCK, query=None).candidates is None
@@ -135,7 +115,7 @@ def test_a_pass_of_requests_within_the_budget_selects_nothing():
 
 
 def test_a_request_selects_at_first_and_after_each_few_tokens():
-    cache = retrieval_cache("retrieval")
+    cache = cache_of("retrieval")
     tables = [np.arange(start, start + 31, dtype=np.int32) for start in (0, 31)]
     selections = [
         cache.selection(name, table, 30 * BLOCK, query=None) for name, table in zip("ab", tables)
@@ -162,7 +142,7 @@ def test_a_request_selects_at_first_and_after_each_few_tokens():
 
 
 def test_candidates_are_gathered_again_when_a_block_became_full():
-    cache = retrieval_cache("retrieval")
+    cache = cache_of("retrieval")
     table = np.arange(BLOCKS, dtype=np.int32)
     first = cache.selection("a", table[:21], 20 * BLOCK, query=None)
     assert cache.selection("a", table[:21], 20 * BLOCK + 3, query=None) is first
@@ -173,7 +153,7 @@ def test_candidates_are_gathered_again_when_a_block_became_full():
 
 def test_padding_is_never_selected():
     """A softmax leaves most candidates 0 votes, as many as padding has."""
-    cache = retrieval_cache("retrieval")
+    cache = cache_of("retrieval")
     tables = [np.arange(1, 41, dtype=np.int32), np.arange(41, 55, dtype=np.int32)]
     selections = [
         cache.selection(name, table, (len(table) - 1) * BLOCK, query=None)

@@ -98,7 +98,7 @@ def test_configuration_knows_it(install, monkeypatch):
 def test_a_broken_policy_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
     """The message names the fault before a model is loaded."""
     from tests.conftest import triforce
-    from tests.unit.test_plugin import engine_config
+    from tests.refusals import engine_config
     from vllm_triforce.config import checks, triforce_config
 
     install("broken", BROKEN)

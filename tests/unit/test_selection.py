@@ -24,6 +24,7 @@ from vllm_triforce.selection.retrieval import RetrievalPolicy
 
 BLOCK = 32
 CPU = torch.device("cpu")
+BUDGET = RetrievalBudget(8, 8, recent=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
@@ -131,24 +132,27 @@ def test_a_score_that_is_no_number_still_chooses_distinct_chunks():
         assert set(chosen[layer, head].tolist()) == set(usual[layer, head].tolist())
 
 
-def retrieval_cache(num_blocks=64, layers=2, heads=2, budget=8, recent=2, interval=4):
-    keys = torch.randn(layers, num_blocks, heads, BLOCK, 16)
+def retrieval_cache(
+    policy="retrieval",
+    num_blocks=64,
+    block_size=BLOCK,
+    budget=BUDGET,
+    interval=4,
+) -> tuple[RetrievalCache, torch.Tensor]:
+    """Return a cache over random keys, and these, [layers, num_blocks, heads, block_size, 16]."""
+    keys = torch.randn(2, num_blocks, 2, block_size, 16, generator=torch.Generator().manual_seed(0))
+    chosen = POLICIES[policy]()
     summaries = ChunkSummaries(
-        [Summary.MEAN],
-        layers,
+        chosen.summaries,
+        2,
         num_blocks,
-        heads,
+        2,
         16,
         torch.float32,
         CPU,
-        [
-            lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2)
-            for layer in range(layers)
-        ],
+        [lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2) for layer in range(2)],
     )
-    sizes = RetrievalBudget(budget, budget, recent)
-    cache = RetrievalCache(summaries, RetrievalPolicy(), BLOCK, sizes, interval)
-    return cache, keys
+    return RetrievalCache(summaries, chosen, block_size, budget, interval), keys
 
 
 def blocks_read(tables, skipped, cache, num_tokens, row=0, layer=0, head=0):

@@ -94,6 +94,7 @@ def test_each_token_is_read_with_its_newest_state(seed):
         accepted = draw.randrange(len(proposal) + 1)
         tokens += proposal[:accepted]
         computed += accepted + 1
+    assert request.cache and computed == len(tokens)
 
 
 def test_few_entries_are_fed_again():

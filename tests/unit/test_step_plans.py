@@ -1,5 +1,5 @@
-"""Promise: on Model Runner V2 every step says what its requests propose behind it, and nobody is
-given placeholders for what will never be proposed."""
+"""Promise: on Model Runner V2 every step says what its requests propose behind it. That nobody is
+given placeholders for what will never be proposed is checked in ``tests/simulation``."""
 
 import pickle
 from dataclasses import replace
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
+from tests.unit.stepping import add, scheduler, step
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller.async_controller import AsyncController, Outcome
@@ -23,121 +24,59 @@ from vllm_triforce.core.messages import (
     plan_of,
     report_of,
 )
-from vllm_triforce.core.messages import attach_report as send
-from vllm_triforce.scheduler.v2 import StepPlanMixin
 
-PLACEHOLDERS = [-1] * 6
 ALL = RequestPlan(HIERARCHICAL, 6, 3)
 
 
-def resolved(can_adapt: bool = False, **keys):
-    return TriForceConfig(**keys).with_defaults(can_adapt, has_fixed_shapes=True).resolve(16)
+def plans(its, num_steps: int = 1, **how) -> list[dict[str, RequestPlan]]:
+    """Return what the next steps plan."""
+    return [dict(plan_of(step(its, **how)).proposing) for _ in range(num_steps)]
 
 
-class Running:
-    """A request of vLLM's scheduler, in the middle of its completion."""
-
-    def __init__(self, name: str, computed: int = 2000, max_tokens: int = 1000, **params) -> None:
-        self.request_id = name
-        self.num_computed_tokens = computed
-        self.num_prompt_tokens = 1900
-        self.num_tokens = 1995
-        self.max_tokens = max_tokens
-        self.is_prefill_chunk = False
-        self.sampling_params = SamplingParams(**params)
-        self.spec_token_ids = []
+def test_short_contexts_and_prefills_propose_nothing():
+    its = scheduler(60, 6, min_context=40, max_num_batched_tokens=64)
+    add(its, "short", [5] * 20)
+    add(its, "long", [5] * 100)
+    assert plans(its, 3) == [{}, {"long": ALL}, {"long": ALL}], "first a chunk of its prompt"
 
 
-class VLLMs:
-    """vLLM's scheduler as far as plans need it: placeholders for every request that decodes."""
-
-    def __init__(self, vllm_config, max_num_running_reqs: int) -> None:
-        self.vllm_config, self.max_num_running_reqs = vllm_config, max_num_running_reqs
-        self.num_spec_tokens, self.max_model_len = 6, 4096
-        self.requests, self.running = {}, []
-
-    def _next_needs(self):
-        return None
-
-    def _share_tokens(self, wanted, needs):
-        return wanted
-
-    def _lend(self, output, wanted, needs):
-        return wanted
-
-    def _update_after_schedule(self, output) -> None:
-        for request_id in output.num_scheduled_tokens:
-            if not self.requests[request_id].is_prefill_chunk:
-                self.requests[request_id].spec_token_ids = PLACEHOLDERS
+def test_who_names_tokens_or_asks_for_none_proposes_nothing():
+    its = scheduler(60, 6)
+    asked = {
+        "named": dict(logprob_token_ids=[1, 2]),
+        "off": dict(extra_args={"triforce": False}),
+        "few": dict(extra_args={"triforce": {"num_speculative_tokens": 2}}),
+        "allowed": dict(allowed_token_ids=[1, 2]),  # level 2 knows of them
+    }
+    for name, params in asked.items():
+        add(its, name, [5] * 20, **params)
+    (found,) = plans(its)
+    assert found == {"few": replace(ALL, num_tokens=2, num_rounds=1), "allowed": ALL}
 
 
-class Ours(StepPlanMixin, VLLMs):
-    def step(self, *requests: Running) -> dict:
-        """Return the plan of a step of these requests."""
-        self.requests = {request.request_id: request for request in requests}
-        self.running = list(requests)
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = {
-            name: 1 + len(request.spec_token_ids) for name, request in self.requests.items()
-        }
-        output.scheduled_spec_decode_tokens = {
-            name: request.spec_token_ids
-            for name, request in self.requests.items()
-            if request.spec_token_ids
-        }
-        output.scheduled_cached_reqs.req_ids = list(self.requests)
-        output.scheduled_cached_reqs.num_computed_tokens = [2000] * len(requests)
-        self._update_after_schedule(output)
-        self.last = output
-        plan = plan_of(output).proposing
-        for request in requests:
-            planned = plan[request.request_id].num_tokens if request.request_id in plan else 0
-            assert request.spec_token_ids == PLACEHOLDERS[:planned]
-        return plan
+def test_nothing_is_proposed_beyond_the_end():
+    """This step and the next one add a token each. The device cuts what a seeded request proposes,
+    by what it knows for certain; a greedy one draws nothing that a seed could keep."""
+    its = scheduler(60, 6)
+    add(its, "one", [5] * 20, max_tokens=12)
+    add(its, "seeded", [5] * 20, max_tokens=12, seed=3, temperature=1.0)
+    add(its, "greedy", [5] * 20, max_tokens=12, seed=3, temperature=0)
+    for num_known in range(10):
+        (found,) = plans(its)
+        length = min(6, 12 - num_known - 2)
+        assert found["one"] == found["greedy"] == RequestPlan(HIERARCHICAL, length, -(-length // 2))
+        assert found["seeded"] == ALL
+    assert plans(its)[0].keys() == {"seeded"}
 
 
-@pytest.fixture
-def scheduler():
-    keys = resolved(min_context=1000, max_speculating_seqs=2).to_dict()
-    config = SimpleNamespace(additional_config={"triforce": {**keys, "draft_model": None}})
-    return Ours(config, 8)
-
-
-def test_short_contexts_and_prefills_propose_nothing(scheduler):
-    reading = Running("reading")
-    reading.is_prefill_chunk = True
-    assert scheduler.step(Running("short", computed=999), reading, Running("long")) == {"long": ALL}
-
-
-def test_who_names_tokens_or_asks_for_none_proposes_nothing(scheduler):
-    named = Running("named", logprob_token_ids=[1, 2])
-    assert scheduler.step(named, Running("usual")) == {"usual": ALL}
-    off = Running("off", extra_args={"triforce": False})
-    few = Running("few", extra_args={"triforce": {"num_speculative_tokens": 2}})
-    assert scheduler.step(off, few) == {"few": replace(ALL, num_tokens=2, num_rounds=1)}
-    allowed = Running("allowed", allowed_token_ids=[1, 2])
-    assert scheduler.step(allowed) == {"allowed": ALL}, "level 2 knows of them"
-
-
-@pytest.mark.parametrize(("max_tokens", "expected"), [(95 + 9, 6), (95 + 5, 3), (95 + 3, 1)])
-def test_nothing_is_proposed_beyond_the_end(scheduler, max_tokens, expected):
-    """95 tokens are known; this step and the next one add one each."""
-    (its,) = scheduler.step(Running("one", max_tokens=max_tokens)).values()
-    assert its.num_tokens == expected
-    assert scheduler.step(Running("one", max_tokens=95 + 2)) == {}
-    seeded = scheduler.step(Running("one", max_tokens=max_tokens, seed=3))
-    assert seeded == {"one": ALL}, "the device cuts it, by what it knows for certain"
-    greedy = Running("one", max_tokens=max_tokens, temperature=0, seed=3)
-    (planned,) = scheduler.step(greedy).values()
-    assert planned == its, "it draws nothing"
-
-
-def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
-    first, second, third = (Running(name) for name in "abc")
-    assert set(scheduler.step(first, second, third)) == {"a", "b"}
-    assert set(scheduler.step(third, second, first)) == {"a", "b"}, "who has a slot keeps it"
-    assert set(scheduler.step(second, third)) == {"b", "c"}, "who has left gives it up"
-    assert set(scheduler.step(first, third, second)) == {"b", "c"}
+def test_as_many_speculate_as_the_worker_keeps_something_for():
+    its = scheduler(60, 6, max_speculating_seqs=2)
+    for name in "abc":
+        add(its, name, [5] * 20)
+    for found in plans(its, 3):
+        assert found.keys() == {"a", "b"}, "who has a slot keeps it"
+    its.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert plans(its)[0].keys() == {"b", "c"}, "who has left gives it up"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +89,7 @@ def test_as_many_speculate_as_the_worker_keeps_something_for(scheduler):
     ],
 )
 def test_fixed_plans(levels, most, expected):
-    config = resolved(levels=levels)
+    config = TriForceConfig(levels=levels).with_defaults(False, has_fixed_shapes=True).resolve(16)
     assert config.gamma == 2
     assert RequestPlan.fixed(config, most) == expected
 
@@ -164,82 +103,50 @@ def test_a_plan_goes_where_its_step_goes():
     assert plan_of(pickle.loads(pickle.dumps(output))) == plan
 
 
-class Outputs:
-    """Outputs of a worker, in which the first ``accepted`` drafts of each request are right."""
+def test_nothing_is_planned_for_disabled_requests():
+    its = scheduler(60, 6, max_speculating_seqs=2)
+    for name in "abc":
+        add(its, name, [5] * 20)
 
-    def __init__(self, scheduler: Ours) -> None:
-        self._scheduler = scheduler
-        self._before: StepPlan | None = None
+    def disabling(number: int) -> StepReport:
+        return StepReport(number - 1, disabled=("a", "gone"))
 
-    def of_last_step(self, accepted: int, shorter: int = 0, measured=None) -> SimpleNamespace:
-        """
-        Args:
-            shorter: tokens by which proposals are shorter than was planned.
-        """
-        step, before = self._scheduler.last, self._before
-        self._before = plan_of(step)
-        names = list(step.num_scheduled_tokens)
-        output = SimpleNamespace(
-            req_id_to_index={name: place for place, name in enumerate(names)},
-            sampled_token_ids=[[5] * (1 + accepted)] * len(names),
-        )
-        if before is not None:
-            proposed = {
-                name: RequestReport(its.num_tokens - shorter, its.num_rounds, 3, 1)
-                for name, its in before.proposing.items()
-            }
-            send(output, lambda: StepReport(before.number, proposed, measured=measured))
-        return output
-
-
-def _disabling(scheduler: Ours, *names: str) -> None:
-    """Report these requests as disabled in the last step's output."""
-    step = scheduler.last
-    output = SimpleNamespace(
-        req_id_to_index={name: place for place, name in enumerate(step.num_scheduled_tokens)},
-        sampled_token_ids=[[5]] * len(step.num_scheduled_tokens),
-    )
-    number = plan_of(step).number
-    send(output, lambda: StepReport(number - 1, {}, disabled=names))
-    scheduler.learn_from_report(step, output)
-
-
-def test_nothing_is_planned_for_disabled_requests(scheduler):
-    first, second, third = (Running(name) for name in "abc")
-    assert set(scheduler.step(first, second, third)) == {"a", "b"}
-    _disabling(scheduler, "a", "gone")
-    assert set(scheduler.step(first, second, third)) == {"b", "c"}, "its slot is another's"
-    assert plan_of(scheduler.last).disabled == ("a",), "every rank releases it in this step"
-    _disabling(scheduler)
-    assert set(scheduler.step(first, second)) == {"b"}, "for good"
-    scheduler.step(second)
-    assert set(scheduler.step(first)) == {"a"}, "another of its name"
-
-
-@pytest.fixture
-def choosing():
-    keys = resolved(True).to_dict()
-    config = SimpleNamespace(additional_config={"triforce": {**keys, "draft_model": None}})
-    scheduler = Ours(config, 8)
-    scheduler.clock = lambda: 0.0
-    return scheduler
+    assert plans(its, make_report=disabling)[0].keys() == {"a", "b"}
+    for _ in range(2):
+        plan = plan_of(step(its))
+        assert plan.proposing.keys() == {"b", "c"}, "its slot is another's, for good"
+        assert plan.disabled == ("a",), "every rank releases it"
+    its.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    step(its)
+    add(its, "a", [5] * 20)
+    assert plans(its)[0].keys() == {"a", "c"}, "another of its name"
 
 
 @pytest.mark.parametrize("accepted", [2, 20], ids=["rejected", "padding too"])
-def test_decisions_begin_with_measurements(choosing, monkeypatch, accepted):
+def test_decisions_begin_with_measurements(monkeypatch, accepted):
     """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
-    seen = []
+    seen, before = [], {}
     monkeypatch.setattr(AsyncController, "on_step_end", lambda self, step: seen.append(step))
-    request, outputs = Running("one"), Outputs(choosing)
-    for measured in (None, None, LONG_PAYS, None, None):
-        plan = choosing.step(request)
-        choosing.learn_from_report(choosing.last, outputs.of_last_step(accepted, 1, measured))
-        assert bool(plan) == (len(seen) > 3), "the first report comes with the second output"
-    *_, last = seen
+    limits = dict(max_model_len=4096, max_num_batched_tokens=4096, is_asynchronous=True)
+    its = scheduler(250, None, min_context=None, adaptive=True, **limits)
+    add(its, "one", [5] * 2000)
+    for number, measured in enumerate((None, None, LONG_PAYS, None, None, None)):
+
+        def report(plan_number: int, measured=measured, before=before) -> StepReport:
+            proposed = {
+                name: RequestReport(planned.num_tokens - 1, planned.num_rounds, 3, 1)
+                for name, planned in before.items()
+            }
+            return StepReport(plan_number - 1, proposed, measured=measured)
+
+        (plan,) = plans(its, accepted=accepted, make_report=report)
+        assert bool(plan) == (number > 2)
+        before = plan
+    last = seen[-1]
     (outcome,) = last.outcomes.values()
     proposed = last.tokens[0] - 2
     expected = Outcome(proposed, proposed, min(accepted, proposed), outcome.num_rounds, 3, 1)
-    assert outcome == expected and last.is_comparable and last.contexts == [2000]
+    assert outcome == expected and last.is_comparable
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():

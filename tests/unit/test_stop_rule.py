@@ -89,15 +89,14 @@ def test_only_the_first_token_of_an_ended_draft_says_how_good_the_source_is(chos
     found, candidate = chosen
     for _ in range(30):
         found.choose([candidate])
-        found._chosen["a"] = Choice(DRAFT, 2, 0)
         ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
         for top_prob in (0.4, 0.99, 0.99):
             ended.classes[0].append(3 if top_prob < 0.5 else 7)
         found.on_draft_end([candidate], [2], ended, num_passes=3)
-        found.observe_full_pass("a", 3, 0)
+        found.observe_full_pass("a", 3, 0, Choice(DRAFT, 2, 0))
     rates = found.acceptance.sampled
     assert rates.of(DRAFT, False, 0).value < 0.1
-    classes = found.stop_rules._of(DRAFT, False, "a").values()
+    (classes,) = found.rule_for_direct_draft(DRAFT, [candidate], 0).rates
     assert classes[3] < 0.2 and classes[7] > 0.9, "tokens behind a rejected one are not tested"
 
 

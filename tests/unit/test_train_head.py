@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import triforce
 from tests.models import ROOT, make_llama
-from tests.unit.test_plugin import engine_config
+from tests.refusals import engine_config
 
 sys.path.append(str(ROOT / "examples"))
 

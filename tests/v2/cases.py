@@ -11,15 +11,15 @@ import sys
 
 import torch
 
+from tests.child import say
 from tests.generation import generate
 from tests.head_oracle import STEPS
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import DRAFT, EIGHT
-from tests.parity.disturbing import replaced, watch
+from tests.parity.disturbing import replaced
 from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
 
 NUM_TOKENS = 12
-MARKER = "RESULTS "
 
 
 def run(asked: dict) -> dict:
@@ -90,20 +90,12 @@ def _first_drafts(asked: dict) -> dict:
 
 
 def _verified(llm, prompts) -> dict:
-    """What the scheduler is told to verify, by request and step; and what comes out where it has
-    everything verified."""
+    """What comes out where the scheduler knows the proposals, and where it has all verified."""
     generate(llm, prompts[:1], max_tokens=1)  # all prompts are cached from now on
-    announced: dict[str, list[int]] = {}
-    handler = worker_of(llm).model_runner.draft_tokens_handler
-    with watch(handler, "get_draft_tokens") as calls:
-        informed = generate(llm, prompts, max_tokens=NUM_TOKENS)
-    for _, drafts in calls:
-        for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids):
-            announced.setdefault(name, []).append(len(tokens))
-    by_age = [announced[name] for name in sorted(announced, key=lambda n: int(n.split("-")[0]))]
+    informed = generate(llm, prompts, max_tokens=NUM_TOKENS)
     with uninformed_scheduler(llm):
         padded = generate(llm, prompts, max_tokens=NUM_TOKENS)
-    return {"informed": informed, "padded": padded, "announced": by_age}
+    return {"informed": informed, "padded": padded}
 
 
 def _memory(llm) -> dict:
@@ -226,4 +218,4 @@ def _invented(llm, prompt) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(MARKER + json.dumps(run(json.load(sys.stdin))), flush=True)
+    say(run(json.load(sys.stdin)))

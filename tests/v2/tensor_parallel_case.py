@@ -10,6 +10,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 # vLLM's binding wants a NUMA node for each worker.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
+from tests.child import say
+
 
 def main(asked: dict) -> None:
     """
@@ -41,7 +43,7 @@ def main(asked: dict) -> None:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "counters": llm.collective_rpc("triforce_counters"),
     }
-    print("RESULTS " + json.dumps(found), flush=True)
+    say(found)
 
 
 if __name__ == "__main__":

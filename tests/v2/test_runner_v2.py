@@ -5,18 +5,17 @@ imported, so the cases run in a process of their own (``cases.py``), which repor
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.child import results_of
 from tests.generation import generate
 from tests.head_oracle import LAYERS, STEPS, VOCAB, expected_logits
-from tests.models import PAIR, ROOT, held_out_tokens, make_head, make_llama
+from tests.models import PAIR, held_out_tokens, make_head, make_llama
 from tests.parity.checks import LEAST_P_VALUE, p_values
 from tests.parity.models import Exact
-from tests.v2.cases import MARKER, NUM_TOKENS
+from tests.v2.cases import NUM_TOKENS
 from tests.v2.environment import needs_interpreter, v2_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_interpreter]
@@ -45,26 +44,7 @@ def asked(pair, tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def found(asked) -> dict:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.v2.cases"],
-        cwd=ROOT,
-        env=v2_environment(),
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert child.returncode == 0, child.stderr[-5000:]
-    line = next(line for line in child.stdout.splitlines() if line.startswith(MARKER))
-    return json.loads(line.removeprefix(MARKER))
-
-
-def test_only_long_requests_are_verified(found):
-    """What the scheduler is told after each step, for requests of 520, 90 and 400 tokens."""
-    long, short, middle = found["draft"]["announced"]
-    assert 0 < long[0] <= 6 and 0 < middle[0] <= 6
-    assert len(long) < NUM_TOKENS and len(middle) < NUM_TOKENS
-    assert short == [0] * NUM_TOKENS
+    return results_of("tests.v2.cases", env=v2_environment(), input=json.dumps(asked))
 
 
 def test_padding_changes_no_greedy_token(engines, pair, asked, found):

@@ -7,13 +7,12 @@ Real processes, each with Triton's interpreter, take minutes on two cores: they 
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.child import results_of
 from tests.generation import assert_same_tokens, generate
-from tests.models import ROOT, held_out_tokens
+from tests.models import held_out_tokens
 from tests.v2.environment import needs_interpreter, v2_environment
 
 pytestmark = [
@@ -43,16 +42,7 @@ def test_two_ranks(stock, pair, tmp_path, how):
     asked.write_text(
         json.dumps({"target": pair["target"], "keys": KEYS | keys, "requests": requests})
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.v2.tensor_parallel_case", str(asked)],
-        cwd=ROOT,
-        env=v2_environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert "RESULTS " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.split("RESULTS ")[1].splitlines()[0])
+    found = results_of("tests.v2.tensor_parallel_case", str(asked), env=v2_environment())
     wanted = generate(stock, prompts[:3], max_tokens=14)
     for prompt, w, its in zip(prompts, wanted, found["tokens"]):
         assert_same_tokens(stock, prompt, w, its)
