@@ -44,9 +44,12 @@ SERVER = [
     *("--max-model-len", "4352", "--max-num-seqs", "16", "--num-gpu-blocks-override", "140"),
     *("--max-num-batched-tokens", "2048", "--distributed-executor-backend", "mp"),
     *("--block-size", "32", "--scheduling-policy", "priority"),
-    *("--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"),
+    "--enable-per-request-metrics",
 ]
-TRIFORCE = ["--speculative-model", "triforce", "--speculative-config"]
+TRIFORCE = [
+    *("--per-request-spec-decode-metrics", "detailed"),
+    *("--speculative-model", "triforce", "--speculative-config"),
+]
 # Two things of the host grow with the number of shapes seen, in stock vLLM too, and would hide a
 # leak: oneDNN keeps up to 1,024 compiled matrix products (0.2 MiB each, one per weight shape and
 # number of tokens), and glibc keeps freed buffers of many sizes in its heap, once one was freed.
